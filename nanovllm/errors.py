@@ -1,0 +1,25 @@
+"""Every error nanovllm raises on purpose: each says what was wrong, the value, and what to do."""
+
+
+class NanovllmError(Exception):
+    """Base of all errors raised by nanovllm."""
+
+
+class ConfigError(NanovllmError, ValueError):
+    """An engine or sampling option has a value that cannot work."""
+
+
+class RequestError(NanovllmError, ValueError):
+    """A prompt cannot be served; other requests are unaffected."""
+
+
+class CheckpointError(NanovllmError):
+    """A model folder, file or hub id cannot be loaded."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is readable but its architecture or a variant of it is not supported."""
+
+
+class EngineError(NanovllmError, RuntimeError):
+    """The engine is closed or has failed and can serve nothing more."""
