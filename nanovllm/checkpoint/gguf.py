@@ -1,0 +1,219 @@
+"""Read a GGUF file: its metadata as a Hugging Face config, its tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What one `general.architecture` becomes, and how its tensors are named and laid out."""
+
+    hf_class: str
+    layer_tensors: Mapping[str, str]
+    permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
+
+
+_DECODER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_TOP_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", _DECODER_TENSORS, permuted=("attn_q", "attn_k")),
+    "qwen3": Architecture("Qwen3ForCausalLM", _DECODER_TENSORS | _QK_NORMS),
+}
+TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+
+# Any other key under "{architecture}." may change the numbers, so it is refused by name.
+_KNOWN_KEYS = re.compile(
+    r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
+    r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
+    r"|rope\.(freq_base|dimension_count)"
+    r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"
+)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the metadata in config.json layout."""
+    metadata = _Metadata.of(path)
+    metadata.refuse_unknown_keys()
+    number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{path} has no tensor token_embd.weight; is it a language model?")
+    heads = number("attention.head_count")
+    return {
+        "architectures": [ARCHITECTURES[metadata.architecture].hf_class],
+        "model_type": metadata.architecture,
+        "hidden_size": number("embedding_length"),
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": _head_dim(metadata),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(metadata, tensors.get(_ROPE_FACTORS)),
+        "max_position_embeddings": number("context_length"),
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": _torch_dtype(metadata.reader),
+        "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id"),
+    }
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """Return every token id that ends a generation, in generation_config.json layout."""
+    reader = open_gguf(path)
+    ids = (field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
+
+
+def iter_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Yield (Hugging Face name, float array), one tensor in memory at a time."""
+    metadata = _Metadata.of(path)
+    architecture = ARCHITECTURES[metadata.architecture]
+    heads = metadata.number("attention.head_count")
+    num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
+    tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != _ROPE_FACTORS]
+    names = [_hf_name(tensor, architecture, path) for tensor in tensors]  # refuse before any work
+    for name, tensor in zip(names, tensors, strict=True):
+        array, part = _to_float(tensor), tensor.name.split(".")[-2]
+        yield name, _unpermute(array, num_heads[part]) if part in architecture.permuted else array
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """The header of one file and the keys under its architecture's prefix."""
+
+    path: Path
+    reader: GGUFReader
+    architecture: str
+
+    @classmethod
+    def of(cls, path: Path) -> _Metadata:
+        reader = open_gguf(path)
+        name = field(reader, "general.architecture")
+        if name not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"{path} has architecture {name!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
+            )
+        return cls(path, reader, name)
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        value = field(self.reader, f"{self.architecture}.{key}", default)
+        if value is None:
+            raise CheckpointError(f"{self.path} has no {self.architecture}.{key}; convert it again")
+        if not isinstance(value, int | float):
+            key = f"{self.architecture}.{key}"
+            raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
+        return value
+
+    def refuse_unknown_keys(self) -> None:
+        prefix = f"{self.architecture}."
+        keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]
+        unknown = [prefix + key for key in keys if not _KNOWN_KEYS.fullmatch(key)]
+        if self.number("expert_count", 0):
+            unknown.append(f"{prefix}expert_count")
+        if unknown:
+            raise UnsupportedModelError(f"{self.path} uses {', '.join(unknown)}: not supported")
+
+
+def _head_dim(metadata: _Metadata) -> int:
+    number = metadata.number
+    head_dim = number("attention.key_length", number("rope.dimension_count", 0))
+    head_dim = head_dim or number("embedding_length") // number("attention.head_count")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{metadata.path}: {metadata.architecture}.{key} is {number(key)}, but a head has "
+                f"{head_dim} dimensions; only equal sizes are supported"
+            )
+    return int(head_dim)
+
+
+def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str, Any] | None:
+    """Use transformers' field names; "factors" divide the inverse frequencies, one each."""
+    number = metadata.number
+    implied = "linear" if number("rope.scaling.factor", 0) else "none"
+    kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
+    if kind not in ("none", "linear", "yarn") or (kind != "none" and factors is not None):
+        also = f" with {_ROPE_FACTORS}" if factors is not None else ""
+        raise UnsupportedModelError(f"{metadata.path}: rope scaling {kind!r}{also}: not supported")
+    if kind == "none":
+        return {"rope_type": "factors", "factors": factors.data.tolist()} if factors else None
+    scaling = {"rope_type": kind, "factor": number("rope.scaling.factor")}
+    if kind == "linear":
+        return scaling
+    original = number("rope.scaling.original_context_length", number("context_length"))
+    betas = {key: number(f"rope.scaling.yarn_{key}", beta) for key, beta in _YARN_BETAS.items()}
+    return scaling | {"original_max_position_embeddings": original} | betas
+
+
+def _torch_dtype(reader: GGUFReader) -> str:
+    """Judge by the matrices: norms are float32 in every GGUF file."""
+    types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    if types == {"F32"}:
+        return "float32"
+    return "float16" if types <= {"F16", "F32"} else "bfloat16"
+
+
+def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> str:
+    if tensor.tensor_type.name not in TENSOR_TYPES:
+        raise UnsupportedModelError(
+            f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
+            f"supported: {', '.join(TENSOR_TYPES)}"
+        )
+    if tensor.name in _TOP_TENSORS:
+        return _TOP_TENSORS[tensor.name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
+    if match is None or match[2] not in architecture.layer_tensors:
+        raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
+    return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
+
+
+def _to_float(tensor: ReaderTensor) -> npt.NDArray[Any]:
+    """Copy or dequantise, so that the array is writable and outlives the file's map."""
+    import gguf
+
+    if tensor.tensor_type.name in ("F32", "F16"):
+        return np.array(tensor.data)
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Turn rows stored as (pair, half) within each head back into (half, pair)."""
+    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
+    return np.swapaxes(pairs, 1, 2).reshape(array.shape)

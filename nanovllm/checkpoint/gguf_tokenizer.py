@@ -1,0 +1,206 @@
+"""Build the tokenizer that a GGUF file describes: byte-level BPE or SentencePiece BPE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
+_WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """What one `tokenizer.ggml.pre` does with text before byte-level BPE."""
+
+    pattern: str | None = None  # None is GPT-2's own split
+    single_digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False  # a word that is a token skips the merges
+    add_bos: bool = False  # where the file does not say
+
+
+def _words(digits: str) -> str:
+    """Match contractions, words, digits, punctuation, line ends and other space, in that order."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_LLAMA3 = PreTokenizer(_words(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
+PRE_TOKENIZERS = {
+    "default": PreTokenizer(),
+    "gpt-2": PreTokenizer(),
+    "smollm": PreTokenizer(single_digits=True),
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "qwen2": PreTokenizer(_words(r"\p{N}"), nfc=True),
+}
+
+
+def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Return a transformers tokenizer with the file's special tokens and chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    reader = open_gguf(path)
+    vocabulary = _Vocabulary(path, reader, field(reader, "tokenizer.ggml.tokens", []))
+    tokenizer, default_add_bos = _build(vocabulary)
+    bos, add_bos = vocabulary.token("bos"), vocabulary.get("add_bos_token", default_add_bos)
+    if add_bos and bos is None:
+        raise CheckpointError(f"{path} has no tokenizer.ggml.bos_token_id to start every text with")
+    tokenizer.add_tokens(_marked_tokens(vocabulary))
+    wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+    return wrap(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=vocabulary.token("eos"),
+        unk_token=vocabulary.token("unknown"),
+        pad_token=vocabulary.token("padding"),
+        add_bos_token=add_bos,
+        add_eos_token=vocabulary.get("add_eos_token", False),
+        chat_template=field(reader, "tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The tokenizer part of a GGUF header; a token's id is its index."""
+
+    path: Path
+    reader: GGUFReader
+    tokens: list[str]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return field(self.reader, f"tokenizer.ggml.{key}", default)
+
+    def column(self, key: str, default: Sequence[Any] = ()) -> Sequence[Any]:
+        """Return a list with one value for each token."""
+        values: Sequence[Any] = self.get(key, default)
+        if len(values) != len(self.tokens):
+            raise CheckpointError(
+                f"{self.path} has {len(values)} values in tokenizer.ggml.{key} for "
+                f"{len(self.tokens)} tokens; convert it again ({_WAY_OUT})"
+            )
+        return values
+
+    def types(self) -> Sequence[int]:
+        return self.column("token_type", [_NORMAL] * len(self.tokens))
+
+    def token(self, role: str) -> str | None:
+        """Return the text of the token that plays a role such as "bos"."""
+        token_id = self.get(f"{role}_token_id")
+        if token_id is not None and token_id >= len(self.tokens):
+            raise CheckpointError(
+                f"{self.path}: {role} token {token_id} is outside {len(self.tokens)} tokens"
+            )
+        return None if token_id is None else self.tokens[token_id]
+
+    def ids(self) -> dict[str, int]:
+        """Map text to id, without the padding entries that only fill up the embedding matrix."""
+        kinds = enumerate(zip(self.tokens, self.types(), strict=True))
+        return {token: token_id for token_id, (token, kind) in kinds if kind != _UNUSED}
+
+
+def _build(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """Return the tokenizer, and whether its kind starts texts with BOS where the file is silent."""
+    if not vocabulary.tokens:
+        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.tokens ({_WAY_OUT})")
+    model, pre = vocabulary.get("model"), vocabulary.get("pre")
+    if model == "llama":
+        return _sentencepiece(vocabulary), True
+    if model == "gpt2" and pre in PRE_TOKENIZERS:
+        return _byte_level(vocabulary, PRE_TOKENIZERS[pre]), PRE_TOKENIZERS[pre].add_bos
+    raise UnsupportedModelError(
+        f"{vocabulary.path} has tokenizer model {model!r} with pre-tokenizer {pre!r}; supported "
+        f"are 'llama', and 'gpt2' with one of {', '.join(PRE_TOKENIZERS)} ({_WAY_OUT})"
+    )
+
+
+def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    ids = vocabulary.ids()
+    merges = _checked_merges(vocabulary, ids)
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
+    steps: list[Any] = []
+    if pre.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.pattern:
+        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.pattern))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _checked_merges(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    if (merges := vocabulary.get("merges")) is None:
+        raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges ({_WAY_OUT})")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for left, right in pairs:
+        if left not in ids or right not in ids or left + right not in ids:
+            raise CheckpointError(
+                f"{vocabulary.path}: merge '{left} {right}' is not made of its tokens"
+            )
+    return pairs
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids(),
+            merges=_merges_from_scores(vocabulary),
+            unk_token=vocabulary.token("unknown"),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    normalizer: list[Any] = [normalizers.Replace(" ", "▁")]
+    decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.get("add_space_prefix", True):
+        normalizer.insert(0, normalizers.Prepend("▁"))
+        decoder.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(normalizer)
+    tokenizer.decoder = decoders.Sequence(decoder)
+    return tokenizer
+
+
+def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """SentencePiece joins the neighbours whose union scores highest: merges in that order."""
+    scores = vocabulary.column("scores")
+    rows = zip(vocabulary.tokens, vocabulary.types(), scores, strict=True)
+    pieces = {token: score for token, kind, score in rows if kind == _NORMAL}
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(pieces, key=pieces.__getitem__, reverse=True)
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+
+
+def _marked_tokens(vocabulary: _Vocabulary) -> list[Any]:
+    """Tokens that are found in text before anything else; control tokens are special."""
+    from tokenizers import AddedToken
+
+    return [
+        AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types(), strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]

