@@ -1,0 +1,181 @@
+"""Paged KV allocation with a prefix cache: reference counts, an O(1) LRU free list, `check()`."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from nanovllm.engine.sequence import Sequence
+
+
+class BlockKey(NamedTuple):
+    """A full block's chained hash and its own tokens."""
+
+    hash: int
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """What a cached block holds, and the prefix it continues (the cache salt for the first block).
+
+    Compared by identity: a chain of Prefix objects is exact where the hash alone could collide.
+    """
+
+    key: BlockKey
+    parent: Prefix | str | None
+
+
+class BlockManager:
+    """Owns every block. A block with no references stays cached until the free list reuses it."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._prefixes: list[Prefix | None] = [None] * num_blocks
+        self._cached: dict[int, int] = {}  # hash -> block id
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+        """Give `seq` the blocks it lacks to hold `num_tokens`; None when they are not free."""
+        num_new = self.num_blocks_for(num_tokens) - len(seq.block_ids)
+        if num_new > len(self._free):
+            return None
+        block_ids = [self._take() for _ in range(num_new)]
+        seq.block_ids += block_ids
+        seq.capacity = len(seq.block_ids) * self.block_size
+        return block_ids
+
+    def admit(self, seq: Sequence) -> int | None:
+        """Give `seq` its cached prefix and blocks for all its tokens.
+
+        Returns None when it fits; otherwise how many blocks must be free before a retry can.
+        """
+        hits = self._match(seq) if self.enable_caching else []
+        num_idle_hits = sum(1 for block_id in hits if self._ref_counts[block_id] == 0)
+        num_needed = self.num_blocks_for(len(seq.token_ids)) - len(hits) + num_idle_hits
+        if num_needed > len(self._free):
+            return num_needed
+        for block_id in hits:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+        seq.block_ids = hits
+        seq.num_computed = len(hits) * self.block_size
+        seq.prefix = self._prefixes[hits[-1]] if hits else seq.cache_salt
+        seq.next_full_len = (
+            seq.num_computed + self.block_size if self.enable_caching else sys.maxsize
+        )
+        self.allocate(seq, len(seq.token_ids))
+        return None
+
+    def release(self, seq: Sequence) -> None:
+        # Reverse order: the tail of a prefix is evicted before its head.
+        for block_id in reversed(seq.block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+        seq.block_ids = []
+        seq.capacity = seq.num_computed = 0
+        seq.next_full_len = sys.maxsize
+
+    def register(self, seq: Sequence) -> None:
+        """Let others share the full blocks of `seq` whose tokens are known and scheduled.
+
+        Safe before the step has run: the device runs plans in order, so whoever is handed such a
+        block reads it in the same step (after the layer's writes) or in a later one.
+        """
+        num_registered = seq.next_full_len // self.block_size - 1
+        num_full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
+        keys = self._keys(seq, num_full)
+        for index in range(num_registered, num_full):
+            seq.prefix = self._insert(seq.block_ids[index], keys[index], seq.prefix)
+        seq.next_full_len = (num_full + 1) * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Recompute every invariant from the sequences that hold blocks."""
+        ref_counts = [0] * self.num_blocks
+        for seq in sequences:
+            assert seq.capacity == len(seq.block_ids) * self.block_size
+            assert len(set(seq.block_ids)) == len(seq.block_ids), "a block twice in one sequence"
+            for block_id in seq.block_ids:
+                ref_counts[block_id] += 1
+        assert ref_counts == self._ref_counts, "reference counts drifted"
+        assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}
+        cached = {p.key.hash: i for i, p in enumerate(self._prefixes) if p is not None}
+        assert cached == self._cached, "the hash table and the blocks disagree"
+
+    def _take(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Return the blocks that hold the longest cached prefix; one token is left to compute."""
+        hits: list[int] = []
+        parent: Prefix | str | None = seq.cache_salt
+        num_full = (len(seq.token_ids) - 1) // self.block_size
+        for key in self._keys(seq, num_full)[:num_full]:
+            block_id = self._find(key, parent)
+            if block_id is None:
+                break
+            hits.append(block_id)
+            parent = self._prefixes[block_id]
+        return hits
+
+    def _find(self, key: BlockKey, parent: Prefix | str | None) -> int | None:
+        block_id = self._cached.get(key.hash)
+        if block_id is None:
+            return None
+        prefix = self._prefixes[block_id]
+        assert prefix is not None
+        return block_id if prefix.key.tokens == key.tokens and prefix.parent == parent else None
+
+    def _insert(self, block_id: int, key: BlockKey, parent: Prefix | str | None) -> Prefix:
+        """Cache a block unless its prefix already is; return the prefix its successor continues."""
+        known = self._find(key, parent)
+        if known is not None:
+            prefix = self._prefixes[known]
+            assert prefix is not None
+            return prefix
+        if key.hash in self._cached:  # a collision, or a child of an evicted parent: newest wins
+            self._forget(self._cached[key.hash])
+        prefix = Prefix(key, parent)
+        self._prefixes[block_id] = prefix
+        self._cached[key.hash] = block_id
+        return prefix
+
+    def _forget(self, block_id: int) -> None:
+        prefix = self._prefixes[block_id]
+        if prefix is not None:
+            del self._cached[prefix.key.hash]
+            self._prefixes[block_id] = None
+
+    def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
+        """Hash each full block once, chained to the one before; may return more than `num_full`."""
+        keys = seq.block_keys
+        for index in range(len(keys), num_full):
+            start = index * self.block_size
+            tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
+            seed = (
+                keys[-1].hash if keys else xxhash.xxh3_64_intdigest((seq.cache_salt or "").encode())
+            )
+            keys.append(BlockKey(xxhash.xxh3_64_intdigest(tokens, seed), tokens))
+        return keys

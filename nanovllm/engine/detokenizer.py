@@ -1,0 +1,98 @@
+"""Text from tokens as they come: whole characters only, stop strings found across token borders."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from nanovllm.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+
+
+class Decodes(Protocol):
+    """The one method of a transformers tokenizer that is needed here."""
+
+    def decode(
+        self, token_ids: list[int], skip_special_tokens: bool = ..., **options: Any
+    ) -> str | list[str]: ...
+
+
+def decode(tokenizer: Decodes, token_ids: list[int], params: SamplingParams) -> str:
+    """Decode in one go."""
+    skip_special = params.skip_special_tokens
+    text = tokenizer.decode(token_ids, skip_special, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+class Detokenizer:
+    """The text of one sequence; `push` tokens, `take` what is safe to show.
+
+    Decoding is not a sum over tokens: spaces and characters depend on neighbours. So each step
+    decodes a short window that starts at text already shown and takes what the window gained.
+    """
+
+    def __init__(self, tokenizer: Decodes, params: SamplingParams) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stops: tuple[str, ...] = tuple(params.stop)
+        self._window: list[int] = []
+        self._num_read = 0  # tokens of the window whose text is in self.text
+        self._num_taken = 0
+        self._search_from = 0
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; True when the text now ends at a stop string, which is cut off."""
+        self.num_tokens += 1
+        self._window.append(token_id)
+        self._read(is_last=False)
+        if self.num_tokens < self._params.min_tokens:
+            self._search_from = len(self.text)
+            return False
+        return self._cut_at_stop()
+
+    def finish(self) -> None:
+        """No token will follow: show incomplete bytes as they are."""
+        self._read(is_last=True)
+        self._cut_at_stop()
+        self._stops = ()
+
+    def take(self) -> str:
+        """Return the text not taken yet, less what may prove to be the start of a stop string."""
+        end = len(self.text) - self._num_held()
+        piece = self.text[self._num_taken : end]
+        self._num_taken = max(end, self._num_taken)
+        return piece
+
+    def _read(self, is_last: bool) -> None:
+        before = decode(self._tokenizer, self._window[: self._num_read], self._params)
+        after = decode(self._tokenizer, self._window, self._params)
+        if after.endswith(REPLACEMENT) and not is_last:
+            return
+        piece = after[len(before) :]
+        self.text += piece
+        if piece:  # a window must start with visible text, or its leading space would be lost
+            del self._window[: self._num_read]
+        self._num_read = len(self._window)
+
+    def _cut_at_stop(self) -> bool:
+        longest = max(map(len, self._stops), default=0)
+        found = [self.text.find(stop, self._search_from) for stop in self._stops]
+        found = [start for start in found if start >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            return True
+        self._search_from = max(self._search_from, len(self.text) - longest + 1)
+        return False
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        lengths = (
+            size
+            for stop in self._stops
+            for size in range(min(len(stop) - 1, len(self.text)), 0, -1)
+            if self.text.endswith(stop[:size])
+        )
+        return max(lengths, default=0)

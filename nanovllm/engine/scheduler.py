@@ -1,0 +1,221 @@
+"""Scheduling is counting: `schedule()` moves counts and makes a plan, `commit()` adds values."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+
+import numpy as np
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import NO_SLOT, Sequence
+from nanovllm.engine.step import BlockUpdate, NewRow, SequenceOutput, StepPlan, StepResult
+
+
+class Scheduler:
+    """Owns every sequence that is waiting or running.
+
+    Plans commit in the order they were made. Blocks and slots are free for the next plan at once:
+    the device runs plans in order, so a step in flight has read them before they are reused.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.running: dict[int, Sequence] = {}  # oldest first; the newest is preempted first
+        self.num_preemptions = 0
+        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._released: list[int] = []
+        self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
+        self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting[seq.seq_id] = seq
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step: running sequences first, then as many waiting ones as fit."""
+        draft = _Draft(self.max_num_batched_tokens)
+        self._schedule_running(draft)
+        self._admit_waiting(draft)
+        if not draft.rows:
+            return None
+        plan = draft.to_plan(self._released)
+        self._released = []
+        self._in_flight.append(draft.rows)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Append the sampled tokens; return what finished, and all that streaming sequences got."""
+        outputs: list[SequenceOutput] = []
+        tokens = iter(result.tokens.tolist())
+        for seq, is_sampled in zip(
+            self._in_flight.popleft(), plan.num_logits.tolist(), strict=True
+        ):
+            if not is_sampled:
+                continue
+            token_id = next(tokens)
+            if seq.finish_reason is not None:  # it ended while this step was in flight
+                continue
+            seq.token_ids.append(token_id)
+            num_tokens = len(seq.token_ids)
+            if num_tokens == seq.num_prompt_tokens + 1:
+                seq.first_token_time = time.perf_counter()
+            if seq.num_computed >= seq.next_full_len:
+                self.blocks.register(seq)
+            if token_id in seq.stop_token_ids:
+                self._end(seq, "stop")
+            elif num_tokens >= seq.max_len:
+                self._end(seq, "length")
+            if seq.is_streaming or seq.finish_reason is not None:
+                outputs.append(SequenceOutput(seq.seq_id, [token_id], seq.finish_reason))
+        return outputs
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
+        if seq.finish_reason is None:
+            self._end(seq, reason)
+
+    def check(self) -> None:
+        """Recompute the invariants of the scheduler and its block manager from scratch."""
+        self.blocks.check(self.running.values())
+        slots = [seq.slot for seq in self.running.values()]
+        assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
+        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting.values())
+        for seq in (*self.running.values(), *self.waiting.values()):
+            assert seq.num_computed <= seq.num_tokens <= seq.max_len
+            assert seq.finish_reason is None
+
+    def _schedule_running(self, draft: _Draft) -> None:
+        for seq in list(self.running.values()):
+            if draft.budget == 0:
+                return
+            num_tokens = seq.num_tokens
+            if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
+                continue  # preempted by a row of this step, or its last token is in flight
+            end = min(num_tokens, seq.num_computed + draft.budget)
+            if end > seq.capacity and not self._grow(seq, end, draft):
+                continue
+            self._add_row(draft, seq, end)
+
+    def _grow(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
+        """Find `seq` its next blocks, preempting the newest sequences if need be, even itself."""
+        first_index = len(seq.block_ids)
+        while (block_ids := self.blocks.allocate(seq, num_tokens)) is None:
+            victim = self.running[next(reversed(self.running))]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        for index, block_id in enumerate(block_ids, first_index):
+            draft.block_updates.append(BlockUpdate(seq.slot, index, block_id))
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Give up everything but the tokens; the sequence is recomputed when there is room."""
+        self._leave_running(seq)
+        self.waiting[seq.seq_id] = seq
+        self.waiting.move_to_end(seq.seq_id, last=False)
+        self._num_free_to_admit = 0
+        self.num_preemptions += 1
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while self.waiting and draft.budget and self._free_slots:
+            if self.blocks.num_free < self._num_free_to_admit:
+                return
+            seq = next(iter(self.waiting.values()))
+            if seq.num_pending:  # preempted with its newest token still on the device
+                return
+            num_needed = self.blocks.admit(seq)
+            self._num_free_to_admit = num_needed or 0
+            if num_needed is not None:
+                return
+            del self.waiting[seq.seq_id]
+            self._enter_running(seq, draft)
+
+    def _enter_running(self, seq: Sequence, draft: _Draft) -> None:
+        seq.slot = self._free_slots.pop()
+        self.running[seq.seq_id] = seq
+        if len(seq.token_ids) == seq.num_prompt_tokens:
+            seq.num_cached = seq.num_computed
+        token_ids = np.array(seq.token_ids, np.int32)
+        draft.new_rows.append(
+            NewRow(
+                seq.slot,
+                token_ids,
+                list(seq.block_ids),
+                seq.num_prompt_tokens,
+                seq.params,
+                seq.seed,
+                seq.stop_token_ids,
+            )
+        )
+        self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
+
+    def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
+        """Run `seq` up to `end`; reaching its last token samples the next, pending until commit."""
+        start = seq.num_computed
+        is_sampled = end == seq.num_tokens
+        draft.rows.append(seq)
+        draft.slots.append(seq.slot)
+        draft.starts.append(start)
+        draft.counts.append(end - start)
+        draft.num_logits.append(1 if is_sampled else 0)
+        draft.budget -= end - start
+        seq.num_computed = end
+        if is_sampled:
+            seq.num_tokens += 1
+        if end >= seq.next_full_len:
+            self.blocks.register(seq)
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        if seq.slot == NO_SLOT:
+            del self.waiting[seq.seq_id]
+            self._num_free_to_admit = 0  # the head may have changed
+        else:
+            self._leave_running(seq)
+
+    def _leave_running(self, seq: Sequence) -> None:
+        del self.running[seq.seq_id]
+        self.blocks.release(seq)
+        self._free_slots.append(seq.slot)
+        self._released.append(seq.slot)
+        seq.slot = NO_SLOT
+
+
+class _Draft:
+    """A plan while it is being made: plain lists, which are fastest to append to."""
+
+    __slots__ = (
+        "block_updates",
+        "budget",
+        "counts",
+        "new_rows",
+        "num_logits",
+        "rows",
+        "slots",
+        "starts",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[Sequence] = []
+        self.slots: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.num_logits: list[int] = []
+        self.new_rows: list[NewRow] = []
+        self.block_updates: list[BlockUpdate] = []
+
+    def to_plan(self, released: list[int]) -> StepPlan:
+        return StepPlan(
+            slots=np.array(self.slots, np.int32),
+            starts=np.array(self.starts, np.int32),
+            counts=np.array(self.counts, np.int32),
+            num_logits=np.array(self.num_logits, np.int32),
+            new_rows=self.new_rows,
+            block_updates=self.block_updates,
+            released=released,
+        )

@@ -1,0 +1,84 @@
+"""The wire types between the engine core and its workers: columns per row, records per change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.sampling_params import SamplingParams
+
+IntColumn = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence enters a slot: everything the device must know of it, sent once per admission."""
+
+    slot: int
+    token_ids: IntColumn  # all known tokens, prompt and output
+    block_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]  # masked until params.min_tokens are out
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUpdate:
+    """Entry `index` of a slot's block table becomes `block_id`."""
+
+    slot: int
+    index: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: row i runs counts[i] positions, from starts[i], of the sequence in slots[i].
+
+    A token the host does not know yet is already in the slot's token table on the device.
+    """
+
+    slots: IntColumn
+    starts: IntColumn
+    counts: IntColumn
+    num_logits: IntColumn  # last positions that reach the LM head: 0 for a partial chunk, else 1
+    new_rows: list[NewRow]
+    block_updates: list[BlockUpdate]
+    released: list[int]  # slots whose sequence left since the previous plan
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return int(np.count_nonzero((self.counts == 1) & (self.num_logits == 1)))
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return int(self.counts.sum()) - self.num_decode_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The sampled tokens, one for each row with num_logits > 0, in row order."""
+
+    tokens: IntColumn
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What commit found new in one sequence; `finish_reason` is None while it runs."""
+
+    seq_id: int
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What starting the workers discovered."""
+
+    num_blocks: int
+    depth: int  # the platform's default
+    device: str
+    dtype: str

@@ -1,0 +1,27 @@
+"""The one bridge between the engine core and the workers that run its plans."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's tokens."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order they are submitted."""
+
+    def start(self) -> ExecutorInfo:
+        """Build the workers and say what they found."""
+
+    def submit(self, plan: StepPlan) -> Pending:
+        """Launch a step without waiting for it."""
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""

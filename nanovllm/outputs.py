@@ -1,0 +1,47 @@
+"""What the engine hands back: a record per finished request, per streamed piece, per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one prompt; fields can also be read as `output["text"]`."""
+
+    seq_id: int
+    prompt: str | None  # None when the prompt came as token ids
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop", "length" or "abort"
+    num_cached_tokens: int  # prompt tokens served by the prefix cache
+    time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
+    duration: float  # seconds from arrival to the last token
+
+    def __getitem__(self, field: str) -> Any:
+        if field not in self.__slots__:
+            raise KeyError(f"{field!r} is not one of {', '.join(self.__slots__)}")
+        return getattr(self, field)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPiece:
+    """New text and tokens of one streamed request; `output` is set on its last piece."""
+
+    seq_id: int
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None
+    index: int = 0  # of the prompt among those given to `LLM.stream`
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one engine step finished, what it has for streams, and how many tokens it ran."""
+
+    finished: list[RequestOutput]
+    pieces: list[StreamPiece]
+    num_prefill_tokens: int
+    num_decode_tokens: int

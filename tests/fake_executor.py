@@ -1,0 +1,84 @@
+"""A device without arithmetic: it stores token ids as "KV" and predicts from what it reads back.
+
+A wrong block, a stale token or a late finish therefore changes the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+
+VOCAB_SIZE = 23
+EOS = 0
+
+
+def predict(context: list[int]) -> int:
+    return zlib.crc32(bytes(context)) % VOCAB_SIZE
+
+
+def reference(prompt: list[int], max_tokens: int) -> list[int]:
+    """The output without cache, batch or schedule."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(predict(tokens))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Done:
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class FakeExecutor:
+    """Runs plans in submission order, as one stream would; writes of a step precede its reads."""
+
+    def __init__(self, num_blocks: int, block_size: int, depth: int = 0) -> None:
+        self.info = ExecutorInfo(num_blocks, depth, "fake", "none")
+        self.block_size = block_size
+        self.kv = np.full((num_blocks, block_size), -1)
+        self.tokens: dict[int, dict[int, int]] = {}
+        self.block_tables: dict[int, list[int]] = {}
+        self.plans: list[StepPlan] = []
+
+    def start(self) -> ExecutorInfo:
+        return self.info
+
+    def close(self) -> None:
+        pass
+
+    def submit(self, plan: StepPlan) -> Done:
+        self.plans.append(plan)
+        self._update_tables(plan)
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()))
+        for slot, start, count in rows:
+            for position in range(start, start + count):
+                self.kv[self._address(slot, position)] = self.tokens[slot][position]
+        sampled = []
+        for (slot, start, count), is_sampled in zip(rows, plan.num_logits.tolist()):
+            if is_sampled:
+                end = start + count
+                token = predict([int(self.kv[self._address(slot, p)]) for p in range(end)])
+                self.tokens[slot][end] = token
+                sampled.append(token)
+        return Done(StepResult(np.array(sampled, np.int32)))
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        for row in plan.new_rows:
+            self.tokens[row.slot] = dict(enumerate(row.token_ids.tolist()))
+            self.block_tables[row.slot] = list(row.block_ids)
+        for update in plan.block_updates:
+            assert update.index == len(self.block_tables[update.slot])
+            self.block_tables[update.slot].append(update.block_id)
+
+    def _address(self, slot: int, position: int) -> tuple[int, int]:
+        block_id = self.block_tables[slot][position // self.block_size]
+        return block_id, position % self.block_size
