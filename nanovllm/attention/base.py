@@ -1,0 +1,39 @@
+"""Attention over a paged KV cache, whatever the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """The rows of a step as host columns; row i runs counts[i] positions from starts[i]."""
+
+    starts: Any  # int32 numpy columns
+    counts: Any
+    block_tables: Any  # [rows, max_blocks] int32; entries past a row's last block are unspecified
+
+
+class AttentionBackend(Protocol):
+    """`plan` runs once per step; `write` finishes for a layer before its `attend` reads."""
+
+    def plan(self, rows: BatchRows, dtype: torch.dtype) -> Any:
+        """Prepare what every layer of this step needs."""
+
+    def write(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> None:
+        """Store the step's keys and values, each [tokens, kv_heads, head_dim]."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+        """Return causal attention of q [tokens, heads, head_dim] over each row's whole context."""

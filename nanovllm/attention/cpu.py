@@ -1,0 +1,176 @@
+"""Attention on the CPU: torch's SDPA over blocks gathered from the paged cache.
+
+Rows with one token are padded and run together; query heads that share a kv head are packed as
+query positions, so grouped-query attention copies nothing. Longer rows run one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.attention.base import BatchRows, LayerCache
+
+MAX_WASTE = (
+    1024  # padding tokens a group may carry; more than that and a second SDPA call is cheaper
+)
+QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Single-token rows of similar length."""
+
+    tokens: Tensor | None  # their places in the batch; None: the whole batch in order
+    block_ids: Tensor  # [rows * width], padded with block 0
+    mask: Tensor  # [rows, 1, 1, width * block_size], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One row of several tokens: batch[offset : offset + count] continues `start` cached tokens."""
+
+    offset: int
+    count: int
+    start: int
+    block_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    kv_slots: Tensor  # [tokens], where each token's key and value go
+    groups: list[DecodeGroup]
+    prefills: list[PrefillRow]
+
+
+class CpuAttention:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def plan(self, rows: BatchRows, dtype: torch.dtype) -> CpuPlan:
+        offsets = np.cumsum(rows.counts) - rows.counts
+        is_single = rows.counts == 1
+        prefills = [
+            self._prefill_row(rows, offsets, i) for i in np.flatnonzero(~is_single).tolist()
+        ]
+        singles = np.flatnonzero(is_single)
+        lengths = rows.starts[singles] + 1
+        groups = [
+            self._decode_group(rows, offsets, singles[members], dtype)
+            for members in _group_by_length(lengths)
+        ]
+        return CpuPlan(torch.from_numpy(self._kv_slots(rows, offsets)), groups, prefills)
+
+    def write(self, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> None:
+        cache.k.view(-1, *k.shape[1:]).index_copy_(0, plan.kv_slots, k)
+        cache.v.view(-1, *v.shape[1:]).index_copy_(0, plan.kv_slots, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> Tensor:
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            return self._decode(q, cache, plan.groups[0])
+        output = torch.empty_like(q)
+        for group in plan.groups:
+            output[group.tokens] = self._decode(q[group.tokens], cache, group)
+        for row in plan.prefills:
+            part = slice(row.offset, row.offset + row.count)
+            if row.start == 0:
+                output[part] = _causal(q[part], k[part], v[part])
+            else:
+                output[part] = self._continue(q[part], cache, row)
+        return output
+
+    def _kv_slots(self, rows: BatchRows, offsets: np.ndarray) -> np.ndarray:
+        row_ids = np.repeat(np.arange(len(rows.counts)), rows.counts)
+        positions = np.arange(len(row_ids)) + (rows.starts - offsets)[row_ids]
+        block_ids = rows.block_tables[row_ids, positions // self.block_size].astype(np.int64)
+        return block_ids * self.block_size + positions % self.block_size
+
+    def _prefill_row(self, rows: BatchRows, offsets: np.ndarray, row: int) -> PrefillRow:
+        start, count = int(rows.starts[row]), int(rows.counts[row])
+        num_blocks = -(-(start + count) // self.block_size)
+        block_ids = torch.from_numpy(rows.block_tables[row, :num_blocks].astype(np.int64))
+        return PrefillRow(int(offsets[row]), count, start, block_ids)
+
+    def _decode_group(
+        self, rows: BatchRows, offsets: np.ndarray, members: np.ndarray, dtype: torch.dtype
+    ) -> DecodeGroup:
+        starts = rows.starts[members]
+        width = int(starts.max()) // self.block_size + 1
+        block_ids = rows.block_tables[members, :width].astype(np.int64)
+        block_ids[np.arange(width) > (starts // self.block_size)[:, None]] = 0
+        is_hidden = np.arange(width * self.block_size) > starts[:, None]
+        mask = torch.zeros(is_hidden.shape, dtype=dtype)
+        mask.masked_fill_(torch.from_numpy(is_hidden), -torch.inf)
+        is_whole_batch = len(members) == len(rows.counts)
+        order = np.arange(len(members))
+        tokens = offsets[members].astype(np.int64)
+        return DecodeGroup(
+            None if is_whole_batch and (members == order).all() else torch.from_numpy(tokens),
+            torch.from_numpy(block_ids.reshape(-1)),
+            mask[:, None, None, :],
+        )
+
+    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
+        num_rows, num_heads, head_dim = q.shape
+        num_kv_heads = cache.k.shape[2]
+        k = self._gather(cache.k, group.block_ids, num_rows)
+        v = self._gather(cache.v, group.block_ids, num_rows)
+        packed = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        output = F.scaled_dot_product_attention(packed, k, v, attn_mask=group.mask)
+        return output.reshape(num_rows, num_heads, head_dim)
+
+    def _continue(self, q: Tensor, cache: LayerCache, row: PrefillRow) -> Tensor:
+        """Attend from the last `count` positions of a row to all of it, by tiles of queries."""
+        length = row.start + row.count
+        k = self._gather(cache.k, row.block_ids, 1)[:, :, :length]
+        v = self._gather(cache.v, row.block_ids, 1)[:, :, :length]
+        positions = torch.arange(length)
+        tiles = []
+        for first in range(0, row.count, QUERY_TILE):
+            tile = q[first : first + QUERY_TILE]
+            end = row.start + first + len(tile)
+            is_visible = positions[:end] <= positions[row.start + first : end, None]
+            tiles.append(_grouped_sdpa(tile, k[:, :, :end], v[:, :, :end], is_visible))
+        return torch.cat(tiles)
+
+    def _gather(self, cache: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
+        """Copy blocks out of the cache as [rows, kv_heads, tokens, head_dim]."""
+        num_blocks, _, num_kv_heads, head_dim = cache.shape
+        flat = cache.view(num_blocks, -1).index_select(0, block_ids)
+        return flat.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+
+
+def _group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
+    """Split rows into groups, longest first, so that no group pads more than MAX_WASTE tokens."""
+    order = np.argsort(-lengths, kind="stable")
+    groups, first, waste = [], 0, 0
+    for i, row in enumerate(order):
+        waste += int(lengths[order[first]] - lengths[row])
+        if waste > MAX_WASTE:
+            groups.append(np.sort(order[first:i]))
+            first, waste = i, 0
+    return [*groups, np.sort(order[first:])] if len(order) else []
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend within a row that starts at position 0; its keys need not be read back."""
+    return _grouped_sdpa(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None)
+
+
+def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None) -> Tensor:
+    """SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; None means causal."""
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    # kv heads become the batch and each is broadcast over its query heads: a view, not a copy.
+    groups = q.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    size = groups.shape[1]
+    k = k.transpose(0, 1).expand(-1, size, -1, -1)
+    v = v.transpose(0, 1).expand(-1, size, -1, -1)
+    output = F.scaled_dot_product_attention(
+        groups, k, v, attn_mask=is_visible, is_causal=is_visible is None
+    )
+    return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)

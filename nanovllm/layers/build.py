@@ -1,0 +1,42 @@
+"""What every layer needs at construction, and the batch it is called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.base import AttentionBackend, LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Where parameters live, in what dtype, and how attention runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: AttentionBackend
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        tensor = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return nn.Parameter(tensor, requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's inputs, all rows concatenated."""
+
+    input_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    logits_index: Tensor  # the tokens whose logits are wanted
+    attention: Any  # the attention backend's plan for this step
+    caches: list[LayerCache]
+
+
+class HasWeights(Protocol):
+    """A layer that owns parameters says which checkpoint tensor fills which part of them."""
+
+    def weight_slots(self, path: str) -> dict[str, Tensor]:
+        """Map checkpoint names to views to fill; `path` is where the layer sits in the model."""

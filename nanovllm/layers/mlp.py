@@ -1,0 +1,22 @@
+"""The gated MLP."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.activation import silu_mul
+from nanovllm.layers.build import Build
+from nanovllm.layers.linear import Linear, MergedLinear
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        size, bias = config.intermediate_size, config.mlp_bias
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build)
+        self.down_proj = Linear(size, config.hidden_size, bias, build, "down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))

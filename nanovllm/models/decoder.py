@@ -1,0 +1,78 @@
+"""The skeleton that decoder-only families share; a family supplies its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.build import Build, ForwardBatch
+from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP; the residual is carried beside x so that adds fuse with norms."""
+
+    def __init__(
+        self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, build: Build
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = mlp
+
+    def forward(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, cos, sin, batch)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderBody(nn.Module):
+    """Embedding, layers, final norm: what checkpoints call `model`."""
+
+    def __init__(
+        self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+        self.layers = nn.ModuleList(build_layer(config, i, build) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.rotary = RotaryEmbedding(
+            config.head_dim, max_model_len, config.rope, build.dtype, build.device
+        )
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        x = self.embed_tokens(batch.input_ids)
+        residual = torch.zeros_like(x)
+        cos, sin = self.rotary(batch.positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, batch)
+        # Only the tokens whose logits are wanted reach the norm and the head.
+        x, _ = self.norm.add(x[batch.logits_index], residual[batch.logits_index])
+        return x
+
+
+class DecoderModel(nn.Module):
+    """A causal language model: batch in, logits [len(logits_index), vocab_size] out."""
+
+    def __init__(
+        self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
+    ) -> None:
+        super().__init__()
+        self.model = DecoderBody(config, max_model_len, build, build_layer)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, build, tied)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self.lm_head(self.model(batch))

@@ -1,0 +1,14 @@
+"""Llama 2 and 3, and the many models built to its plan."""
+
+from __future__ import annotations
+
+from nanovllm.config import ModelConfig
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.build import Build
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.models.decoder import DecoderLayer
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+    self_attn = SelfAttention(config, layer_index, build, qk_norm=None)
+    return DecoderLayer(config, self_attn, GatedMLP(config, build), build)

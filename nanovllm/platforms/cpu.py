@@ -1,0 +1,90 @@
+"""The CPU: bf16 where it is fast, a lazily touched KV pool, weights laid out per shape."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.platforms.base import PackLinear
+from nanovllm.platforms.cpu_linear import choose_linear
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+class CpuPlatform:
+    """Runs each step inside `submit`, so a pipeline deeper than 0 would only delay results."""
+
+    device = torch.device("cpu")
+    depth = 0  # benchmarks/cpu_depth.py
+    name = "cpu"
+
+    def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
+        if checkpoint_dtype == "float32" or not has_fast_bf16():
+            return torch.float32
+        return torch.bfloat16
+
+    def cache_bytes(self, wanted: int) -> int:
+        available = available_memory()
+        granted = min(wanted, available // 4)
+        logger.info(
+            "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)",
+            granted / GIB,
+            wanted / GIB,
+            available / 4 / GIB,
+        )
+        return granted
+
+    def allocate_cache(self, num_bytes: int) -> Tensor:
+        # calloc maps zero pages and touches none; torch.zeros would write every one.
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+
+    def choose_linear(self, weights: list[Tensor]) -> PackLinear:
+        return choose_linear(weights)
+
+
+def has_fast_bf16() -> bool:
+    """Whether the CPU multiplies bf16 natively; emulated bf16 is slower than float32."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
+    checks = [getattr(torch.cpu, name, None) for name in names]
+    return any(check() for check in checks if check is not None)
+
+
+def available_memory() -> int:
+    """Return the bytes this process may still take: the machine's or its cgroup's, if less."""
+    available = _meminfo_available()
+    for limit_file, usage_file in _CGROUP_FILES:
+        limit, usage = _read_int(limit_file), _read_int(usage_file)
+        if limit is not None and usage is not None:
+            available = min(available, max(limit - usage, 0))
+    return available
+
+
+_CGROUP_FILES = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def _meminfo_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return 8 * GIB
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such controller, or "max"
+        return None

@@ -1,0 +1,56 @@
+"""The KV cache: the one place that knows its layout, and how many blocks fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import LayerCache
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.errors import ConfigError
+from nanovllm.platforms.base import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """Keys and values of one layer are each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        elements = self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
+        return 2 * elements * self.dtype.itemsize
+
+    def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
+        """Cut a byte buffer of num_blocks * block_bytes into per-layer caches."""
+        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        cache = buffer.view(self.dtype).view(self.num_layers, 2, *shape)
+        return [LayerCache(k=layer[0], v=layer[1]) for layer in cache]
+
+
+def kv_cache_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVCacheSpec:
+    return KVCacheSpec(
+        model.num_layers, config.kvcache_block_size, model.num_kv_heads, model.head_dim, dtype
+    )
+
+
+def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, platform: Platform) -> int:
+    """As many blocks as all sequences at full length could use, or as the platform grants."""
+    if config.num_kvcache_blocks != -1:
+        return config.num_kvcache_blocks
+    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
+    wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes
+    num_blocks = platform.cache_bytes(wanted) // spec.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
+            f"{spec.block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
+        )
+    return num_blocks

@@ -1,0 +1,80 @@
+"""A worker: builds platform, model and cache for one device, then serves plans."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from nanovllm.attention import create_attention
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.layers.build import Build
+from nanovllm.layers.linear import MergedLinear
+from nanovllm.models.registry import build_model
+from nanovllm.platforms import create_platform
+from nanovllm.platforms.base import Platform
+from nanovllm.worker.input_buffers import InputBuffers
+from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
+from nanovllm.worker.loader import fill_dummy_weights, load_weights
+from nanovllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+NUM_WEIGHTS_MEASURED = 8  # of one shape: more than a cache holds, few enough to be quick
+
+
+class Worker:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.checkpoint = checkpoint
+
+    @torch.inference_mode()
+    def start(self) -> ExecutorInfo:
+        config = self.config
+        platform = create_platform(config.device)
+        dtype = _choose_dtype(config.dtype, self.model_config.dtype, platform)
+        attention = create_attention(platform, config.kvcache_block_size)
+        build = Build(platform.device, dtype, attention)
+        model = build_model(self.model_config, config.max_model_len, build)
+        if config.load_format == "dummy":
+            fill_dummy_weights(model, config.seed)
+        else:
+            load_weights(model, self.checkpoint, show_progress=logger.isEnabledFor(logging.INFO))
+        pack_linears(model, platform)
+
+        spec = kv_cache_spec(config, self.model_config, dtype)
+        num_blocks = choose_num_blocks(config, spec, platform)
+        caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
+        buffers = InputBuffers(config.max_num_seqs, config.max_model_len, config.kvcache_block_size)
+        self.runner = ModelRunner(model, caches, attention, buffers, dtype)
+        return ExecutorInfo(num_blocks, platform.depth, platform.name, str(dtype).split(".")[-1])
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.runner.run(plan)
+
+
+def pack_linears(model: nn.Module, platform: Platform) -> None:
+    """Let the platform choose a layout per weight shape, measured on the model's own weights."""
+    by_shape: dict[torch.Size, list[MergedLinear]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, MergedLinear):
+            by_shape[module.weight.shape].append(module)
+    for linears in by_shape.values():
+        samples = linears[:NUM_WEIGHTS_MEASURED]
+        pack = platform.choose_linear([linear.weight for linear in samples])
+        for linear in linears:
+            linear.pack(pack)
+
+
+def _choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:
+    if asked == "auto":
+        return platform.choose_dtype(checkpoint_dtype)
+    dtype: torch.dtype = getattr(torch, asked)
+    return dtype
