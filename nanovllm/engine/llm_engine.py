@@ -1,0 +1,230 @@
+"""LLMEngine: tokenizer + core + detokenizer. Prompts in, RequestOutputs out, one step at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint
+from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.config import EngineConfig, ModelConfig, read_architecture, read_model_config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import SequenceOutput
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.executor.local import LocalExecutor
+from nanovllm.models.registry import check_architecture
+from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """What the engine remembers of a request beside its sequence."""
+
+    prompt: str | None
+    params: SamplingParams
+    is_streaming: bool
+    detokenizer: Detokenizer | None
+
+
+class LLMEngine:
+    """`add_request` as often as you like, then `step` until `is_finished`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        checkpoint = find_checkpoint(
+            config.model,
+            need_weights=config.load_format != "dummy",
+            need_tokenizer=not config.skip_tokenizer_init,
+        )
+        check_architecture(read_architecture(checkpoint.config))
+        self.model_config = read_model_config(checkpoint.config)
+        self.config = config = clamp_model_len(config, self.model_config)
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(checkpoint)
+        self._eos_token_ids = frozenset(eos_token_ids(checkpoint) or self._tokenizer_eos())
+
+        executor = LocalExecutor(config, self.model_config, checkpoint)
+        self.info = info = executor.start()
+        blocks = BlockManager(
+            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        depth = info.depth if config.depth is None else config.depth
+        self.core = EngineCore(scheduler, executor, depth, config.max_model_len)
+        if self.core.max_len < config.max_model_len:
+            logger.warning(
+                "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end there",
+                self.core.max_len,
+                config.max_model_len,
+            )
+        self._live: dict[int, _Live] = {}
+        self._num_added = 0
+        self._is_closed = False
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = False,
+    ) -> int:
+        """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
+        self._raise_if_closed()
+        text, token_ids = self._encode(prompt)
+        self._check_params(params)
+        seq_id = self._num_added
+        detokenizer = None
+        if self.tokenizer is not None and (is_streaming or params.stop):
+            detokenizer = Detokenizer(self.tokenizer, params)
+        seq = Sequence(
+            seq_id,
+            token_ids,
+            params,
+            seed=self._seed(params, seq_id),
+            stop_token_ids=self._stop_token_ids(params),
+            cache_salt=cache_salt,
+            is_streaming=is_streaming or detokenizer is not None,
+        )
+        self.core.add(seq)
+        self._live[seq_id] = _Live(text, params, is_streaming, detokenizer)
+        self._num_added += 1
+        return seq_id
+
+    def step(self) -> StepOutput:
+        """Run one step of the loop; what it returns may stem from an earlier one in flight."""
+        self._raise_if_closed()
+        step = self.core.step()
+        finished: list[RequestOutput] = []
+        pieces: list[StreamPiece] = []
+        for new in step.outputs:
+            live = self._live[new.seq_id]
+            output = self._advance(new, live)
+            if output is not None:
+                finished.append(output)
+            if live.is_streaming:
+                text = live.detokenizer.take() if live.detokenizer is not None else ""
+                pieces.append(StreamPiece(new.seq_id, text, new.token_ids, output))
+        return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
+
+    def is_finished(self) -> bool:
+        return not self.core.has_unfinished
+
+    def abort(self, seq_id: int) -> RequestOutput | None:
+        """End a request now; returns what it had, or None when it is not running."""
+        seq = self.core.finish(seq_id, "abort")
+        return None if seq is None else self._output(seq, self._live.pop(seq_id))
+
+    def close(self) -> None:
+        """Free the model and the cache; a second call does nothing."""
+        self._is_closed = True
+        self.core.executor.close()
+
+    def _advance(self, new: SequenceOutput, live: _Live) -> RequestOutput | None:
+        """Detokenise what is new and look for stop strings; return the answer if it is complete."""
+        reason, num_tokens = new.finish_reason, None
+        if live.detokenizer is not None:
+            for token_id in new.token_ids:
+                if live.detokenizer.push(token_id):
+                    reason, num_tokens = "stop", live.detokenizer.num_tokens
+                    break
+        if reason is None:
+            return None
+        seq = self.core.finish(new.seq_id, reason, num_tokens)
+        assert seq is not None
+        return self._output(seq, self._live.pop(new.seq_id))
+
+    def _output(self, seq: Sequence, live: _Live) -> RequestOutput:
+        token_ids = seq.output_token_ids
+        if live.detokenizer is not None:
+            live.detokenizer.finish()
+            text = live.detokenizer.text
+        else:
+            text = "" if self.tokenizer is None else decode(self.tokenizer, token_ids, live.params)
+        assert seq.finish_reason is not None
+        first = seq.first_token_time
+        return RequestOutput(
+            seq_id=seq.seq_id,
+            prompt=live.prompt,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            text=text,
+            token_ids=token_ids,
+            finish_reason=seq.finish_reason,
+            num_cached_tokens=seq.num_cached,
+            time_to_first_token=first - seq.arrival_time if first else 0.0,
+            duration=time.perf_counter() - seq.arrival_time,
+        )
+
+    def _encode(self, prompt: str | list[int]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
+                )
+            token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt):
+            token_ids = prompt
+        else:
+            raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
+        if not token_ids:
+            raise RequestError("the prompt is empty; give it at least one token")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.model_config.vocab_size:
+            raise RequestError(
+                f"token id {low if low < 0 else high} is outside the model's vocabulary "
+                f"of {self.model_config.vocab_size}"
+            )
+        return (prompt if isinstance(prompt, str) else None), token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
+        high = max(params.stop_token_ids, default=0)
+        if high >= self.model_config.vocab_size:
+            raise RequestError(
+                f"stop_token_ids has {high}, outside the vocabulary "
+                f"of {self.model_config.vocab_size}"
+            )
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        return eos.union(params.stop_token_ids)
+
+    def _seed(self, params: SamplingParams, seq_id: int) -> int:
+        """A 64-bit seed: the request's own, or one derived from the engine's for this request."""
+        if params.seed is None:
+            seed = xxhash.xxh3_64_intdigest(f"{self.config.seed}/{seq_id}".encode())
+        else:
+            seed = params.seed % 2**64
+        return seed - 2**64 if seed >= 2**63 else seed
+
+    def _tokenizer_eos(self) -> tuple[int, ...]:
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return () if eos is None else (eos,)
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed; make a new one")
+
+
+def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len <= limit:
+        return config
+    logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+    return dataclasses.replace(config, max_model_len=limit)

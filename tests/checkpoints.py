@@ -1,0 +1,84 @@
+"""Tiny random checkpoints, and what transformers generates from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+VOCAB_SIZE = 160
+MIN_GAP = 1e-3  # between the two best logits; below it a tie could fall either way
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, head_dim=24, tie_word_embeddings=False),
+    "llama-tied-rope": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "llama-mha-bias": LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TinyCheckpoint:
+    path: Path
+    model: Any  # the transformers model
+
+    def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Greedy tokens, each a clear winner."""
+        output = self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        top2 = torch.cat(output.logits).topk(2).values
+        gap = (top2[:, 0] - top2[:, 1]).min().item()
+        assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another seed for this checkpoint"
+        return output.sequences[0, len(prompt) :].tolist()
+
+
+def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> TinyCheckpoint:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases: not the ones and zeros they start with
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+            if name == "model.norm.weight":  # spreads the logits, so that near ties are rare
+                parameter.mul_(10.0)
+    model.save_pretrained(path)
+    return TinyCheckpoint(path, model)
+
+
+@cache
+def shared_checkpoint(root: Path, variant: str) -> TinyCheckpoint:
+    return make_checkpoint(root / variant, VARIANTS[variant])

@@ -1,0 +1,64 @@
+"""Token-for-token equality with transformers: greedy, float32, CPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import VARIANTS, VOCAB_SIZE
+
+BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49)  # around every border of 16-token blocks
+MAX_TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in BORDERS]
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    prompts += [shared[:32], shared[:33], shared, shared + [5], shared + [5, 6, 7]]
+    return prompts + [prompts[3], prompts[5], shared]  # duplicates in one batch
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def case(request: pytest.FixtureRequest, tiny: Any) -> tuple[str, list[list[int]], list[list[int]]]:
+    checkpoint = tiny(request.param)
+    prompts = make_prompts()
+    return str(checkpoint.path), prompts, [checkpoint.generate(p, MAX_TOKENS) for p in prompts]
+
+
+MODES = {
+    "plain": {},
+    "no-cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 7},
+    "chunked-no-cache": {"max_num_batched_tokens": 13, "enable_prefix_caching": False},
+    "preempted": {"num_kvcache_blocks": 6},
+    "preempted-chunked": {"num_kvcache_blocks": 7, "max_num_batched_tokens": 9},
+    "few-slots": {"max_num_seqs": 3},
+    "block-32": {"kvcache_block_size": 32},
+    "block-48": {"kvcache_block_size": 48, "max_num_batched_tokens": 10},
+    "block-256": {"kvcache_block_size": 256},
+}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_equals_transformers(case: Any, mode: str, depth: int) -> None:
+    path, prompts, want = case
+    options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **MODES[mode]}
+    with LLM(path, skip_tokenizer_init=True, depth=depth, **options) as llm:
+        for _ in range(2):  # the second time everything is cached
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.token_ids for output in outputs] == want
+        scheduler = llm.engine.core.scheduler
+        scheduler.check()
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+        if mode.startswith("preempted"):
+            assert scheduler.num_preemptions > 0
+        if mode == "plain":
+            assert sum(output.num_cached_tokens for output in outputs) > 300
+        if "no-cache" in mode:
+            assert not any(output.num_cached_tokens for output in outputs)
