@@ -1,8 +1,31 @@
 """nanovllm: a small, fast LLM inference engine that can be read in an afternoon."""
 
-from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+    from nanovllm.outputs import RequestOutput
+    from nanovllm.sampling_params import SamplingParams
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "nanovllm.llm",
+    "RequestOutput": "nanovllm.outputs",
+    "SamplingParams": "nanovllm.sampling_params",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for, so that `nanovllm --help` needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -57,14 +57,24 @@ class LLM:
         return sorted(job.outputs, key=lambda output: output.seq_id)
 
     def stream(
-        self, prompts: Prompts, sampling_params: Params = None, *, cache_salt: str | None = None
-    ) -> Iterator[StreamPiece]:
-        """Like `generate`, but yield text as it comes; closing the iterator aborts the rest."""
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        on_step: Callable[[StepOutput], None] | None = None,
+    ) -> Generator[StreamPiece, None, None]:
+        """Like `generate`, but yield text as it comes; closing the iterator aborts the rest.
+
+        `on_step` sees every engine step before its pieces are yielded.
+        """
         job = self._submit(prompts, sampling_params, cache_salt, is_streaming=True)
         try:
             while job.indexes or job.pieces:
                 if not job.pieces:
-                    self._step()
+                    step = self._step()
+                    if on_step is not None:
+                        on_step(step)
                 while job.pieces:
                     yield job.pieces.popleft()
         finally:

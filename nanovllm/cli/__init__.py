@@ -1,0 +1,49 @@
+"""The `nanovllm` command: one file per subcommand, each with `add_parser` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nanovllm import __version__
+from nanovllm.cli import chat, generate
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.cli.options import HELP_FORMAT, dashed
+from nanovllm.cli.start import configure_logging
+
+EXAMPLES = """\
+examples:
+  nanovllm chat                                      talk to the default model
+  nanovllm generate "The capital of France is"       continue a text
+  nanovllm generate --chat "Why is the sky blue?"    answer a question
+  nanovllm generate --file prompts.txt --json        answer every line of a file
+
+`nanovllm COMMAND --help` explains every option."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage."""
+    arguments = dashed(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: run(arguments or ["--help"]))
+
+
+def run(arguments: list[str]) -> int:
+    args = build_parser().parse_args(arguments)
+    configure_logging(args.verbose)
+    return int(args.run(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nanovllm",
+        usage="nanovllm [--help] [--version] COMMAND ...",
+        description="A small, readable and fast LLM inference engine.",
+        epilog=EXAMPLES,
+        formatter_class=HELP_FORMAT,
+    )
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    generate.add_parser(commands)
+    chat.add_parser(commands)
+    return parser

@@ -1,0 +1,136 @@
+"""The options that commands share: how they are spelled, explained and read back."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+
+# Examples keep their lines, and the longest option still has its explanation beside it.
+HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
+
+_MODEL_HELP = {
+    "device": "where to run: 'auto' picks the best there is, 'cpu' is always there",
+    "dtype": "float32, bfloat16, float16, or 'auto': what suits the model and the device",
+    "max_model_len": "longest prompt plus answer, in tokens; the model's own limit also holds",
+    "load_format": "'dummy' makes random weights from the config alone, to measure speed",
+}
+_ENGINE_HELP = {
+    "max_num_seqs": "most prompts running at once; the others wait",
+    "max_num_batched_tokens": "most tokens in one step; longer prompts are read in chunks",
+    "kvcache_block_size": "tokens per block of the KV cache, a multiple of 16",
+    "num_kvcache_blocks": "blocks in the KV cache; -1 takes what memory allows",
+    "gpu_memory_utilization": "share of a GPU's memory to use",
+    "tensor_parallel_size": "devices to split the model over",
+}
+_SAMPLING_HELP = {
+    "max_tokens": "most tokens to generate per answer",
+    "temperature": "0 always takes the likeliest token; higher is more varied",
+    "top_p": "sample from the likeliest tokens that make up this probability",
+    "top_k": "sample from this many of the likeliest tokens; 0 for all",
+    "min_p": "leave out tokens less likely than this share of the likeliest one",
+}
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Spell options with dashes: --max_tokens=8 becomes --max-tokens=8; values stay as they are."""
+    arguments = list(argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    for position, argument in enumerate(arguments[:end]):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            arguments[position] = name.replace("_", "-") + equals + value
+    return arguments
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="tell what the engine does (default: warnings)"
+    )
+    defaults = _defaults(EngineConfig)
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default="smollm2",
+        help="a folder, a .gguf file, a Hugging Face id (org/name), or the short name smollm2 or "
+        "qwen3 (default: %(default)s)",
+    )
+    for name, text in _MODEL_HELP.items():
+        _add_option(model, name, text, defaults[name])
+    engine = parser.add_argument_group("engine")
+    for name, text in _ENGINE_HELP.items():
+        _add_option(engine, name, text, defaults[name])
+    engine.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute every prompt afresh (default: what prompts share is computed once)",
+    )
+    engine.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run without graph capture, for debugging (default: captured where that is faster)",
+    )
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float
+) -> None:
+    defaults = _defaults(SamplingParams)
+    defaults.update(max_tokens=max_tokens, temperature=temperature)
+    group = parser.add_argument_group("sampling")
+    for name, text in _SAMPLING_HELP.items():
+        _add_option(group, name, text, defaults[name])
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="repeat the same choices for the same prompt, whatever else runs (default: every "
+        "prompt has its own)",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end an answer before this text; may be given more than once (default: none)",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="go on to --max-tokens even when the model says it is done (default: stop there)",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Check the engine options before anything slow is started."""
+    flags = ("enable_prefix_caching", "enforce_eager")
+    names = ("model", *_MODEL_HELP, *_ENGINE_HELP, *flags)
+    return EngineConfig(**{name: getattr(args, name) for name in names})
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = (*_SAMPLING_HELP, "seed", "stop", "ignore_eos")
+    return SamplingParams(**{name: getattr(args, name) for name in names})
+
+
+def _defaults(record: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(record) if field.default is not MISSING}
+
+
+def _add_option(
+    group: argparse._ArgumentGroup, name: str, text: str, default: str | int | float
+) -> None:
+    metavars: dict[type, str] = {str: "NAME", int: "N", float: "X"}
+    group.add_argument(
+        "--" + name.replace("_", "-"),
+        type=type(default),
+        default=default,
+        metavar=metavars[type(default)],
+        help=f"{text} (default: %(default)s)",
+    )

@@ -1,0 +1,83 @@
+"""Run a Python program behind a real terminal: type, press Ctrl-C, read what it shows."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Opening the terminal as a session's leader makes it the one whose Ctrl-C reaches us.
+_LAUNCH = """
+import os, sys
+os.open(os.ttyname(0), os.O_RDWR)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+_ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+
+
+def quiet_environment() -> dict[str, str]:
+    """One thread and no network: the same on a busy machine as on an idle one."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+
+
+class TerminalProcess:
+    def __init__(self, *arguments: str, columns: int = 60) -> None:
+        self.output = ""  # everything shown so far
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCH, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=ROOT,
+            env=quiet_environment(),
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    @property
+    def text(self) -> str:
+        """What was shown, without escape sequences."""
+        return _ESCAPE.sub("", self.output).replace("\r\n", "\n")
+
+    def send(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, is_there: Callable[[str], bool], timeout: float = 60.0) -> None:
+        """Read until the text shown satisfies `is_there`."""
+        deadline = time.monotonic() + timeout
+        while not is_there(self.text):
+            assert time.monotonic() < deadline, f"not shown in {timeout} s: {self.text!r}"
+            assert self._read(), f"the program ended: {self.text!r}"
+
+    def wait(self) -> int:
+        """Read to the end and return the exit code."""
+        while self._read():
+            pass
+        return self._process.wait(timeout=30)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._master)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._master], [], [], 60.0)
+        assert ready, f"silent for a minute: {self.text!r}"
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:  # how Linux says that nobody holds the other end any more
+            return False
+        self.output += data.decode(errors="replace")
+        return bool(data)

@@ -1,0 +1,41 @@
+"""`example.py`, the job of `make demo`, at a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.terminal_process import ROOT, TerminalProcess, quiet_environment
+from tests.cli.virtual_screen import VirtualScreen
+
+
+def test_the_demo_at_a_terminal() -> None:
+    process = TerminalProcess("example.py", "--max-tokens", "24", columns=72)
+    try:
+        assert process.wait() == 0, process.text
+    finally:
+        process.close()
+    assert "] 0/8 | prefill " in process.text  # the bar was there, and is gone at the end
+    screen = VirtualScreen(72)
+    screen.write(process.output)
+    rows = [row for row in screen.rows if row]
+    assert rows[rows.index("[1/8] What is the capital of France?") + 1] == (
+        "The capital of France is Paris."
+    )
+    assert not any("| prefill" in row for row in rows)
+    assert rows[-7].startswith("prompts       8, ")
+    assert rows[-2].startswith("prefix cache  ")
+
+
+@pytest.mark.slow
+def test_the_demo_in_a_pipe() -> None:
+    command = [sys.executable, "example.py", "--model", "smollm2", "--max_tokens", "10"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=quiet_environment(), check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "The capital of France is Paris.\n" in result.stdout
+    assert result.stdout.replace("\n", "").isprintable()
+    assert "decode " in result.stdout
