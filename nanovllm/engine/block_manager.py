@@ -45,6 +45,10 @@ class BlockManager:
         self._prefixes: list[Prefix | None] = [None] * num_blocks
         self._cached: dict[int, int] = {}  # hash -> block id
 
+    def emptied(self) -> BlockManager:
+        """Return a manager of the same pool that trusts none of its contents."""
+        return BlockManager(self.num_blocks, self.block_size, self.enable_caching)
+
     @property
     def num_free(self) -> int:
         return len(self._free)

@@ -35,6 +35,7 @@ class EngineCore:
         self.max_len = min(max_model_len, pool_len)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self._unreported: list[SequenceOutput] = []  # finished by a step that was interrupted
         self._failure: Exception | None = None
 
     @property
@@ -57,6 +58,9 @@ class EngineCore:
     def step(self) -> CoreStep:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
         self._raise_if_failed()
+        if self._unreported:
+            outputs, self._unreported = self._unreported, []
+            return CoreStep(outputs)
         try:
             plan = self.scheduler.schedule()
             if plan is not None:
@@ -65,6 +69,9 @@ class EngineCore:
                 return self._commit(*self._in_flight.popleft())
         except Exception as error:
             self._failure = error
+            raise
+        except BaseException:  # Ctrl-C may land anywhere in a step; the engine outlives it
+            self._restart()
             raise
         assert self._in_flight or not self._sequences, "sequences wait but nothing runs"
         return CoreStep([])
@@ -82,6 +89,12 @@ class EngineCore:
         if num_tokens is not None:
             del seq.token_ids[seq.num_prompt_tokens + num_tokens :]
         return seq
+
+    def _restart(self) -> None:
+        self._in_flight.clear()
+        self.scheduler.restart(self._sequences.values())
+        finished = [seq for seq in self._sequences.values() if seq.finish_reason is not None]
+        self._unreported = [SequenceOutput(seq.seq_id, [], seq.finish_reason) for seq in finished]
 
     def _commit(self, plan: StepPlan, pending: Pending) -> CoreStep:
         outputs = self.scheduler.commit(plan, pending.result())

@@ -151,7 +151,7 @@ class LLMEngine:
 
     def _output(self, seq: Sequence, live: _Live) -> RequestOutput:
         token_ids = seq.output_token_ids
-        if live.detokenizer is not None:
+        if live.detokenizer is not None and live.detokenizer.num_tokens == len(token_ids):
             live.detokenizer.finish()
             text = live.detokenizer.text
         else:
@@ -176,7 +176,7 @@ class LLMEngine:
                 raise RequestError(
                     "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
                 )
-            token_ids = self.tokenizer.encode(prompt)
+            token_ids = self.tokenizer.encode(_valid_unicode(prompt))
         elif isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt):
             token_ids = prompt
         else:
@@ -220,6 +220,14 @@ class LLMEngine:
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise EngineError("the engine is closed; make a new one")
+
+
+def _valid_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not valid Unicode ({error}); clean it first") from error
+    return text
 
 
 def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

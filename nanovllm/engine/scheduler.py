@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -22,12 +23,16 @@ class Scheduler:
     def __init__(
         self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
-        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_preemptions = 0
+        self._reset(blocks)
+
+    def _reset(self, blocks: BlockManager) -> None:
+        self.blocks = blocks
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}  # oldest first; the newest is preempted first
-        self.num_preemptions = 0
-        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._free_slots = list(reversed(range(self.max_num_seqs)))
         self._released: list[int] = []
         self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
         self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
@@ -77,6 +82,19 @@ class Scheduler:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
         if seq.finish_reason is None:
             self._end(seq, reason)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Begin anew after a step broke off half-way: no block or count of before can be trusted.
+
+        Only tokens are kept; the unfinished sequences wait to be recomputed.
+        """
+        self._reset(self.blocks.emptied())
+        for seq in sequences:
+            if seq.finish_reason is None:
+                seq.slot, seq.block_ids = NO_SLOT, []
+                seq.capacity = seq.num_computed = 0
+                seq.num_tokens = len(seq.token_ids)
+                self.add(seq)
 
     def check(self) -> None:
         """Recompute the invariants of the scheduler and its block manager from scratch."""

@@ -92,6 +92,7 @@ class InputBuffers:
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seed[slot] = row.seed
+        self._min_len.pop(slot, None)
         if params.min_tokens and row.stop_token_ids:
             min_len = row.num_prompt_tokens + params.min_tokens
             self._min_len[slot] = (min_len, sorted(row.stop_token_ids))

@@ -104,3 +104,58 @@ def test_equal_hashes_never_share_a_wrong_block(
         ]
         run(core, [(0, seq) for seq in sequences], {})
         assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_interrupt_anywhere_in_a_step_loses_nothing(depth: int) -> None:
+    """Ctrl-C may hit the schedule, the device or the commit; the same tokens come out."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        requests = make_requests(rng)
+        core = build_core(num_blocks=12, num_slots=4, budget=16, caching=True, depth=depth)
+        sequences = [
+            Sequence(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
+            for i, (prompt, n) in enumerate(requests)
+        ]
+        for seq in sequences:
+            core.add(seq)
+        owner, name = rng.choice(
+            [
+                (core.executor, "submit"),
+                (core.scheduler, "_add_row"),
+                (core.scheduler, "_enter_running"),
+                (core, "_commit"),
+            ]
+        )
+        interrupt_once(owner, name, after=rng.randrange(10))
+        num_interrupts = 0
+        while core.has_unfinished:
+            try:
+                outputs = core.step().outputs
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                continue
+            for output in outputs:
+                if output.finish_reason is not None:
+                    core.finish(output.seq_id, output.finish_reason)
+            core.scheduler.check()
+        assert num_interrupts == 1
+        assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]
+
+
+def interrupt_once(owner: object, name: str, after: int) -> None:
+    """Let the method raise KeyboardInterrupt once, half of the time after it did its work."""
+    method = getattr(owner, name)
+    num_calls = 0
+
+    def wrapped(*args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == after + 1 and after % 2:
+            raise KeyboardInterrupt
+        result = method(*args)
+        if num_calls == after + 1:
+            raise KeyboardInterrupt
+        return result
+
+    setattr(owner, name, wrapped)
