@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
+from nanovllm.validation import check_types
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3", "factors")
@@ -34,6 +35,7 @@ class EngineConfig:
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require(

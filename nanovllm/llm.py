@@ -50,7 +50,7 @@ class LLM:
         progress = Progress(len(job.indexes), is_shown=use_tqdm)
         try:
             while job.indexes:
-                progress.update(self._step())
+                progress.update(self._step(), len(job.outputs))
         finally:
             self._abort(job)
             progress.close()
@@ -120,7 +120,7 @@ class LLM:
         """Run one engine step: what `add_request` prompts finished, and the tokens it ran."""
         step = self._step()
         finished, self._unclaimed = self._unclaimed, []
-        return replace(step, finished=finished)
+        return replace(step, finished=finished, pieces=[])
 
     def is_finished(self) -> bool:
         return self.engine.is_finished() and not self._unclaimed
@@ -200,13 +200,13 @@ class Progress:
         self._start = time.perf_counter()
         self._num_prefill = self._num_decode = 0
 
-    def update(self, step: StepOutput) -> None:
+    def update(self, step: StepOutput, num_finished: int) -> None:
         self._num_prefill += step.num_prefill_tokens
         self._num_decode += step.num_decode_tokens
         seconds = time.perf_counter() - self._start
         prefill, decode = self._num_prefill / seconds, self._num_decode / seconds
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", False)
-        self._bar.update(len(step.finished))
+        self._bar.update(num_finished - self._bar.n)
 
     def close(self) -> None:
         self._bar.close()
@@ -216,6 +216,8 @@ def as_prompts(prompts: Prompts) -> list[str | list[int]]:
     """One prompt (a string, a list of ids) or several become a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, list):
+        raise RequestError(f"prompts must be a string or a list, got {type(prompts).__name__}")
     if prompts and isinstance(prompts[0], int):
         return [prompts]
     return list(cast("list[str | list[int]]", prompts))
@@ -227,6 +229,9 @@ def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    params = list(params)
+    if not all(isinstance(param, SamplingParams) for param in params):
+        raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")
     if len(params) != num_prompts:
         raise RequestError(f"got {len(params)} SamplingParams for {num_prompts} prompts")
-    return list(params)
+    return params

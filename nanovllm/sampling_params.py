@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.validation import check_types, is_bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +27,36 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        check_types(self)
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, int)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        self._check_numbers()
-        self._check_stops()
+        self._check_ranges()
 
-    def _check_numbers(self) -> None:
-        _require("temperature", self.temperature, "a finite number >= 0", _is_finite, 0)
-        _require("top_p", self.top_p, "a number in (0, 1]", _is_finite, 0, 1)
-        if self.top_p == 0:
-            raise ConfigError(
-                "top_p must be a number in (0, 1], got 0; use temperature=0 for greedy"
-            )
-        _require("min_p", self.min_p, "a number in [0, 1]", _is_finite, 0, 1)
-        _require("top_k", self.top_k, "an integer >= 1, or 0 or -1 for no limit", _is_int, 0)
-        _require("max_tokens", self.max_tokens, "an integer >= 1", _is_int, 1)
-        limit = f"an integer in [0, max_tokens={self.max_tokens}]"
-        _require("min_tokens", self.min_tokens, limit, _is_int, 0, self.max_tokens)
-        if self.seed is not None:
-            _require("seed", self.seed, "an integer of at most 64 bits", _is_int, -(2**63), 2**64)
+    def _check_ranges(self) -> None:
+        self._require("temperature", 0 <= self.temperature <= 100, "in [0, 100]")
+        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; for greedy use temperature=0")
+        self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for no limit")
+        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        fits = 0 <= self.min_tokens <= self.max_tokens
+        self._require("min_tokens", fits, f"in [0, max_tokens={self.max_tokens}]")
+        is_64_bit = self.seed is None or -(2**63) <= self.seed < 2**64
+        self._require("seed", is_64_bit, "an integer of at most 64 bits")
+        self._require("stop", all(self.stop), "non-empty strings")
+        self._require("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "at least 0")
 
-    def _check_stops(self) -> None:
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"stop must hold non-empty strings, got {text!r}")
-        for token_id in self.stop_token_ids:
-            _require("stop_token_ids", token_id, "a list of integers >= 0", _is_int, 0)
+    def _require(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(name, value, expected, is_valid, low, high=math.inf) -> None:  # type: ignore[no-untyped-def]
-    if not is_valid(value) or not low <= value <= high:
-        raise ConfigError(f"{name} must be {expected}, got {value!r}")
+def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
+    """A string, None or any iterable of items becomes a tuple."""
+    items = (value,) if isinstance(value, str) else () if value is None else value
+    if isinstance(items, Iterable):
+        items = tuple(items)
+        if all(isinstance(item, item_type) and not is_bool(item) for item in items):
+            return items
+    raise ConfigError(f"{name} must hold items of type {item_type.__name__}, got {value!r}")

@@ -58,12 +58,13 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
         self._update_tables(plan)
-        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()))
+        columns = (plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())
+        rows = list(zip(*columns, strict=True))
         for slot, start, count in rows:
             for position in range(start, start + count):
                 self.kv[self._address(slot, position)] = self.tokens[slot][position]
         sampled = []
-        for (slot, start, count), is_sampled in zip(rows, plan.num_logits.tolist()):
+        for (slot, start, count), is_sampled in zip(rows, plan.num_logits.tolist(), strict=True):
             if is_sampled:
                 end = start + count
                 token = predict([int(self.kv[self._address(slot, p)]) for p in range(end)])

@@ -19,8 +19,8 @@ def make_prompts() -> list[list[int]]:
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in BORDERS]
     shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
-    prompts += [shared[:32], shared[:33], shared, shared + [5], shared + [5, 6, 7]]
-    return prompts + [prompts[3], prompts[5], shared]  # duplicates in one batch
+    prompts += [shared[:32], shared[:33], shared, [*shared, 5], [*shared, 5, 6, 7]]
+    return [*prompts, prompts[3], prompts[5], shared]  # duplicates in one batch
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))

@@ -66,8 +66,9 @@ class CpuAttention:
         return CpuPlan(torch.from_numpy(self._kv_slots(rows, offsets)), groups, prefills)
 
     def write(self, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> None:
-        cache.k.view(-1, *k.shape[1:]).index_copy_(0, plan.kv_slots, k)
-        cache.v.view(-1, *v.shape[1:]).index_copy_(0, plan.kv_slots, v)
+        # Masked positions still enter as 0 * v: a NaN in the pool would spread to other rows.
+        cache.k.view(-1, *k.shape[1:]).index_copy_(0, plan.kv_slots, k.nan_to_num(0.0, 0.0, 0.0))
+        cache.v.view(-1, *v.shape[1:]).index_copy_(0, plan.kv_slots, v.nan_to_num(0.0, 0.0, 0.0))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> Tensor:
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:

@@ -92,6 +92,8 @@ class BlockManager:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
+                if self._prefixes[block_id] is None:  # nobody can hit it: reuse it first
+                    self._free.move_to_end(block_id, last=False)
         seq.block_ids = []
         seq.capacity = seq.num_computed = 0
         seq.next_full_len = sys.maxsize

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import SequenceOutput, StepPlan
+from nanovllm.engine.step import StepPlan
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor, Pending
 
 
 @dataclass(frozen=True, slots=True)
 class CoreStep:
-    """What one call of `step` committed."""
+    """What one call of `step` committed: `updated` sequences finished, or stream and grew."""
 
-    outputs: list[SequenceOutput]
+    updated: list[Sequence]
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
@@ -35,7 +35,7 @@ class EngineCore:
         self.max_len = min(max_model_len, pool_len)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
-        self._unreported: list[SequenceOutput] = []  # finished by a step that was interrupted
+        self._unreported: list[Sequence] = []  # their update was lost to an interrupt
         self._failure: Exception | None = None
 
     @property
@@ -59,8 +59,8 @@ class EngineCore:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
         self._raise_if_failed()
         if self._unreported:
-            outputs, self._unreported = self._unreported, []
-            return CoreStep(outputs)
+            updated, self._unreported = self._unreported, []
+            return CoreStep([seq for seq in updated if seq.seq_id in self._sequences])
         try:
             plan = self.scheduler.schedule()
             if plan is not None:
@@ -71,7 +71,9 @@ class EngineCore:
             self._failure = error
             raise
         except BaseException:  # Ctrl-C may land anywhere in a step; the engine outlives it
-            self._restart()
+            self._in_flight.clear()
+            self.scheduler.restart(self._sequences.values())
+            self.report_again()
             raise
         assert self._in_flight or not self._sequences, "sequences wait but nothing runs"
         return CoreStep([])
@@ -90,15 +92,17 @@ class EngineCore:
             del seq.token_ids[seq.num_prompt_tokens + num_tokens :]
         return seq
 
-    def _restart(self) -> None:
-        self._in_flight.clear()
-        self.scheduler.restart(self._sequences.values())
-        finished = [seq for seq in self._sequences.values() if seq.finish_reason is not None]
-        self._unreported = [SequenceOutput(seq.seq_id, [], seq.finish_reason) for seq in finished]
+    def report_again(self) -> None:
+        """Let the next step return every sequence whose update may not have been seen."""
+        self._unreported = [
+            seq
+            for seq in self._sequences.values()
+            if seq.is_streaming or seq.finish_reason is not None
+        ]
 
     def _commit(self, plan: StepPlan, pending: Pending) -> CoreStep:
-        outputs = self.scheduler.commit(plan, pending.result())
-        return CoreStep(outputs, plan.num_prefill_tokens, plan.num_decode_tokens)
+        updated = self.scheduler.commit(plan, pending.result())
+        return CoreStep(updated, plan.num_prefill_tokens, plan.num_decode_tokens)
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
+MAX_WINDOW = 6  # tokens decoded again at each step, at most
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 
 
@@ -39,9 +40,11 @@ class Detokenizer:
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop)
         self._window: list[int] = []
+        self._num_head = 0  # tokens at the start of the window that showed text together
         self._num_read = 0  # tokens of the window whose text is in self.text
         self._num_taken = 0
         self._search_from = 0
+        self._min_end = 0  # a stop string must end past the text of min_tokens
 
     def push(self, token_id: int) -> bool:
         """Add a token; True when the text now ends at a stop string, which is cut off."""
@@ -49,7 +52,7 @@ class Detokenizer:
         self._window.append(token_id)
         self._read(is_last=False)
         if self.num_tokens < self._params.min_tokens:
-            self._search_from = len(self.text)
+            self._min_end = len(self.text)
             return False
         return self._cut_at_stop()
 
@@ -69,23 +72,32 @@ class Detokenizer:
     def _read(self, is_last: bool) -> None:
         before = decode(self._tokenizer, self._window[: self._num_read], self._params)
         after = decode(self._tokenizer, self._window, self._params)
-        if after.endswith(REPLACEMENT) and not is_last:
+        num_unread = len(self._window) - self._num_read
+        if after.endswith(REPLACEMENT) and not is_last and num_unread < MAX_WINDOW:
             return
         piece = after[len(before) :]
         self.text += piece
         if piece:  # a window must start with visible text, or its leading space would be lost
             del self._window[: self._num_read]
+            self._num_head = len(self._window)
+        elif len(self._window) > MAX_WINDOW:  # a run of tokens without text, special ones say
+            del self._window[self._num_head :]
         self._num_read = len(self._window)
 
     def _cut_at_stop(self) -> bool:
         longest = max(map(len, self._stops), default=0)
-        found = [self.text.find(stop, self._search_from) for stop in self._stops]
-        found = [start for start in found if start >= 0]
-        if found:
-            self.text = self.text[: min(found)]
+        first = max(self._search_from, self._min_end - longest + 1)
+        found = [self._find(stop, first) for stop in self._stops]
+        starts = [start for start in found if start is not None]
+        if starts:
+            self.text = self.text[: min(starts)]
             return True
-        self._search_from = max(self._search_from, len(self.text) - longest + 1)
+        self._search_from = max(0, len(self.text) - longest + 1)
         return False
+
+    def _find(self, stop: str, first: int) -> int | None:
+        start = self.text.find(stop, max(first, self._min_end - len(stop) + 1))
+        return start if start >= 0 else None
 
     def _num_held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

@@ -18,7 +18,6 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.detokenizer import Detokenizer, decode
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import SequenceOutput
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.models.registry import check_architecture
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Live:
     """What the engine remembers of a request beside its sequence."""
 
@@ -39,6 +38,7 @@ class _Live:
     params: SamplingParams
     is_streaming: bool
     detokenizer: Detokenizer | None
+    num_seen: int = 0  # output tokens that were detokenised and streamed
 
 
 class LLMEngine:
@@ -56,7 +56,9 @@ class LLMEngine:
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(checkpoint)
-        self._eos_token_ids = frozenset(eos_token_ids(checkpoint) or self._tokenizer_eos())
+        eos_ids = eos_token_ids(checkpoint) or self._tokenizer_eos()
+        vocab_size = self.model_config.vocab_size
+        self._eos_token_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
 
         executor = LocalExecutor(config, self.model_config, checkpoint)
         self.info = info = executor.start()
@@ -73,6 +75,8 @@ class LLMEngine:
                 config.max_model_len,
             )
         self._live: dict[int, _Live] = {}
+        self._finished: list[RequestOutput] = []  # for the next return of step
+        self._pieces: list[StreamPiece] = []
         self._num_added = 0
         self._is_closed = False
 
@@ -110,16 +114,14 @@ class LLMEngine:
         """Run one step of the loop; what it returns may stem from an earlier one in flight."""
         self._raise_if_closed()
         step = self.core.step()
-        finished: list[RequestOutput] = []
-        pieces: list[StreamPiece] = []
-        for new in step.outputs:
-            live = self._live[new.seq_id]
-            output = self._advance(new, live)
-            if output is not None:
-                finished.append(output)
-            if live.is_streaming:
-                text = live.detokenizer.take() if live.detokenizer is not None else ""
-                pieces.append(StreamPiece(new.seq_id, text, new.token_ids, output))
+        try:
+            for seq in step.updated:
+                self._update(seq)
+        except BaseException:  # Ctrl-C: what was not seen now is seen in the next step
+            self.core.report_again()
+            raise
+        finished, self._finished = self._finished, []
+        pieces, self._pieces = self._pieces, []
         return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
 
     def is_finished(self) -> bool:
@@ -135,23 +137,31 @@ class LLMEngine:
         self._is_closed = True
         self.core.executor.close()
 
-    def _advance(self, new: SequenceOutput, live: _Live) -> RequestOutput | None:
-        """Detokenise what is new and look for stop strings; return the answer if it is complete."""
-        reason, num_tokens = new.finish_reason, None
-        if live.detokenizer is not None:
-            for token_id in new.token_ids:
-                if live.detokenizer.push(token_id):
-                    reason, num_tokens = "stop", live.detokenizer.num_tokens
-                    break
-        if reason is None:
-            return None
-        seq = self.core.finish(new.seq_id, reason, num_tokens)
-        assert seq is not None
-        return self._output(seq, self._live.pop(new.seq_id))
+    def _update(self, seq: Sequence) -> None:
+        """Detokenise and stream what is new in a sequence, and answer the request if it is over."""
+        live = self._live[seq.seq_id]
+        reason, num_tokens = seq.finish_reason, None
+        token_ids = seq.token_ids[seq.num_prompt_tokens + live.num_seen :]
+        for token_id in token_ids:
+            live.num_seen += 1
+            if live.detokenizer is not None and live.detokenizer.push(token_id):
+                reason, num_tokens = "stop", live.num_seen
+                break
+        output = None
+        if reason is not None:
+            self.core.finish(seq.seq_id, reason, num_tokens)
+            output = self._output(seq, live)
+            self._finished.append(output)
+            del self._live[seq.seq_id]
+        if live.is_streaming:
+            text = live.detokenizer.take() if live.detokenizer is not None else ""
+            self._pieces.append(StreamPiece(seq.seq_id, text, token_ids, output))
 
     def _output(self, seq: Sequence, live: _Live) -> RequestOutput:
         token_ids = seq.output_token_ids
-        if live.detokenizer is not None and live.detokenizer.num_tokens == len(token_ids):
+        if live.detokenizer is not None:
+            for token_id in token_ids[live.num_seen :]:  # aborted before they were seen
+                live.detokenizer.push(token_id)
             live.detokenizer.finish()
             text = live.detokenizer.text
         else:

@@ -10,7 +10,7 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import NO_SLOT, Sequence
-from nanovllm.engine.step import BlockUpdate, NewRow, SequenceOutput, StepPlan, StepResult
+from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
 
 
 class Scheduler:
@@ -26,13 +26,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
-        self._reset(blocks)
-
-    def _reset(self, blocks: BlockManager) -> None:
         self.blocks = blocks
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}  # oldest first; the newest is preempted first
-        self._free_slots = list(reversed(range(self.max_num_seqs)))
+        self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []
         self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
         self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
@@ -52,9 +49,9 @@ class Scheduler:
         self._in_flight.append(draft.rows)
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Append the sampled tokens; return what finished, and all that streaming sequences got."""
-        outputs: list[SequenceOutput] = []
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Append the sampled tokens; return the sequences that finished or that stream."""
+        updated: list[Sequence] = []
         tokens = iter(result.tokens.tolist())
         for seq, is_sampled in zip(
             self._in_flight.popleft(), plan.num_logits.tolist(), strict=True
@@ -75,8 +72,8 @@ class Scheduler:
             elif num_tokens >= seq.max_len:
                 self._end(seq, "length")
             if seq.is_streaming or seq.finish_reason is not None:
-                outputs.append(SequenceOutput(seq.seq_id, [token_id], seq.finish_reason))
-        return outputs
+                updated.append(seq)
+        return updated
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
@@ -88,7 +85,12 @@ class Scheduler:
 
         Only tokens are kept; the unfinished sequences wait to be recomputed.
         """
-        self._reset(self.blocks.emptied())
+        self.blocks = self.blocks.emptied()
+        self.waiting.clear()
+        self.running.clear()
+        self._in_flight.clear()
+        self._free_slots = list(reversed(range(self.max_num_seqs)))
+        self._num_free_to_admit = 0
         for seq in sequences:
             if seq.finish_reason is None:
                 seq.slot, seq.block_ids = NO_SLOT, []
@@ -180,6 +182,8 @@ class Scheduler:
         draft.starts.append(start)
         draft.counts.append(end - start)
         draft.num_logits.append(1 if is_sampled else 0)
+        if is_sampled and start >= seq.num_prompt_tokens:
+            draft.num_decode_tokens += 1
         draft.budget -= end - start
         seq.num_computed = end
         if is_sampled:
@@ -211,6 +215,7 @@ class _Draft:
         "budget",
         "counts",
         "new_rows",
+        "num_decode_tokens",
         "num_logits",
         "rows",
         "slots",
@@ -219,6 +224,7 @@ class _Draft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.num_decode_tokens = 0
         self.rows: list[Sequence] = []
         self.slots: list[int] = []
         self.starts: list[int] = []
@@ -236,4 +242,5 @@ class _Draft:
             new_rows=self.new_rows,
             block_updates=self.block_updates,
             released=released,
+            num_decode_tokens=self.num_decode_tokens,
         )

@@ -48,10 +48,7 @@ class StepPlan:
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return int(np.count_nonzero((self.counts == 1) & (self.num_logits == 1)))
+    num_decode_tokens: int  # rows that run one token past their prompt
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -63,15 +60,6 @@ class StepResult:
     """The sampled tokens, one for each row with num_logits > 0, in row order."""
 
     tokens: IntColumn
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What commit found new in one sequence; `finish_reason` is None while it runs."""
-
-    seq_id: int
-    token_ids: list[int]
-    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)

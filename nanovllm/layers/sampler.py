@@ -66,7 +66,8 @@ def _draw(probs: Tensor, columns: SamplingColumns) -> Tensor:
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     target = uniform(columns.seed, columns.position)[:, None] * cumulative[:, -1:]
     # right=True: the first token to exceed the target, so never one of probability 0.
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return tokens.clamp_(max=probs.shape[-1] - 1)  # logits without a distribution, such as NaN
 
 
 def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -76,8 +77,9 @@ def _top_floor(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     if vocab_size > NUM_CANDIDATES:
         top = probs.topk(NUM_CANDIDATES, dim=-1).values
         if bool(_is_cut_inside(top, top_k, top_p, vocab_size).all()):
-            return _floor_of_sorted(top, top_k, top_p)
-    return _floor_of_sorted(probs.sort(dim=-1, descending=True).values, top_k, top_p)
+            return _floor_of_sorted(top, top_k, top_p, vocab_size)
+    ordered = probs.sort(dim=-1, descending=True).values
+    return _floor_of_sorted(ordered, top_k, top_p, vocab_size)
 
 
 def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
@@ -89,12 +91,12 @@ def _is_cut_inside(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -
     return is_k_inside | is_p_inside | (last == 0)
 
 
-def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _floor_of_sorted(top: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
     """`top` holds each row's largest probabilities, descending, at least as far as the cut."""
     size = top.shape[-1]
     k_floor = top.gather(-1, top_k.clamp(max=size)[:, None] - 1)
     kept = torch.where((top_k[:, None] > size) | (top >= k_floor), top, 0.0).double()
-    total = torch.where(top_k > size, 1.0, kept.sum(-1))
+    total = torch.where(top_k == vocab_size, 1.0, kept.sum(-1))
     limit = torch.where(top_p < 1, top_p * total, torch.inf)
     # The token that crosses the threshold is kept: what counts is the mass before it.
     mass_before = kept.cumsum(-1) - kept

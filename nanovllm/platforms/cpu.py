@@ -44,8 +44,8 @@ class CpuPlatform:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
-    def choose_linear(self, weights: list[Tensor]) -> PackLinear:
-        return choose_linear(weights)
+    def choose_linear(self, weight: Tensor) -> PackLinear:
+        return choose_linear(weight)
 
 
 def has_fast_bf16() -> bool:
@@ -61,6 +61,7 @@ def available_memory() -> int:
     for limit_file, usage_file in _CGROUP_FILES:
         limit, usage = _read_int(limit_file), _read_int(usage_file)
         if limit is not None and usage is not None:
+            usage -= _page_cache(usage_file.parent)
             available = min(available, max(limit - usage, 0))
     return available
 
@@ -81,6 +82,16 @@ def _meminfo_available() -> int:
         return 8 * GIB
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _page_cache(cgroup: Path) -> int:
+    """Return the bytes counted as used that the kernel gives back on demand."""
+    try:
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines)
+    return int(fields.get("inactive_file", 0))
 
 
 def _read_int(path: Path) -> int | None:

@@ -1,9 +1,6 @@
-"""Matrix products on the CPU: F.linear is far from the memory floor, and which layout wins depends
-on shape and dtype, so each shape is measured once at load."""
+"""Matrix products on the CPU: F.linear is not the floor, so each weight gets a layout at load."""
 
 from __future__ import annotations
-
-import time
 
 import torch
 import torch.nn.functional as F
@@ -11,24 +8,28 @@ from torch import Tensor
 
 from nanovllm.platforms.base import LinearFn, PackLinear
 
-SMALL = 1 << 16  # weights below this many elements are not worth a measurement
-NUM_ROWS_MEASURED = (1, 16)  # one request's decode, and a batch's
 
+def choose_linear(weight: Tensor) -> PackLinear:
+    """Return the layout that benchmarks/cpu_linear.py found fastest for this kind of weight.
 
-def choose_linear(weights: list[Tensor]) -> PackLinear:
-    """Return the layout with the best product of times over `weights`, all of one shape."""
-    if weights[0].numel() < SMALL:
-        return pack_rows
-    return min(_layouts(weights[0].dtype), key=lambda pack: _cost(pack, weights))
+    A rule, not a measurement at load: in bf16 every layout rounds differently, and the same prompt
+    must get the same answer in every run.
+    """
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
+    if weight.dtype == torch.bfloat16 and has_onednn:
+        return pack_onednn
+    return pack_rows
 
 
 def pack_rows(weight: Tensor, bias: Tensor | None) -> LinearFn:
-    """Keep the weight as the checkpoint has it: [out, in]."""
+    """Keep the weight as the checkpoint has it, [out, in]."""
     return lambda x: F.linear(x, weight, bias)
 
 
 def pack_columns(weight: Tensor, bias: Tensor | None) -> LinearFn:
-    """Store the transpose, [in, out]: a product with one row then streams through memory."""
+    """Store the transpose, [in, out]."""
     columns = weight.t().contiguous()
     if bias is None:
         return lambda x: torch.mm(x, columns)
@@ -37,29 +38,6 @@ def pack_columns(weight: Tensor, bias: Tensor | None) -> LinearFn:
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
     """Store oneDNN's blocked layout, so that it is not rebuilt in every call."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), NUM_ROWS_MEASURED[-1])
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
     run = torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, bias, "none", [], "")
-
-
-def _layouts(dtype: torch.dtype) -> list[PackLinear]:
-    layouts: list[PackLinear] = [pack_rows, pack_columns]
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        layouts.append(pack_onednn)
-    return layouts
-
-
-def _cost(pack: PackLinear, weights: list[Tensor]) -> float:
-    linears = [pack(weight, None) for weight in weights]
-    cost = 1.0
-    for num_rows in NUM_ROWS_MEASURED:
-        x = torch.ones(num_rows, weights[0].shape[1], dtype=weights[0].dtype)
-        cost *= min(_time(linears, x) for _ in range(4))
-    return cost
-
-
-def _time(linears: list[LinearFn], x: Tensor) -> float:
-    start = time.perf_counter()
-    for linear in linears:
-        linear(x)
-    return time.perf_counter() - start

@@ -11,6 +11,8 @@ from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.layers.sampler import SamplingColumns
 
+INT32_MAX = 2**31 - 1
+
 
 class InputBuffers:
     """Tokens, block table and sampling parameters of every slot; plans update it in order."""
@@ -88,7 +90,7 @@ class InputBuffers:
         self.tokens[slot, : len(row.token_ids)] = row.token_ids
         self.block_table[slot, : len(row.block_ids)] = row.block_ids
         self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k
+        self.top_k[slot] = min(params.top_k, INT32_MAX)  # more than any vocabulary: no limit
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.seed[slot] = row.seed

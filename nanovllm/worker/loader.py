@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,10 +103,14 @@ def _iter_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _iter_bin(path: Path) -> Iterator[tuple[str, Tensor]]:
+    is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
     try:
-        yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
-    except (RuntimeError, OSError) as error:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
+    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+        raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
+    yield from tensors.items()
 
 
 def _fill(slot: Tensor, tensor: Tensor, name: str, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 
 import torch
 from torch import nn
@@ -23,8 +22,6 @@ from nanovllm.worker.loader import fill_dummy_weights, load_weights
 from nanovllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-NUM_WEIGHTS_MEASURED = 8  # of one shape: more than a cache holds, few enough to be quick
 
 
 class Worker:
@@ -61,16 +58,10 @@ class Worker:
 
 
 def pack_linears(model: nn.Module, platform: Platform) -> None:
-    """Let the platform choose a layout per weight shape, measured on the model's own weights."""
-    by_shape: dict[torch.Size, list[MergedLinear]] = defaultdict(list)
+    """Let the platform lay out every weight as it multiplies it fastest."""
     for module in model.modules():
         if isinstance(module, MergedLinear):
-            by_shape[module.weight.shape].append(module)
-    for linears in by_shape.values():
-        samples = linears[:NUM_WEIGHTS_MEASURED]
-        pack = platform.choose_linear([linear.weight for linear in samples])
-        for linear in linears:
-            linear.pack(pack)
+            module.pack(platform.choose_linear(module.weight))
 
 
 def _choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:

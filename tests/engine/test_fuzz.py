@@ -33,9 +33,9 @@ def run(core: EngineCore, arrivals: list[tuple[int, Sequence]], aborts: dict[int
         for seq_id, abort_step in aborts.items():
             if abort_step == step:
                 core.finish(seq_id, "abort")
-        for output in core.step().outputs:
-            if output.finish_reason is not None:
-                core.finish(output.seq_id, output.finish_reason)
+        for seq in core.step().updated:
+            if seq.finish_reason is not None:
+                core.finish(seq.seq_id, seq.finish_reason)
         core.scheduler.check()
         step += 1
         assert step < 5000, "stuck"
@@ -131,13 +131,13 @@ def test_an_interrupt_anywhere_in_a_step_loses_nothing(depth: int) -> None:
         num_interrupts = 0
         while core.has_unfinished:
             try:
-                outputs = core.step().outputs
+                updated = core.step().updated
             except KeyboardInterrupt:
                 num_interrupts += 1
                 continue
-            for output in outputs:
-                if output.finish_reason is not None:
-                    core.finish(output.seq_id, output.finish_reason)
+            for seq in updated:
+                if seq.finish_reason is not None:
+                    core.finish(seq.seq_id, seq.finish_reason)
             core.scheduler.check()
         assert num_interrupts == 1
         assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]

@@ -1,0 +1,252 @@
+"""CPU attention over the paged cache equals a plain float64 reference for any mix of rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.cpu import MAX_WASTE, QUERY_TILE, CpuAttention
+
+GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+Rows = list[tuple[int, int]]  # (start, count)
+
+MIXES: dict[str, Rows] = {
+    "one decode": [(40, 1)],
+    "one single-token prompt": [(0, 1)],
+    "single-token prompts": [(0, 1)] * 5,
+    "equal decodes": [(63, 1)] * 4,
+    "decodes around block borders": [(p, 1) for p in (14, 15, 16, 17, 31, 32, 47, 48, 49)],
+    "decodes of very different lengths": [(n, 1) for n in (3, 900, 0, 1000, 40, 870, 5, 1200)],
+    "prefill": [(0, 50)],
+    "prefills": [(0, 7), (0, 16), (0, 48), (0, 2)],
+    "chunk after a prefix": [(32, 20)],
+    "chunk inside a block": [(5, 3), (19, 40)],
+    "chunk over several tiles": [(24, 2 * QUERY_TILE + 3)],
+    "long prefill": [(0, QUERY_TILE + 9)],
+    "everything": [(7, 1), (0, 33), (900, 1), (48, 21), (0, 1), (0, 2), (16, 1), (31, 2)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step's tensors beside the whole history of every row."""
+
+    rows: BatchRows
+    cache: LayerCache
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    histories: list[tuple[Tensor, Tensor]]  # each row's k and v, [start + count, kv_heads, dim]
+
+    def run(self, backend: CpuAttention) -> Tensor:
+        plan = backend.plan(self.rows, self.q.dtype)
+        backend.write(self.k, self.v, self.cache, plan)
+        return backend.attend(self.q, self.k, self.v, self.cache, plan)
+
+    def reference(self) -> Tensor:
+        """Every query alone, in float64, over the history up to itself."""
+        outputs, offset = [], 0
+        for (k, v), start, count in zip(
+            self.histories, self.rows.starts, self.rows.counts, strict=True
+        ):
+            for i in range(count):
+                end = start + i + 1
+                query = self.q[offset + i].double()
+                size = len(query) // k.shape[1]
+                keys = k[:end].double().repeat_interleave(size, dim=1)
+                values = v[:end].double().repeat_interleave(size, dim=1)
+                scores = torch.einsum("hd,thd->ht", query, keys) / math.sqrt(query.shape[-1])
+                outputs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+            offset += count
+        return torch.stack(outputs)
+
+
+def make_case(
+    mix: Rows,
+    *,
+    block_size: int = 16,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    unused: float = GARBAGE,
+    seed: int = 0,
+) -> Case:
+    """Put random histories into shuffled blocks; what no row has written holds `unused`."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    starts, counts = np.array(mix, np.int32).T
+    widths = -(-(starts + counts) // block_size)
+    block_ids = rng.permutation(np.arange(1, widths.sum() + 4))  # block 0 stays unused
+    tables = rng.integers(0, len(block_ids), (len(mix), widths.max() + 2)).astype(np.int32)
+    shape = (len(block_ids) + 1, block_size, num_kv_heads, head_dim)
+    cache = LayerCache(*(torch.full(shape, unused, dtype=dtype) for _ in range(2)))
+
+    num_qkv_heads = num_heads + 2 * num_kv_heads
+    qkv = torch.randn(int(counts.sum()), num_qkv_heads, head_dim, generator=generator).to(dtype)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as in a layer
+    histories, first, offset = [], 0, 0
+    for row, (start, count) in enumerate(mix):
+        tables[row, : widths[row]] = block_ids[first : first + widths[row]]
+        past = torch.randn(2, start, num_kv_heads, head_dim, generator=generator).to(dtype)
+        positions = np.arange(start)
+        blocks = torch.from_numpy(tables[row, positions // block_size].astype(np.int64))
+        cache.k[blocks, torch.from_numpy(positions % block_size)] = past[0]
+        cache.v[blocks, torch.from_numpy(positions % block_size)] = past[1]
+        new = slice(offset, offset + count)
+        histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
+        first, offset = first + widths[row], offset + count
+    return Case(BatchRows(starts, counts, tables), cache, q, k, v, histories)
+
+
+def assert_equals_reference(case: Case, block_size: int = 16) -> None:
+    output = case.run(CpuAttention(block_size))
+    assert (output.shape, output.dtype) == (case.q.shape, case.q.dtype)
+    tolerance = TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(output.double(), case.reference(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_equals_the_reference(mix: str, dtype: torch.dtype) -> None:
+    assert_equals_reference(make_case(MIXES[mix], dtype=dtype))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 1), (6, 2), (9, 3)], ids=str)
+def test_block_sizes_and_head_ratios(block_size: int, heads: tuple[int, int]) -> None:
+    num_heads, num_kv_heads = heads
+    case = make_case(
+        MIXES["everything"],
+        block_size=block_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=24,
+    )
+    assert_equals_reference(case, block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mixes(seed: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(seed)
+    mix = [
+        (int(rng.choice([0, 0, 1, 15, 16, 33, 300])), int(rng.choice([1, 1, 1, 2, 15, 16, 60])))
+        for _ in range(12)
+    ]
+    block_size = int(rng.choice([16, 32, 48]))
+    assert_equals_reference(
+        make_case(mix, block_size=block_size, dtype=dtype, seed=seed), block_size
+    )
+
+
+def test_decodes_of_different_lengths_are_grouped() -> None:
+    """Together the groups hold every row once, and none pads more than its allowance."""
+    case = make_case(MIXES["decodes of very different lengths"])
+    groups = CpuAttention(16).plan(case.rows, torch.float32).groups
+    assert len(groups) > 1
+    rows = [group.tokens.tolist() for group in groups]
+    assert sorted(row for group in rows for row in group) == list(range(8))
+    for group in rows:
+        lengths = case.rows.starts[group] + 1
+        assert (lengths.max() - lengths).sum() <= MAX_WASTE
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    mix = MIXES["everything"]
+    case = make_case(mix)
+    together, offset = case.run(CpuAttention(16)), 0
+    for row, (_, count) in enumerate(mix):
+        part = slice(offset, offset + count)
+        table = case.rows.block_tables[row : row + 1]
+        rows = BatchRows(case.rows.starts[row : row + 1], case.rows.counts[row : row + 1], table)
+        alone = Case(rows, case.cache, case.q[part], case.k[part], case.v[part], [])
+        torch.testing.assert_close(alone.run(CpuAttention(16)), together[part])
+        offset += count
+
+
+def test_chunks_equal_the_whole() -> None:
+    """A row computed in chunks of any size gives what one prefill gives."""
+    whole = make_case([(0, 100)])
+    want = whole.run(CpuAttention(16))
+    for sizes in ([99, 1], [1, 99], [16, 16, 16, 52], [7] * 14 + [2]):
+        cache = LayerCache(torch.zeros_like(whole.cache.k), torch.zeros_like(whole.cache.v))
+        start, outputs = 0, []
+        for size in sizes:
+            part = slice(start, start + size)
+            column = np.array([start], np.int32), np.array([size], np.int32)
+            rows = BatchRows(*column, whole.rows.block_tables)
+            chunk = Case(rows, cache, whole.q[part], whole.k[part], whole.v[part], [])
+            outputs.append(chunk.run(CpuAttention(16)))
+            start += size
+        torch.testing.assert_close(torch.cat(outputs), want)
+
+
+def test_rows_may_share_blocks_written_in_the_same_step() -> None:
+    """The second row's prefix is what the first row writes: its start lies in shared blocks."""
+    writer = make_case([(0, 40)])
+    q, k, v = (torch.cat((x, x[32:])) for x in (writer.q, writer.k, writer.v))
+    table = np.concatenate([writer.rows.block_tables] * 2)
+    table[1, 2] = next(i for i in range(1, len(writer.cache.k)) if i not in table[0, :3])
+    rows = BatchRows(np.array([0, 32], np.int32), np.array([40, 8], np.int32), table)
+    output = Case(rows, writer.cache, q, k, v, []).run(CpuAttention(16))
+    torch.testing.assert_close(output[40:], output[32:40])
+    torch.testing.assert_close(output[:40].double(), writer.reference(), rtol=2e-5, atol=2e-5)
+
+
+def test_write_touches_nothing_but_its_slots() -> None:
+    case = make_case(MIXES["everything"])
+    before = case.cache.k.clone()
+    plan = CpuAttention(16).plan(case.rows, torch.float32)
+    CpuAttention(16).write(case.k, case.v, case.cache, plan)
+    is_changed = (case.cache.k != before).any(-1).any(-1).reshape(-1)
+    assert is_changed.nonzero().squeeze(1).tolist() == sorted(plan.kv_slots.tolist())
+
+
+@pytest.mark.parametrize("mix", ["decodes of very different lengths", "everything"])
+def test_blocks_of_no_row_are_never_read(mix: str) -> None:
+    """Not even as zero times what they hold. Block 0 and the rows' own tails serve as padding."""
+    case = make_case(MIXES[mix])
+    used = {0}
+    for row, end in zip(case.rows.block_tables, case.rows.starts + case.rows.counts, strict=True):
+        used |= set(row[: -(-int(end) // 16)].tolist())
+    for block_id in set(range(len(case.cache.k))) - used:
+        case.cache.k[block_id] = case.cache.v[block_id] = math.nan
+    assert_equals_reference(case)
+
+
+def healthy_row(length: int, block_ids: list[int]) -> BatchRows:
+    return BatchRows(
+        np.array([0], np.int32), np.array([length], np.int32), np.array([block_ids], np.int32)
+    )
+
+
+@pytest.mark.parametrize("place", ["padding", "stale tail"])
+def test_a_broken_sequence_does_not_break_others(place: str) -> None:
+    """Keys and values of NaN, once written, must not reach rows that never attend to them."""
+    backend, block_ids = CpuAttention(16), [1, 2, 3]
+    broken = make_case([(0, 48)])
+    broken.k.fill_(math.nan)
+    broken.v.fill_(math.nan)
+    cache = LayerCache(torch.zeros_like(broken.cache.k), torch.zeros_like(broken.cache.v))
+    blocks = [0, 4, 5] if place == "padding" else block_ids
+    Case(healthy_row(48, blocks), cache, broken.q, broken.k, broken.v, []).run(backend)
+
+    case = make_case([(0, 41)], seed=1)
+    Case(healthy_row(40, block_ids), cache, case.q[:40], case.k[:40], case.v[:40], []).run(backend)
+    long, short = (40, block_ids), (0, [6, 0, 0])  # the short row is padded to the long one's width
+    starts, tables = zip(*([long, short] if place == "padding" else [long]), strict=True)
+    rows = BatchRows(
+        np.array(starts, np.int32), np.ones(len(starts), np.int32), np.array(tables, np.int32)
+    )
+    q, k, v = (torch.cat((x[40:], x[:1]))[: len(starts)] for x in (case.q, case.k, case.v))
+    output = Case(rows, cache, q, k, v, []).run(backend)
+    want = case.reference()[[40, 0]][: len(starts)]
+    torch.testing.assert_close(output.double(), want, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,491 @@
+"""Scheduling on a fake device: sharing, preemption, limits, interruptions, cost of a step."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import xxhash
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.sampling_params import SamplingParams
+from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
+
+SIZE = 4
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def make_core(
+    num_blocks: int = 32,
+    *,
+    num_slots: int = 8,
+    budget: int = 1000,
+    caching: bool = True,
+    depth: int = 0,
+    max_model_len: int = 1000,
+    executor: type[FakeExecutor] = FakeExecutor,
+) -> EngineCore:
+    scheduler = Scheduler(BlockManager(num_blocks, SIZE, caching), num_slots, budget)
+    return EngineCore(scheduler, executor(num_blocks, SIZE), depth, max_model_len)
+
+
+def make_seq(seq_id: int, prompt: list[int], max_tokens: int = 5, **options: Any) -> Sequence:
+    """A sequence that ends by length alone."""
+    return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens), **options)
+
+
+def endless(prompt: list[int], max_tokens: int) -> list[int]:
+    """What the fake device generates when nothing stops it."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(predict(tokens))
+    return tokens[len(prompt) :]
+
+
+def step(core: EngineCore) -> None:
+    for seq in core.step().updated:
+        if seq.finish_reason is not None:
+            core.finish(seq.seq_id, seq.finish_reason)
+    core.scheduler.check()
+
+
+def drain(core: EngineCore, limit: int = 1000) -> None:
+    """Run to the end, whatever is left in flight included."""
+    for _ in range(limit):
+        if not core.has_unfinished and not core._in_flight:
+            break
+        step(core)
+    else:
+        pytest.fail("stuck")
+    assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
+
+
+def run(core: EngineCore, *sequences: Sequence) -> list[list[int]]:
+    for seq in sequences:
+        core.add(seq)
+    drain(core)
+    return [seq.output_token_ids for seq in sequences]
+
+
+def plans(core: EngineCore) -> list[StepPlan]:
+    assert isinstance(core.executor, FakeExecutor)
+    return core.executor.plans
+
+
+@DEPTHS
+def test_identical_prompts_of_one_step_share_their_full_blocks(depth: int) -> None:
+    core, prompt = make_core(depth=depth), [*range(1, 11)]
+    sequences = [make_seq(i, prompt) for i in range(3)]
+    for seq in sequences:
+        core.add(seq)
+    step(core)
+    first = plans(core)[0]
+    assert first.counts.tolist() == [10, 2, 2]
+    tables = [row.block_ids for row in first.new_rows]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert len({table[2] for table in tables}) == 3
+    drain(core)
+    assert [seq.output_token_ids for seq in sequences] == [endless(prompt, 5)] * 3
+    assert [seq.num_cached for seq in sequences] == [0, 8, 8]
+
+
+@DEPTHS
+def test_a_wholly_cached_prompt_still_computes_and_samples(depth: int) -> None:
+    core, prompt = make_core(depth=depth), [*range(1, 9)]  # exactly two blocks
+    run(core, make_seq(0, prompt))
+    num_plans = len(plans(core))
+    again = make_seq(1, prompt)
+    assert run(core, again) == [endless(prompt, 5)]
+    plan = plans(core)[num_plans]
+    assert (plan.starts.tolist(), plan.counts.tolist()) == ([4], [4])
+    assert plan.num_logits.tolist() == [1]
+    assert again.num_cached == 4
+
+
+@DEPTHS
+def test_a_sharer_waits_for_a_writer_that_the_budget_cuts_short(depth: int) -> None:
+    """The fake device reads back what blocks hold, so sharing too early would change tokens."""
+    core, prompt = make_core(depth=depth, budget=6), [*range(1, 18)]
+    sequences = [make_seq(i, prompt) for i in range(3)]
+    assert run(core, *sequences) == [endless(prompt, 5)] * 3
+    assert all(plan.counts.sum() <= 6 for plan in plans(core))
+    assert sum(seq.num_cached for seq in sequences) > 0
+
+
+@DEPTHS
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_the_writer_of_a_shared_block_leaves_before_commit(
+    depth: int, how: str, num_steps: int
+) -> None:
+    core, prompt = make_core(depth=depth), [*range(1, 15)]
+    writer, sharer = make_seq(0, prompt), make_seq(1, [*prompt, 3])
+    core.add(writer)
+    core.add(sharer)
+    for _ in range(num_steps):
+        step(core)
+    assert sharer.num_cached == 12
+    if how == "abort":
+        core.finish(writer.seq_id, "abort")
+    else:
+        core.scheduler._preempt(writer)
+    core.scheduler.check()
+    late = make_seq(2, [*prompt, 7])
+    core.add(late)
+    drain(core)
+    assert sharer.output_token_ids == endless([*prompt, 3], 5)
+    assert late.output_token_ids == endless([*prompt, 7], 5)
+    assert late.num_cached == 12
+    want = endless(prompt, 5)
+    if how == "abort":
+        want = want[: len(writer.output_token_ids)]
+    assert writer.output_token_ids == want
+
+
+@DEPTHS
+def test_a_preempted_sequence_hits_the_cache_on_its_way_back(depth: int) -> None:
+    core = make_core(num_blocks=8, depth=depth)
+    old, new = make_seq(0, [*range(1, 10)], 20), make_seq(1, [*range(9, 0, -1)], 20)
+    got = run(core, old, new)
+    assert got == [endless([*range(1, 10)], 20), endless([*range(9, 0, -1)], 20)]
+    assert core.scheduler.num_preemptions > 0
+    returns = [
+        (row, plan.starts[plan.slots.tolist().index(row.slot)])
+        for plan in plans(core)
+        for row in plan.new_rows
+        if len(row.token_ids) > row.num_prompt_tokens
+    ]
+    assert returns
+    for row, start in returns:
+        assert row.num_prompt_tokens == 9
+        assert start >= SIZE
+    assert new.num_cached == 0  # what came back is not a hit of the prompt
+
+
+@DEPTHS
+def test_who_came_first_is_served_first(depth: int) -> None:
+    """Preemption takes the newest, and it comes back before those who arrived after it."""
+    core = make_core(num_blocks=9, num_slots=3, depth=depth, caching=False)
+    sequences = [make_seq(i, [i + 1] * 11, 12) for i in range(5)]
+    for seq in sequences:
+        core.add(seq)
+    while core.has_unfinished:
+        step(core)
+        order = [*core.scheduler.running, *core.scheduler.waiting]
+        assert order == sorted(order)
+    drain(core)
+    assert core.scheduler.num_preemptions > 2
+    assert [seq.output_token_ids for seq in sequences] == [
+        endless([i + 1] * 11, 12) for i in range(5)
+    ]
+
+
+@DEPTHS
+def test_growth_past_the_pool_ends_with_length(depth: int) -> None:
+    core = make_core(num_blocks=4, depth=depth)
+    seq = make_seq(0, [1, 2, 3, 4, 5], max_tokens=500)
+    assert run(core, seq) == [endless([1, 2, 3, 4, 5], 11)]
+    assert seq.finish_reason == "length"
+    assert len(seq.token_ids) == 16
+
+
+@DEPTHS
+def test_growth_past_max_model_len_ends_with_length(depth: int) -> None:
+    core = make_core(max_model_len=10, depth=depth)
+    seq = make_seq(0, [1, 2, 3], max_tokens=500)
+    assert run(core, seq) == [endless([1, 2, 3], 7)]
+    assert seq.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "limit"),
+    [
+        ({"num_blocks": 4}, 16, 15),
+        ({"num_blocks": 4}, 500, 15),
+        ({"max_model_len": 10}, 10, 9),
+    ],
+)
+def test_a_prompt_that_can_never_fit_is_refused_at_once(
+    options: dict[str, int], length: int, limit: int
+) -> None:
+    core = make_core(**options)
+    with pytest.raises(RequestError, match=rf"{length} tokens.*\b{limit} fit"):
+        core.add(make_seq(0, [1] * length))
+    assert not core.has_unfinished
+    core.scheduler.check()
+    assert core.step().updated == []
+    fitting = make_seq(1, [1] * limit)
+    assert run(core, fitting) == [endless([1] * limit, 1)]
+
+
+@DEPTHS
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_budget_smaller_than_the_number_of_rows(depth: int, budget: int) -> None:
+    core = make_core(depth=depth, budget=budget)
+    prompts = [[i + 1] * (i + 1) for i in range(6)]
+    got = run(core, *(make_seq(i, prompt) for i, prompt in enumerate(prompts)))
+    assert got == [endless(prompt, 5) for prompt in prompts]
+    assert all(1 <= plan.counts.sum() <= budget for plan in plans(core))
+
+
+@DEPTHS
+def test_more_sequences_than_slots(depth: int) -> None:
+    core = make_core(depth=depth, num_slots=2)
+    prompts = [[i + 1] * 3 for i in range(7)]
+    got = run(core, *(make_seq(i, prompt) for i, prompt in enumerate(prompts)))
+    assert got == [endless(prompt, 5) for prompt in prompts]
+    assert max(len(plan.slots) for plan in plans(core)) == 2
+    assert {slot for plan in plans(core) for slot in plan.slots.tolist()} == {0, 1}
+
+
+@DEPTHS
+def test_the_row_after_a_late_stop_is_dropped(depth: int) -> None:
+    """At depth > 0 steps are in flight when EOS becomes known; their tokens vanish."""
+    core = make_core(depth=depth)
+    prompts = [[i, i + 1] for i in range(1, 20)]
+    sequences = [
+        make_seq(i, prompt, 40, stop_token_ids=frozenset({EOS})) for i, prompt in enumerate(prompts)
+    ]
+    assert run(core, *sequences) == [reference(prompt, 40) for prompt in prompts]
+    assert {seq.finish_reason for seq in sequences} == {"stop", "length"}
+
+
+@DEPTHS
+def test_no_row_runs_past_max_tokens(depth: int) -> None:
+    """The count is known when a step is planned, so nothing is computed in vain."""
+    core = make_core(depth=depth, caching=False)
+    assert len(run(core, make_seq(0, [1, 2, 3], max_tokens=1))[0]) == 1
+    run(core, make_seq(1, [1, 2, 3], max_tokens=6))
+    assert sum(int(plan.counts.sum()) for plan in plans(core)) == 3 + (3 + 5)
+
+
+@DEPTHS
+def test_prefill_and_decode_are_counted_exactly(depth: int) -> None:
+    """Every prompt token is prefill, a prompt of one token too; every later one is decode."""
+    core = make_core(depth=depth, budget=7, caching=False)
+    lengths = [1, 1, 2, 6, 7, 8, 15]
+    for i, length in enumerate(lengths):
+        core.add(make_seq(i, [i + 1] * length))
+    num_prefill = num_decode = 0
+    while core.has_unfinished:
+        result = core.step()
+        num_prefill += result.num_prefill_tokens
+        num_decode += result.num_decode_tokens
+        for seq in result.updated:
+            core.finish(seq.seq_id, str(seq.finish_reason))
+    assert (num_prefill, num_decode) == (sum(lengths), 4 * len(lengths))
+
+
+def test_finish_of_waiting_running_and_unknown_sequences() -> None:
+    core = make_core(num_slots=1)
+    running, waiting = make_seq(0, [1, 2, 3]), make_seq(1, [4, 5, 6])
+    core.add(running)
+    core.add(waiting)
+    step(core)
+    assert core.finish(1, "abort") is waiting
+    assert core.finish(1, "abort") is None
+    assert core.finish(77, "abort") is None
+    assert core.finish(0, "abort", num_tokens=0) is running
+    assert (running.finish_reason, running.output_token_ids) == ("abort", [])
+    drain(core)
+
+
+@DEPTHS
+def test_rows_come_in_the_order_of_admission(depth: int) -> None:
+    def run_once() -> list[tuple[list[int], list[int], list[int]]]:
+        core = make_core(num_blocks=14, depth=depth, budget=9, num_slots=5)
+        for i in range(12):
+            core.add(make_seq(i, [i % VOCAB_SIZE] * (1 + i % 7), 6))
+        drain(core)
+        assert all(len(set(plan.slots.tolist())) == len(plan.slots) for plan in plans(core))
+        return [(p.slots.tolist(), p.starts.tolist(), p.counts.tolist()) for p in plans(core)]
+
+    assert run_once() == run_once()
+    core = make_core(depth=depth)
+    for i in (3, 1, 2, 0):
+        core.add(make_seq(i, [i + 1] * 3))
+    step(core)
+    assert list(core.scheduler.running) == [3, 1, 2, 0]
+    first_tokens = [row.token_ids[0] for row in plans(core)[0].new_rows]
+    assert first_tokens == [4, 2, 3, 1]
+    assert plans(core)[0].slots.tolist() == [row.slot for row in plans(core)[0].new_rows]
+
+
+def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = make_core(num_blocks=20)
+    core.add(make_seq(0, [1] * 30, max_tokens=20))
+    step(core)
+    hashes, admissions = [], []
+    real_hash, real_admit = xxhash.xxh3_64_intdigest, core.scheduler.blocks.admit
+    monkeypatch.setattr(
+        "xxhash.xxh3_64_intdigest", lambda *args: hashes.append(args) or real_hash(*args)
+    )
+    monkeypatch.setattr(
+        core.scheduler.blocks, "admit", lambda seq: admissions.append(seq) or real_admit(seq)
+    )
+    late = make_seq(1, [2] * 60, max_tokens=3)
+    core.add(late)
+    step(core)
+    assert len(admissions) == 1
+    assert len(hashes) == 14 + 1  # its blocks, and the salt
+    for _ in range(10):
+        step(core)
+    assert core.scheduler.waiting
+    assert len(admissions) == 1
+    running_blocks = 10 // SIZE + 1  # what the running sequence filled meanwhile
+    assert len(hashes) <= 15 + running_blocks
+    drain(core)
+    assert late.output_token_ids == endless([2] * 60, 3)
+    assert len(admissions) == 2
+
+
+def test_a_cancelled_head_makes_room_for_the_next() -> None:
+    core = make_core(num_blocks=8)
+    core.add(make_seq(0, [1] * 20, max_tokens=8))
+    core.add(make_seq(1, [2] * 25, max_tokens=2))  # waits for more than there is
+    small = make_seq(2, [3] * 4, max_tokens=2)
+    core.add(small)
+    step(core)
+    assert list(core.scheduler.waiting) == [1, 2]
+    core.finish(1, "abort")
+    step(core)
+    assert 2 in core.scheduler.running
+    drain(core)
+
+
+class Interrupted(FakeExecutor):
+    """Raises once, before or after the device has done its work."""
+
+    interrupt_at = -1
+    is_late = False
+
+    def submit(self, plan: StepPlan) -> Done:
+        is_now = len(self.plans) == self.interrupt_at
+        if is_now and not self.is_late:
+            self.interrupt_at = -1
+            raise KeyboardInterrupt
+        done = super().submit(plan)
+        if is_now:
+            raise KeyboardInterrupt
+        return done
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("interrupt_at", [0, 1, 2, 5])
+@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
+def test_an_interrupted_step_leaves_the_engine_usable(
+    depth: int, interrupt_at: int, is_late: bool
+) -> None:
+    """Ctrl-C nearly always falls into the device's work; other sequences must not notice."""
+    core = make_core(depth=depth, budget=12, executor=Interrupted)
+    executor = core.executor
+    assert isinstance(executor, Interrupted)
+    executor.interrupt_at, executor.is_late = interrupt_at, is_late
+    prompt = [*range(1, 16)]
+    interrupted, other = make_seq(0, prompt, 8), make_seq(1, [*prompt[:8], 3, 3], 8)
+    core.add(interrupted)
+    core.add(other)
+    with pytest.raises(KeyboardInterrupt):
+        drain(core)
+    core.finish(interrupted.seq_id, "abort")
+    core.scheduler.check()
+    again = make_seq(2, prompt, 8)
+    core.add(again)
+    drain(core)
+    assert other.output_token_ids == endless([*prompt[:8], 3, 3], 8)
+    assert again.output_token_ids == endless(prompt, 8)
+
+
+class Failing(FakeExecutor):
+    def submit(self, plan: StepPlan) -> Done:
+        if len(self.plans) == 2:
+            raise RuntimeError("the device is gone")
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_device_fails_every_later_call_with_its_cause(depth: int) -> None:
+    core = make_core(depth=depth, executor=Failing)
+    core.add(make_seq(0, [1, 2, 3]))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        drain(core)
+    with pytest.raises(EngineError) as step_error:
+        core.step()
+    assert "the device is gone" in str(step_error.value.__cause__)
+    with pytest.raises(EngineError):
+        core.add(make_seq(1, [1, 2, 3]))
+    assert core.finish(0, "abort") is not None
+
+
+def count_lines(core: EngineCore, num_steps: int) -> int:
+    """Lines of the engine's Python executed in some steps: a clock that does not jitter."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal num_lines
+        if "nanovllm" not in frame.f_code.co_filename:
+            return None
+        num_lines += event == "line"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for _ in range(num_steps):
+            core.step()
+    finally:
+        sys.settrace(previous)
+    return num_lines
+
+
+class Instant(FakeExecutor):
+    """Samples a constant, so that nothing but scheduling takes time."""
+
+    def submit(self, plan: StepPlan) -> Done:
+        return Done(StepResult(plan.num_logits[plan.num_logits > 0]))
+
+
+def decoding_core(num_rows: int, prompt_len: int = 3, num_waiting: int = 0) -> EngineCore:
+    core = make_core(
+        num_blocks=(num_rows + 1) * (prompt_len + 64),
+        num_slots=num_rows,
+        budget=100_000,
+        max_model_len=100_000,
+        executor=Instant,
+    )
+    for i in range(num_rows + num_waiting):
+        core.add(make_seq(i, [i % 90] * prompt_len, 200))
+    core.step()
+    return core
+
+
+def test_a_step_costs_the_same_for_every_row() -> None:
+    few, many = (count_lines(decoding_core(n), 8) for n in (32, 256))
+    assert 7.0 < many / few < 8.5
+
+
+def test_a_step_does_not_pay_for_waiting_sequences() -> None:
+    assert count_lines(decoding_core(16), 8) == count_lines(decoding_core(16, num_waiting=2000), 8)
+
+
+def test_a_step_does_not_pay_for_the_length_of_a_sequence() -> None:
+    assert count_lines(decoding_core(16, 3), 8) == count_lines(decoding_core(16, 803), 8)
+
+
+def test_a_prompt_in_chunks_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = xxhash.xxh3_64_intdigest
+    monkeypatch.setattr("xxhash.xxh3_64_intdigest", lambda *args: calls.append(1) or real(*args))
+    core = make_core(num_blocks=64, budget=3)
+    run(core, make_seq(0, [1] * 200, 5))
+    assert len(plans(core)) > 60
+    assert len(calls) <= 204 // SIZE + 1

@@ -1,0 +1,169 @@
+"""Rotary embedding equals transformers: frequencies, tables, rotation, both config layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from nanovllm.config import RopeConfig, read_model_config, read_rope_config
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies, rotate
+
+HEAD_DIMS = (16, 24, 64, 128)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "llama3-published": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
+}
+CASES = pytest.mark.parametrize("name", list(SCALINGS))
+
+
+def hf_config(name: str, head_dim: int = 64, theta: float = 500000.0) -> LlamaConfig:
+    rope = {**SCALINGS[name], "rope_theta": theta}
+    return LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+        rope_parameters=rope,
+    )
+
+
+def rope_config(name: str, theta: float = 500000.0) -> RopeConfig:
+    return read_rope_config({"rope_parameters": {**SCALINGS[name], "rope_theta": theta}})
+
+
+@CASES
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_frequencies_equal_transformers(name: str, head_dim: int, theta: float) -> None:
+    config = hf_config(name, head_dim, theta)
+    init = ROPE_INIT_FUNCTIONS.get(
+        SCALINGS[name]["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
+    )
+    want, attention_scaling = init(config)
+    assert attention_scaling == 1.0
+    got = rope_frequencies(head_dim, rope_config(name, theta))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_llama3_scales_slow_frequencies_only() -> None:
+    plain = rope_frequencies(64, rope_config("default"))
+    scaled = rope_frequencies(64, rope_config("llama3"))
+    assert scaled[0] == plain[0]
+    assert scaled[-1] == plain[-1] / 8
+    is_between = (scaled < plain) & (scaled > plain / 8)
+    assert 0 < is_between.sum() < 16
+
+
+def test_factors_divide_each_frequency() -> None:
+    factors = [1.0 + i / 4 for i in range(32)]
+    scaling = {"rope_type": "factors", "factors": factors}
+    rope = read_rope_config({"rope_theta": 500000.0, "rope_scaling": scaling})
+    want = rope_frequencies(64, rope_config("default")) / torch.tensor(factors)
+    assert torch.equal(rope_frequencies(64, rope), want)
+
+
+def test_factors_of_llama3_equal_llama3() -> None:
+    """GGUF files store the llama3 scaling as one divisor per frequency."""
+    plain = rope_frequencies(64, rope_config("default"))
+    want = rope_frequencies(64, rope_config("llama3"))
+    rope = RopeConfig(500000.0, kind="factors", factors=tuple((plain / want).tolist()))
+    torch.testing.assert_close(rope_frequencies(64, rope), want, rtol=1e-6, atol=0)
+
+
+@CASES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_equals_transformers(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.tensor([0, 1, 2, 1000, 31, 2047, 5])
+    q = torch.randn(7, 4, 64, generator=generator).to(dtype)
+    k = torch.randn(7, 2, 64, generator=generator).to(dtype)
+    reference = LlamaRotaryEmbedding(hf_config(name))
+    cos, sin = reference(q, positions[None])
+    want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    want_q, want_k = (x[0].transpose(0, 1) for x in want)
+
+    rotary = RotaryEmbedding(64, 2048, rope_config(name), dtype, torch.device("cpu"))
+    qk = rotate(torch.cat((q, k), dim=1), *rotary(positions))
+    assert qk.dtype == dtype
+    tolerance = {torch.float32: 2e-4, torch.bfloat16: 3e-2}[dtype]  # float32: sin of 2047 radians
+    torch.testing.assert_close(qk[:, :4], want_q, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(qk[:, 4:], want_k, rtol=tolerance, atol=tolerance)
+
+
+def test_rotation_depends_on_distance_alone() -> None:
+    rotary = RotaryEmbedding(64, 512, RopeConfig(10000.0), torch.float32, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
+
+    def score(q_position: int, k_position: int) -> torch.Tensor:
+        turned = [
+            rotate(x, *rotary(torch.tensor([position])))
+            for x, position in ((q, q_position), (k, k_position))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    for distance in (0, 1, 17, 200):
+        torch.testing.assert_close(score(distance, 0), score(300, 300 - distance))
+    torch.testing.assert_close(score(0, 0), (q * k).sum())
+
+
+@CASES
+def test_both_layouts_read_the_same(name: str) -> None:
+    """transformers 4 keeps the base apart; before that the kind was called `type`."""
+    scaling = SCALINGS[name]
+    want = rope_config(name)
+    assert read_rope_config({"rope_theta": 500000.0, "rope_scaling": scaling}) == want
+    renamed = {"type": scaling["rope_type"], **scaling}
+    del renamed["rope_type"]
+    assert read_rope_config({"rope_theta": 500000.0, "rope_scaling": renamed}) == want
+    saved = hf_config(name).to_dict()
+    assert "rope_parameters" in saved
+    assert read_rope_config(saved) == want
+
+
+def test_defaults() -> None:
+    assert read_rope_config({}) == RopeConfig(theta=10000.0)
+    assert read_rope_config({"rope_scaling": None, "rope_theta": 5.0}) == RopeConfig(theta=5.0)
+    assert read_rope_config({"rope_parameters": {"rope_theta": 7.0}}) == RopeConfig(theta=7.0)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "dynamic", "su", "mrope"])
+def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 2.0}
+    configs: list[dict[str, Any]] = [
+        {"rope_parameters": {**scaling, "rope_theta": 1e4}},
+        {"rope_theta": 1e4, "rope_scaling": scaling},
+        {"rope_theta": 1e4, "rope_scaling": {"type": kind, "factor": 2.0}},
+    ]
+    for config in configs:
+        with pytest.raises(UnsupportedModelError, match=f"'{kind}'.*supported: default, linear"):
+            read_rope_config(config)
+        whole = {**hf_config("default").to_dict(), "architectures": ["LlamaForCausalLM"], **config}
+        if "rope_parameters" not in config:
+            del whole["rope_parameters"]
+        with pytest.raises(UnsupportedModelError, match=kind):
+            read_model_config(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("linear", "factor"), *(("llama3", field) for field in LLAMA3 if field != "rope_type")],
+)
+def test_a_missing_parameter_is_named(name: str, field: str) -> None:
+    scaling = {key: value for key, value in SCALINGS[name].items() if key != field}
+    with pytest.raises(CheckpointError, match=f"'{field}'"):
+        read_rope_config({"rope_theta": 1e4, "rope_scaling": scaling})

@@ -1,0 +1,340 @@
+"""Every way to store a checkpoint loads to the same tokens; whatever is odd in one is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from tests.checkpoint.tiny_gguf import add_value, permute_rows
+from tests.checkpoints import TinyCheckpoint
+
+PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+Tensors = dict[str, Tensor]
+Tiny = Callable[[str], TinyCheckpoint]
+
+NORM = "model.norm.weight"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def run(path: Path, **options: Any) -> list[list[int]]:
+    sizes = {"kvcache_block_size": 16, "max_num_seqs": 4, "max_model_len": 64}
+    with LLM(path, skip_tokenizer_init=True, **sizes, **options) as llm:
+        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def read_tensors(checkpoint: TinyCheckpoint) -> Tensors:
+    return dict(load_file(checkpoint.path / "model.safetensors"))
+
+
+def make_folder(folder: Path, checkpoint: TinyCheckpoint, tensors: Tensors, **config: Any) -> Path:
+    """A checkpoint's config, with changes, beside the given tensors."""
+    folder.mkdir()
+    whole = json.loads((checkpoint.path / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(whole))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@dataclass(frozen=True)
+class Case:
+    checkpoint: TinyCheckpoint
+    tensors: Tensors
+    tokens: list[list[int]]  # from its one safetensors file
+
+
+VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request: pytest.FixtureRequest, tiny: Tiny) -> Case:
+    checkpoint = tiny(request.param)
+    return Case(checkpoint, read_tensors(checkpoint), run(checkpoint.path))
+
+
+@pytest.fixture
+def llama(tiny: Tiny) -> TinyCheckpoint:
+    return tiny("llama")
+
+
+def test_safetensors_equal_transformers(case: Case) -> None:
+    assert case.tokens == [case.checkpoint.generate(prompt, 8) for prompt in PROMPTS]
+
+
+def split_in_three(tensors: Tensors) -> list[Tensors]:
+    names = sorted(tensors)
+    return [{name: tensors[name] for name in names[i::3]} for i in range(3)]
+
+
+def test_sharded_safetensors(case: Case, tmp_path: Path) -> None:
+    shards = split_in_three(case.tensors)
+    shutil.copy(case.checkpoint.path / "config.json", tmp_path)
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-00003.safetensors"
+        save_file(shard, tmp_path / file)
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run(tmp_path) == case.tokens
+
+
+def test_pytorch_bin(case: Case, tmp_path: Path) -> None:
+    path = bin_folder(tmp_path / "whole", case.checkpoint)
+    torch.save(case.tensors, path / "pytorch_model.bin")
+    assert run(path) == case.tokens
+    path = bin_folder(tmp_path / "sharded", case.checkpoint)
+    for i, shard in enumerate(split_in_three(case.tensors), 1):
+        torch.save(shard, path / f"pytorch_model-{i:05}-of-00003.bin")
+    assert run(path) == case.tokens
+
+
+def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
+    """Write a checkpoint in F32 as converters do: renamed, llama's q and k rows interleaved."""
+    config, arch = checkpoint.model.config, checkpoint.model.config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    values = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    for key, value in values.items():
+        add_value(writer, f"{arch}.{key}", value)
+    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in read_tensors(checkpoint).items():
+        array, projection = tensor.numpy(), name.split(".")[-2]
+        if arch == "llama" and projection in heads:
+            array = permute_rows(array, heads[projection])
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array)
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 1 / config.rope_parameters["rope_theta"] ** (
+            torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        )
+        factors = plain / checkpoint.model.model.rotary_emb.inv_freq
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf(case: Case, tmp_path: Path) -> None:
+    assert run(write_gguf(tmp_path / "model.gguf", case.checkpoint)) == case.tokens
+
+
+def test_a_bfloat16_checkpoint_loads_in_float32(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    """What is stored is widened, not recomputed: the rounded weights give the same tokens."""
+    rounded = {name: tensor.bfloat16() for name, tensor in read_tensors(llama).items()}
+    narrow = make_folder(tmp_path / "narrow", llama, rounded, dtype="bfloat16")
+    wide = {name: tensor.float() for name, tensor in rounded.items()}
+    want = run(make_folder(tmp_path / "wide", llama, wide))
+    assert run(narrow, dtype="float32") == want
+
+
+@pytest.mark.parametrize(
+    "name", [NORM, Q_PROJ, "lm_head.weight", "model.layers.0.mlp.up_proj.weight"]
+)
+def test_a_missing_tensor_is_named(llama: TinyCheckpoint, tmp_path: Path, name: str) -> None:
+    tensors = read_tensors(llama)
+    del tensors[name]
+    path = make_folder(tmp_path / "m", llama, tensors)
+    with pytest.raises(CheckpointError, match=f"missing.*{name}"):
+        run(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.up_proj.weight", Q_PROJ.replace("weight", "bias"), "extra"]
+)
+def test_a_tensor_without_a_place_is_named(
+    llama: TinyCheckpoint, tmp_path: Path, name: str
+) -> None:
+    path = make_folder(tmp_path / "m", llama, read_tensors(llama) | {name: torch.ones(4)})
+    with pytest.raises(CheckpointError, match=f"'{name}' has no place"):
+        run(path)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (NORM, lambda tensor: tensor[:-1].clone()),
+        (NORM, lambda tensor: tensor[:1].clone()),  # would broadcast
+        (Q_PROJ, transposed),
+        (Q_PROJ, lambda tensor: tensor[:1].clone()),
+        ("model.embed_tokens.weight", lambda tensor: torch.cat((tensor, tensor))),
+    ],
+    ids=["norm-short", "norm-broadcast", "q-transposed", "q-broadcast", "embedding-long"],
+)
+def test_a_wrong_shape_is_named(
+    llama: TinyCheckpoint, tmp_path: Path, name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    tensors = read_tensors(llama)
+    tensors[name] = change(tensors[name])
+    path = make_folder(tmp_path / "m", llama, tensors)
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[.*expected \["):
+        run(path)
+
+
+def test_a_doubled_tensor_is_named(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    tensors = read_tensors(llama)
+    path = make_folder(tmp_path / "m", llama, tensors)
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    save_file({NORM: tensors[NORM]}, path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{NORM}' appears twice"):
+        run(path)
+
+
+@pytest.mark.parametrize("variant", ["llama-tied-rope", "qwen3-tied"])
+def test_a_tied_checkpoint_may_also_store_its_head(
+    tiny: Tiny, tmp_path: Path, variant: str
+) -> None:
+    checkpoint = tiny(variant)
+    tensors = read_tensors(checkpoint)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    assert run(make_folder(tmp_path / "m", checkpoint, tensors)) == run(checkpoint.path)
+
+
+def test_derived_buffers_are_ignored(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    tensors = read_tensors(llama)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(12)
+    assert run(make_folder(tmp_path / "m", llama, tensors)) == run(llama.path)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForSequenceClassification"])
+def test_an_unsupported_architecture_lists_the_supported(
+    llama: TinyCheckpoint, tmp_path: Path, name: str
+) -> None:
+    path = make_folder(tmp_path / "m", llama, read_tensors(llama), architectures=[name])
+    match = f"'{name}'.*LlamaForCausalLM, Qwen3ForCausalLM"
+    with pytest.raises(UnsupportedModelError, match=match):
+        run(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_act", "gelu"), ("quantization_config", {"bits": 4}), ("use_sliding_window", True)],
+)
+def test_what_would_change_the_numbers_is_refused(
+    llama: TinyCheckpoint, tmp_path: Path, field: str, value: Any
+) -> None:
+    path = make_folder(tmp_path / "m", llama, read_tensors(llama), **{field: value})
+    with pytest.raises(UnsupportedModelError, match=field):
+        run(path)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied-rope", "qwen3"])
+def test_the_config_of_transformers_4_loads_the_same(
+    tiny: Tiny, tmp_path: Path, variant: str
+) -> None:
+    """There `rope_theta` and `rope_scaling` stand apart and the dtype is `torch_dtype`."""
+    checkpoint = tiny(variant)
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    rope = config.pop("rope_parameters")  # transformers 5, as it was saved
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(checkpoint.path / "model.safetensors", tmp_path)
+    assert run(tmp_path) == run(checkpoint.path)
+
+
+def test_a_missing_size_is_named(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    path = make_folder(tmp_path / "m", llama, read_tensors(llama), num_hidden_layers=None)
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        run(path)
+
+
+class Trap:
+    """Unpickling this calls a function: what a hostile file would do."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def bin_folder(folder: Path, checkpoint: TinyCheckpoint, content: bytes | None = None) -> Path:
+    folder.mkdir()
+    shutil.copy(checkpoint.path / "config.json", folder)
+    if content is not None:
+        (folder / "pytorch_model.bin").write_bytes(content)
+    return folder
+
+
+def test_pickled_code_is_refused_and_never_runs(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    path, touched = bin_folder(tmp_path / "m", llama), tmp_path / "touched"
+    torch.save({**read_tensors(llama), "trap": Trap(touched)}, path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin"):
+        run(path)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("kind", ["empty", "text", "pickle", "truncated"])
+def test_a_broken_bin_file_is_named(llama: TinyCheckpoint, tmp_path: Path, kind: str) -> None:
+    whole = tmp_path / "whole.bin"
+    torch.save(read_tensors(llama), whole)
+    content = {
+        "empty": b"",
+        "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+        "pickle": pickle.dumps({"a": 1}),
+        "truncated": whole.read_bytes()[:-2000],
+    }[kind]
+    path = bin_folder(tmp_path / "m", llama, content)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin"):
+        run(path)
+
+
+@pytest.mark.parametrize("content", [[torch.ones(2)], {"model.norm.weight": "text"}, torch.ones(2)])
+def test_a_bin_file_without_a_state_dict_is_named(
+    llama: TinyCheckpoint, tmp_path: Path, content: Any
+) -> None:
+    path = bin_folder(tmp_path / "m", llama)
+    torch.save(content, path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin|model.norm.weight"):
+        run(path)
+
+
+def test_a_bin_file_in_the_old_format_loads(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    path = bin_folder(tmp_path / "m", llama)
+    tensors = read_tensors(llama)
+    torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert run(path) == run(llama.path)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -50])
+def test_a_broken_safetensors_file_is_named(
+    llama: TinyCheckpoint, tmp_path: Path, size: int
+) -> None:
+    whole = (llama.path / "model.safetensors").read_bytes()
+    path = make_folder(tmp_path / "m", llama, {})
+    (path / "model.safetensors").write_bytes(whole[:size])
+    with pytest.raises(CheckpointError, match=r"model.safetensors"):
+        run(path)
