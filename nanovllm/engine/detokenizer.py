@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
-MAX_WINDOW = 6  # tokens decoded again at each step, at most
+MAX_WINDOW = 12  # tokens decoded again at each step, at most
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
 
 
@@ -40,8 +40,8 @@ class Detokenizer:
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop)
         self._window: list[int] = []
-        self._num_head = 0  # tokens at the start of the window that showed text together
-        self._num_read = 0  # tokens of the window whose text is in self.text
+        self._num_context = 0  # tokens at the start of the window, kept for what follows them
+        self._num_shown = 0  # characters of the window's text that are in self.text
         self._num_taken = 0
         self._search_from = 0
         self._min_end = 0  # a stop string must end past the text of min_tokens
@@ -70,19 +70,26 @@ class Detokenizer:
         return piece
 
     def _read(self, is_last: bool) -> None:
-        before = decode(self._tokenizer, self._window[: self._num_read], self._params)
-        after = decode(self._tokenizer, self._window, self._params)
-        num_unread = len(self._window) - self._num_read
-        if after.endswith(REPLACEMENT) and not is_last and num_unread < MAX_WINDOW:
-            return
-        piece = after[len(before) :]
+        text = decode(self._tokenizer, self._window, self._params)
+        is_full = len(self._window) > MAX_WINDOW
+        num_unsettled = 0 if is_last else len(text) - len(text.rstrip(REPLACEMENT))
+        if is_full:  # bytes that never make a character: an incomplete one has at most 3
+            num_unsettled = min(num_unsettled, 3)
+        piece = text[self._num_shown : len(text) - num_unsettled]
         self.text += piece
-        if piece:  # a window must start with visible text, or its leading space would be lost
-            del self._window[: self._num_read]
-            self._num_head = len(self._window)
-        elif len(self._window) > MAX_WINDOW:  # a run of tokens without text, special ones say
-            del self._window[self._num_head :]
-        self._num_read = len(self._window)
+        self._num_shown += len(piece)
+        if piece and not num_unsettled:  # the tokens just read are context enough
+            self._keep(self._window[self._num_context :], 0)
+        elif is_full and num_unsettled:
+            self._keep(self._window[-MAX_WINDOW // 2 :], num_unsettled)
+        elif is_full:  # tokens without text, such as special ones
+            self._keep(self._window[: self._num_context], 0)
+
+    def _keep(self, window: list[int], num_unsettled: int) -> None:
+        self._window = window
+        self._num_context = len(window)
+        text = decode(self._tokenizer, window, self._params)
+        self._num_shown = len(text) - num_unsettled
 
     def _cut_at_stop(self) -> bool:
         longest = max(map(len, self._stops), default=0)

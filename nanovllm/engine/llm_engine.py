@@ -129,6 +129,8 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> RequestOutput | None:
         """End a request now; returns what it had, or None when it is not running."""
+        self._finished = [output for output in self._finished if output.seq_id != seq_id]
+        self._pieces = [piece for piece in self._pieces if piece.seq_id != seq_id]
         seq = self.core.finish(seq_id, "abort")
         return None if seq is None else self._output(seq, self._live.pop(seq_id))
 
