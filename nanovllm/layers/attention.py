@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, ForwardBatch
+from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.rotary_embedding import rotate
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Layer):
     """`qk_norm` is a module over the stacked heads of q and k, or None."""
 
     def __init__(

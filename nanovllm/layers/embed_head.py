@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import Linear
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     def __init__(self, num_embeddings: int, dim: int, build: Build) -> None:
         super().__init__()
         self.weight = build.parameter(num_embeddings, dim)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 from nanovllm.platforms.base import LinearFn, PackLinear
 
 
-class MergedLinear(nn.Module):
+class MergedLinear(Layer):
     """Stack the outputs of `parts` (checkpoint name -> size): q, k, v or gate, up."""
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool, build: Build) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.activation import silu_mul
-from nanovllm.layers.build import Build
+from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import Linear, MergedLinear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.config import RopeConfig
+from nanovllm.layers.build import Layer
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """Pairs (i, i + head_dim / 2) turn by position * frequency[i]."""
 
     def __init__(

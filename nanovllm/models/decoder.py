@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.build import Build, ForwardBatch
+from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -17,7 +17,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Pre-norm attention and MLP; the residual is carried beside x so that adds fuse with norms."""
 
     def __init__(
@@ -38,7 +38,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class DecoderBody(nn.Module):
+class DecoderBody(Layer):
     """Embedding, layers, final norm: what checkpoints call `model`."""
 
     def __init__(
@@ -63,7 +63,7 @@ class DecoderBody(nn.Module):
         return x
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(Layer):
     """A causal language model: batch in, logits [len(logits_index), vocab_size] out."""
 
     def __init__(

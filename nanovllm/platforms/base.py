@@ -28,5 +28,5 @@ class Platform(Protocol):
     def allocate_cache(self, num_bytes: int) -> Tensor:
         """Return zeroed bytes; pages are touched only when used where the device allows it."""
 
-    def choose_linear(self, weight: Tensor) -> PackLinear:
-        """Pick the fastest layout and kernel for a weight of this shape and dtype."""
+    def choose_linear(self, dtype: torch.dtype, num_bytes: int) -> PackLinear:
+        """Pick the fastest layout and kernel for weights that take `num_bytes` in all."""

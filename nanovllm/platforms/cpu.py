@@ -44,8 +44,9 @@ class CpuPlatform:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
-    def choose_linear(self, weight: Tensor) -> PackLinear:
-        return choose_linear(weight)
+    def choose_linear(self, dtype: torch.dtype, num_bytes: int) -> PackLinear:
+        # By the machine's memory, not by what is free: the choice must not change between runs.
+        return choose_linear(dtype, has_room=num_bytes <= _meminfo("MemTotal") // 8)
 
 
 def has_fast_bf16() -> bool:
@@ -57,7 +58,7 @@ def has_fast_bf16() -> bool:
 
 def available_memory() -> int:
     """Return the bytes this process may still take: the machine's or its cgroup's, if less."""
-    available = _meminfo_available()
+    available = _meminfo("MemAvailable")
     for limit_file, usage_file in _CGROUP_FILES:
         limit, usage = _read_int(limit_file), _read_int(usage_file)
         if limit is not None and usage is not None:
@@ -75,13 +76,13 @@ _CGROUP_FILES = (
 )
 
 
-def _meminfo_available() -> int:
+def _meminfo(name: str) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return 8 * GIB
     fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(fields[name].split()[0]) * 1024
 
 
 def _page_cache(cgroup: Path) -> int:

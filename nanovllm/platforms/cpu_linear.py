@@ -1,4 +1,8 @@
-"""Matrix products on the CPU: F.linear is not the floor, so each weight gets a layout at load."""
+"""Matrix products on the CPU: F.linear is not the floor, so each weight gets a layout at load.
+
+Which layout is a rule found with benchmarks/cpu_linear.py, not a measurement at load: in bf16 every
+kernel rounds differently, and the same prompt must get the same answer in every run.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,14 @@ from torch import Tensor
 from nanovllm.platforms.base import LinearFn, PackLinear
 
 
-def choose_linear(weight: Tensor) -> PackLinear:
-    """Return the layout that benchmarks/cpu_linear.py found fastest for this kind of weight.
-
-    A rule, not a measurement at load: in bf16 every layout rounds differently, and the same prompt
-    must get the same answer in every run.
-    """
+def choose_linear(dtype: torch.dtype, has_room: bool) -> PackLinear:
+    """Return the fastest layout for a dtype; `has_room` allows a second copy of the weights."""
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
-    if weight.dtype == torch.bfloat16 and has_onednn:
-        return pack_onednn
-    return pack_rows
+    if dtype != torch.bfloat16 or not has_onednn:
+        return pack_columns if dtype == torch.float32 and has_room else pack_rows
+    return pack_twice if has_room else pack_onednn
 
 
 def pack_rows(weight: Tensor, bias: Tensor | None) -> LinearFn:
@@ -29,11 +29,16 @@ def pack_rows(weight: Tensor, bias: Tensor | None) -> LinearFn:
 
 
 def pack_columns(weight: Tensor, bias: Tensor | None) -> LinearFn:
-    """Store the transpose, [in, out]."""
+    """Store the transpose, [in, out], which streams best through a product with one row."""
     columns = weight.t().contiguous()
-    if bias is None:
-        return lambda x: torch.mm(x, columns)
-    return lambda x: torch.addmm(bias, x, columns)
+    many = pack_rows(weight, bias)
+
+    def run(x: Tensor) -> Tensor:
+        if x.shape[0] != 1:
+            return many(x)
+        return torch.mm(x, columns) if bias is None else torch.addmm(bias, x, columns)
+
+    return run
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
@@ -41,3 +46,26 @@ def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
     run = torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, bias, "none", [], "")
+
+
+def pack_twice(weight: Tensor, bias: Tensor | None) -> LinearFn:
+    """oneDNN's layout for batches; for one row, columns summed by embedding_bag.
+
+    A product with one row is a sum of columns weighted by x, which is what embedding_bag computes;
+    it streams bf16 faster than any matrix kernel, a share of the columns per thread.
+    """
+    many = pack_onednn(weight, bias)
+    columns = weight.t().contiguous()
+    num_columns = columns.shape[0]
+    indices = torch.arange(num_columns)
+    share = -(-num_columns // torch.get_num_threads())
+    offsets = torch.arange(0, num_columns, share)
+
+    def run(x: Tensor) -> Tensor:
+        if x.shape[0] != 1:
+            return many(x)
+        bags = torch.embedding_bag(columns, indices, offsets, False, 0, False, x.reshape(-1))
+        y = bags[0].sum(0, keepdim=True)
+        return y if bias is None else y.add_(bias)
+
+    return run

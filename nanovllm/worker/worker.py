@@ -59,9 +59,11 @@ class Worker:
 
 def pack_linears(model: nn.Module, platform: Platform) -> None:
     """Let the platform lay out every weight as it multiplies it fastest."""
-    for module in model.modules():
-        if isinstance(module, MergedLinear):
-            module.pack(platform.choose_linear(module.weight))
+    linears = [module for module in model.modules() if isinstance(module, MergedLinear)]
+    num_bytes = sum(linear.weight.nbytes for linear in linears)
+    pack = platform.choose_linear(linears[0].weight.dtype, num_bytes)
+    for linear in linears:
+        linear.pack(pack)
 
 
 def _choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:

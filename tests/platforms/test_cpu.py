@@ -41,7 +41,12 @@ def assert_is_linear(
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-LAYOUTS = [cpu_linear.pack_rows, cpu_linear.pack_columns, cpu_linear.pack_onednn]
+LAYOUTS = [
+    cpu_linear.pack_rows,
+    cpu_linear.pack_columns,
+    cpu_linear.pack_onednn,
+    cpu_linear.pack_twice,
+]
 
 
 @pytest.fixture
@@ -86,10 +91,15 @@ def test_the_choice_is_a_linear_and_the_same_every_time(dtype: torch.dtype) -> N
     weight = make(384, 256, dtype=dtype)
     before = weight.clone()
     with torch.inference_mode():
-        pack = CpuPlatform().choose_linear(weight)
+        pack = CpuPlatform().choose_linear(dtype, weight.nbytes)
         assert_is_linear(pack, weight, make(384, dtype=dtype, seed=9), (1, 16, 33))
     assert torch.equal(weight, before)
-    assert all(CpuPlatform().choose_linear(weight) is pack for _ in range(5))
+    assert all(CpuPlatform().choose_linear(dtype, weight.nbytes) is pack for _ in range(5))
+
+
+def test_a_model_too_large_for_a_second_copy_gets_one() -> None:
+    is_single = {cpu_linear.pack_rows, cpu_linear.pack_onednn}
+    assert all(CpuPlatform().choose_linear(dtype, 1 << 50) in is_single for dtype in DTYPES)
 
 
 def resident_bytes() -> int:
@@ -123,7 +133,7 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
         (tmp_path / "memory.limit_in_bytes", tmp_path / "memory.usage_in_bytes"),
     ]
     monkeypatch.setattr(cpu, "_CGROUP_FILES", files)
-    monkeypatch.setattr(cpu, "_meminfo_available", lambda: 16 * GIB)
+    monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
 
     def write(version: int, limit: object, usage: object, stat: str = "") -> None:
         limit_file, usage_file = files[2 - version]
