@@ -10,10 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, check_text
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -98,12 +99,16 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
-        if not messages or not all(messages):
-            raise RequestError("a conversation is empty; give it at least one message")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
         options = {"add_generation_prompt": True, **template_options, "tokenize": False}
-        texts = [tokenizer.apply_chat_template(messages, **options) for messages in conversations]
-        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = []
+        for conversation in as_conversations(messages):
+            try:
+                text = tokenizer.apply_chat_template(conversation, **options)
+            except TemplateError as error:
+                raise RequestError(f"the chat template refused the messages: {error}") from error
+            check_text("a message", text)
+            prompts.append(tokenizer.encode(text, add_special_tokens=False))
+        return prompts
 
     def add_request(
         self,
@@ -223,12 +228,29 @@ def as_prompts(prompts: Prompts) -> list[str | list[int]]:
     return list(cast("list[str | list[int]]", prompts))
 
 
+def as_conversations(messages: Messages) -> list[list[dict[str, Any]]]:
+    """One conversation or a list of them becomes a list; every message must be one."""
+    if not messages:
+        raise RequestError("the conversation is empty; give it at least one message")
+    is_single = isinstance(messages, list) and isinstance(messages[0], dict)
+    conversations = cast("list[list[dict[str, Any]]]", [messages] if is_single else messages)
+    for conversation in conversations:
+        if not isinstance(conversation, list) or not conversation:
+            raise RequestError(f"not a list of messages, or an empty one: {conversation!r:.80}")
+        for message in conversation:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise RequestError(f"a message needs a role and content, got {message!r:.80}")
+    return conversations
+
+
 def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
     """One SamplingParams serves every prompt; a list must match the prompts."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, Sequence):
+        raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")
     params = list(params)
     if not all(isinstance(param, SamplingParams) for param in params):
         raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")

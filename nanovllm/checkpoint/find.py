@@ -65,12 +65,12 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _locate(model: str, need_weights: bool, need_tokenizer: bool) -> Path:
+    path = Path(os.path.expanduser(model))
+    if path.exists():
+        return path
     name, package = ALIASES.get(model.lower(), (model, None))
     if package and (packaged := _packaged_gguf(package)):
         return packaged
-    path = Path(os.path.expanduser(name))
-    if path.exists():
-        return path
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
         raise CheckpointError(
             f"no model {model!r}: there is no such folder or .gguf file, and it is not a hub id "

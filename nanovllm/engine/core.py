@@ -78,18 +78,15 @@ class EngineCore:
         assert self._in_flight or not self._sequences, "sequences wait but nothing runs"
         return CoreStep([])
 
-    def finish(self, seq_id: int, reason: str, num_tokens: int | None = None) -> Sequence | None:
-        """End a sequence now, keeping its first `num_tokens` output tokens (None: all).
+    def finish(self, seq_id: int, reason: str) -> Sequence | None:
+        """End a sequence now and hand it over; None if it is unknown.
 
-        Whatever a step in flight still samples for it is dropped. Returns None if it is unknown.
+        Whatever a step in flight still samples for it is dropped.
         """
         seq = self._sequences.pop(seq_id, None)
         if seq is None:
             return None
         self.scheduler.finish(seq, reason)
-        seq.finish_reason = reason
-        if num_tokens is not None:
-            del seq.token_ids[seq.num_prompt_tokens + num_tokens :]
         return seq
 
     def report_again(self) -> None:

@@ -43,6 +43,7 @@ class Detokenizer:
         self._num_context = 0  # tokens at the start of the window, kept for what follows them
         self._num_shown = 0  # characters of the window's text that are in self.text
         self._num_taken = 0
+        self._is_cut = False
         self._search_from = 0
         self._min_end = 0  # a stop string must end past the text of min_tokens
 
@@ -58,8 +59,9 @@ class Detokenizer:
 
     def finish(self) -> None:
         """No token will follow: show incomplete bytes as they are."""
-        self._read(is_last=True)
-        self._cut_at_stop()
+        if not self._is_cut:
+            self._read(is_last=True)
+            self._cut_at_stop()
         self._stops = ()
 
     def take(self) -> str:
@@ -98,6 +100,7 @@ class Detokenizer:
         starts = [start for start in found if start is not None]
         if starts:
             self.text = self.text[: min(starts)]
+            self._is_cut = True
             return True
         self._search_from = max(0, len(self.text) - longest + 1)
         return False

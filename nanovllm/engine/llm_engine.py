@@ -90,8 +90,10 @@ class LLMEngine:
     ) -> int:
         """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
         self._raise_if_closed()
-        text, token_ids = self._encode(prompt)
         self._check_params(params)
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt)
+        text, token_ids = self._encode(prompt)
         seq_id = self._num_added
         detokenizer = None
         if self.tokenizer is not None and (is_streaming or params.stop):
@@ -125,14 +127,16 @@ class LLMEngine:
         return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
 
     def is_finished(self) -> bool:
-        return not self.core.has_unfinished
+        return not self.core.has_unfinished and not self._finished
 
     def abort(self, seq_id: int) -> RequestOutput | None:
         """End a request now; returns what it had, or None when it is not running."""
         self._finished = [output for output in self._finished if output.seq_id != seq_id]
         self._pieces = [piece for piece in self._pieces if piece.seq_id != seq_id]
         seq = self.core.finish(seq_id, "abort")
-        return None if seq is None else self._output(seq, self._live.pop(seq_id))
+        if seq is None:
+            return None
+        return self._output(seq, self._live.pop(seq_id), "abort", num_tokens=None)
 
     def close(self) -> None:
         """Free the model and the cache; a second call does nothing."""
@@ -151,16 +155,18 @@ class LLMEngine:
                 break
         output = None
         if reason is not None:
-            self.core.finish(seq.seq_id, reason, num_tokens)
-            output = self._output(seq, live)
+            output = self._output(seq, live, reason, num_tokens)
             self._finished.append(output)
+            self.core.finish(seq.seq_id, reason)
             del self._live[seq.seq_id]
         if live.is_streaming:
             text = live.detokenizer.take() if live.detokenizer is not None else ""
             self._pieces.append(StreamPiece(seq.seq_id, text, token_ids, output))
 
-    def _output(self, seq: Sequence, live: _Live) -> RequestOutput:
-        token_ids = seq.output_token_ids
+    def _output(
+        self, seq: Sequence, live: _Live, reason: str, num_tokens: int | None
+    ) -> RequestOutput:
+        token_ids = seq.output_token_ids[:num_tokens]
         if live.detokenizer is not None:
             for token_id in token_ids[live.num_seen :]:  # aborted before they were seen
                 live.detokenizer.push(token_id)
@@ -168,7 +174,6 @@ class LLMEngine:
             text = live.detokenizer.text
         else:
             text = "" if self.tokenizer is None else decode(self.tokenizer, token_ids, live.params)
-        assert seq.finish_reason is not None
         first = seq.first_token_time
         return RequestOutput(
             seq_id=seq.seq_id,
@@ -176,7 +181,7 @@ class LLMEngine:
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             text=text,
             token_ids=token_ids,
-            finish_reason=seq.finish_reason,
+            finish_reason=reason,
             num_cached_tokens=seq.num_cached,
             time_to_first_token=first - seq.arrival_time if first else 0.0,
             duration=time.perf_counter() - seq.arrival_time,
@@ -188,7 +193,8 @@ class LLMEngine:
                 raise RequestError(
                     "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
                 )
-            token_ids = self.tokenizer.encode(_valid_unicode(prompt))
+            check_text("the prompt", prompt)
+            token_ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt):
             token_ids = prompt
         else:
@@ -204,6 +210,8 @@ class LLMEngine:
         return (prompt if isinstance(prompt, str) else None), token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, got {params!r:.80}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
         high = max(params.stop_token_ids, default=0)
@@ -234,12 +242,14 @@ class LLMEngine:
             raise EngineError("the engine is closed; make a new one")
 
 
-def _valid_unicode(text: str) -> str:
+def check_text(name: str, text: object) -> None:
+    """Refuse what a tokenizer or a hash could not encode."""
+    if not isinstance(text, str):
+        raise RequestError(f"{name} must be a string, got {text!r:.80}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt is not valid Unicode ({error}); clean it first") from error
-    return text
+        raise RequestError(f"{name} is not valid Unicode ({error}); clean it first") from error
 
 
 def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,3 @@ class Layer(nn.Module):
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
-
-
-class HasWeights(Protocol):
-    """A layer that owns parameters says which checkpoint tensor fills which part of them."""
-
-    def weight_slots(self, path: str) -> dict[str, Tensor]:
-        """Map checkpoint names to views to fill; `path` is where the layer sits in the model."""

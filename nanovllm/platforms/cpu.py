@@ -45,8 +45,8 @@ class CpuPlatform:
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
     def choose_linear(self, dtype: torch.dtype, num_bytes: int) -> PackLinear:
-        # By the machine's memory, not by what is free: the choice must not change between runs.
-        return choose_linear(dtype, has_room=num_bytes <= _meminfo("MemTotal") // 8)
+        # By the memory there is, not by what is free: the choice must not change between runs.
+        return choose_linear(dtype, has_room=num_bytes <= total_memory() // 8)
 
 
 def has_fast_bf16() -> bool:
@@ -54,6 +54,12 @@ def has_fast_bf16() -> bool:
     names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
     checks = [getattr(torch.cpu, name, None) for name in names]
     return any(check() for check in checks if check is not None)
+
+
+def total_memory() -> int:
+    """Return the bytes of the machine, or of its cgroup if that is allowed less."""
+    limits = (_read_int(limit_file) for limit_file, _ in _CGROUP_FILES)
+    return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:

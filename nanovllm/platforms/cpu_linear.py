@@ -1,7 +1,7 @@
 """Matrix products on the CPU: F.linear is not the floor, so each weight gets a layout at load.
 
 Which layout is a rule found with benchmarks/cpu_linear.py, not a measurement at load: in bf16 every
-kernel rounds differently, and the same prompt must get the same answer in every run.
+kernel rounds differently, and the same batch must get the same answers in every run.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class InputBuffers:
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.tokens = np.zeros((num_slots, max_model_len + 1), np.int32)
+        self.tokens = np.zeros((num_slots, max_model_len), np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int64)

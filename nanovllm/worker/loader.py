@@ -25,15 +25,13 @@ logger = logging.getLogger(__name__)
 IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, show_progress: bool) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Copy every tensor of the checkpoint into its slot; missing, extra and odd shapes raise."""
     slots = weight_slots(model)
     missing = dict.fromkeys(slots)
     ignored = tied_names(model)
     start = time.perf_counter()
-    progress = tqdm(
-        total=len(slots), desc="Loading weights", disable=not show_progress, leave=False
-    )
+    progress = tqdm(total=len(slots), desc="Loading weights", disable=None, leave=False)
     with progress:
         for name, tensor in iter_tensors(checkpoint):
             if name in ignored or IGNORED.match(name):

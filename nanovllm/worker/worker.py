@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import nn
 
@@ -20,8 +18,6 @@ from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
 from nanovllm.worker.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -43,7 +39,7 @@ class Worker:
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)
         else:
-            load_weights(model, self.checkpoint, show_progress=logger.isEnabledFor(logging.INFO))
+            load_weights(model, self.checkpoint)
         pack_linears(model, platform)
 
         spec = kv_cache_spec(config, self.model_config, dtype)

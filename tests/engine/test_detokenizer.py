@@ -290,3 +290,17 @@ def test_a_token_costs_the_same_however_long_the_text(
     counting = Counting(smollm2)
     stream(counting, [token_id] * 400)  # type: ignore[arg-type]
     assert counting.num_decoded < 400 * 20
+
+
+def test_nothing_follows_a_stop_string(
+    smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int]
+) -> None:
+    """Also when the token that completes it starts a character that never ends."""
+    detokenizer = Detokenizer(smollm2, SamplingParams(stop="b"))
+    detokenizer.push(smollm2.encode("a")[0])
+    detokenizer.push(byte_ids[0xE2])
+    assert not detokenizer.take().endswith("\ufffd")
+    assert detokenizer.push(smollm2.encode("b")[0])
+    detokenizer._window.append(byte_ids[0xE2])  # as if the same token had brought it
+    detokenizer.finish()
+    assert detokenizer.text == "a\ufffd"

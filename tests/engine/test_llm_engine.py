@@ -184,18 +184,6 @@ def test_chat_takes_one_conversation_or_many(texts: LLM) -> None:
     assert_idle(texts)
 
 
-@NEEDS_SMOLLM2
-def test_smollm2_chats_sensibly() -> None:
-    """In float32: the two best first tokens are closer than bfloat16 can tell apart."""
-    with LLM("smollm2", max_model_len=128, max_num_seqs=2, dtype="float32") as llm:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        params = SamplingParams(temperature=0, max_tokens=24)
-        [output] = llm.chat(question, params, use_tqdm=False)
-        assert "Paris" in output.text
-        assert output.finish_reason == "stop"
-        assert output.token_ids[-1] == 2
-
-
 def test_text_needs_a_tokenizer(llm: LLM) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         llm.generate("Hello")
@@ -891,3 +879,37 @@ def test_home_in_a_path_expands(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HOME", str(path.parent))
     with make_llm(f"~/{path.name}") as llm:
         assert len(generate(llm)) == 5
+
+
+@pytest.mark.parametrize("salt", [7, "\ud800", b"x"])
+def test_a_bad_cache_salt_is_refused(path: str, salt: Any) -> None:
+    with make_llm(path) as llm:
+        with pytest.raises(RequestError, match="cache_salt"):
+            llm.generate([1] * 40, cache_salt=salt, use_tqdm=False)
+        assert_idle(llm)
+        generate(llm)
+
+
+@pytest.mark.parametrize("messages", ["hi", [{"role": "user"}], [[]], [["hi"]], [{"content": "x"}]])
+def test_bad_messages_are_refused(texts: LLM, messages: Any) -> None:
+    texts.engine.tokenizer.chat_template = texts.engine.tokenizer.chat_template or "{{ messages }}"
+    with pytest.raises(RequestError):
+        texts.chat(messages, use_tqdm=False)
+
+
+def test_a_template_that_refuses_is_a_request_error(texts: LLM) -> None:
+    tokenizer, old = texts.engine.tokenizer, texts.engine.tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="roles must alternate"):
+        texts.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+    tokenizer.chat_template = old
+
+
+@pytest.mark.parametrize("params", [5, {"temperature": 0}, [5]])
+def test_other_things_than_sampling_params_are_refused(path: str, params: Any) -> None:
+    with make_llm(path) as llm:
+        with pytest.raises(RequestError, match="SamplingParams"):
+            llm.generate([1, 2, 3], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="SamplingParams"):
+            llm.add_request([1, 2, 3], params)
+        assert_idle(llm)
