@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -109,7 +110,8 @@ class Scheduler:
             assert seq.finish_reason is None
 
     def _schedule_running(self, draft: _Draft) -> None:
-        for seq in list(self.running.values()):
+        # A row takes at least one token, so no more than the budget's worth need be looked at.
+        for seq in list(islice(self.running.values(), draft.budget)):
             if draft.budget == 0:
                 return
             num_tokens = seq.num_tokens

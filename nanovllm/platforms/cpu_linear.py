@@ -6,6 +6,8 @@ kernel rounds differently, and the same batch must get the same answers in every
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,20 +54,22 @@ def pack_twice(weight: Tensor, bias: Tensor | None) -> LinearFn:
     """oneDNN's layout for batches; for one row, columns summed by embedding_bag.
 
     A product with one row is a sum of columns weighted by x, which is what embedding_bag computes;
-    it streams bf16 faster than any matrix kernel, a share of the columns per thread.
+    it streams bf16 faster than any matrix kernel, a panel of the outputs per thread.
     """
     many = pack_onednn(weight, bias)
-    columns = weight.t().contiguous()
-    num_columns = columns.shape[0]
-    indices = torch.arange(num_columns)
-    share = -(-num_columns // torch.get_num_threads())
-    offsets = torch.arange(0, num_columns, share)
+    num_out, num_in = weight.shape
+    num_panels = math.gcd(num_out, torch.get_num_threads())
+    panels = weight.view(num_panels, -1, num_in).transpose(1, 2)  # [panels, in, out / panels]
+    columns = panels.reshape(num_panels * num_in, -1)
+    indices = torch.arange(num_panels * num_in)
+    offsets = torch.arange(0, num_panels * num_in, num_in)
 
     def run(x: Tensor) -> Tensor:
         if x.shape[0] != 1:
             return many(x)
-        bags = torch.embedding_bag(columns, indices, offsets, False, 0, False, x.reshape(-1))
-        y = bags[0].sum(0, keepdim=True)
+        weights = x.expand(num_panels, num_in).reshape(-1)
+        bags = torch.embedding_bag(columns, indices, offsets, False, 0, False, weights)
+        y = bags[0].view(1, num_out)
         return y if bias is None else y.add_(bias)
 
     return run
