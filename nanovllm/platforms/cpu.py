@@ -1,4 +1,4 @@
-"""The CPU: bf16 where it is fast, a lazily touched KV pool, weights laid out per shape."""
+"""The CPU: bf16 where it is fast, a lazily touched KV pool, weights laid out per dtype."""
 
 from __future__ import annotations
 

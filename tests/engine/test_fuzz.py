@@ -53,6 +53,13 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], int]]:
     return requests + requests[:2]  # identical prompts, some admitted in one step
 
 
+def make_sequences(requests: list[tuple[list[int], int]]) -> list[Sequence]:
+    return [
+        Sequence(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
+        for i, (prompt, n) in enumerate(requests)
+    ]
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("caching", [False, True])
 def test_any_schedule_gives_the_reference_tokens(depth: int, caching: bool) -> None:
@@ -67,10 +74,7 @@ def test_any_schedule_gives_the_reference_tokens(depth: int, caching: bool) -> N
             caching=caching,
             depth=depth,
         )
-        sequences = [
-            Sequence(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
-            for i, (prompt, n) in enumerate(requests)
-        ]
+        sequences = make_sequences(requests)
         aborts = {i: rng.randrange(30) for i in range(10) if rng.random() < 0.1}
         run(core, [(rng.choice([0, 0, 0, 5, 9]), seq) for seq in sequences], aborts)
 
@@ -98,10 +102,7 @@ def test_equal_hashes_never_share_a_wrong_block(
         rng = random.Random(seed)
         requests = make_requests(rng)
         core = build_core(num_blocks=20, num_slots=4, budget=16, caching=True, depth=depth)
-        sequences = [
-            Sequence(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
-            for i, (prompt, n) in enumerate(requests)
-        ]
+        sequences = make_sequences(requests)
         run(core, [(0, seq) for seq in sequences], {})
         assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]
 
@@ -113,10 +114,7 @@ def test_an_interrupt_anywhere_in_a_step_loses_nothing(depth: int) -> None:
         rng = random.Random(seed)
         requests = make_requests(rng)
         core = build_core(num_blocks=12, num_slots=4, budget=16, caching=True, depth=depth)
-        sequences = [
-            Sequence(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
-            for i, (prompt, n) in enumerate(requests)
-        ]
+        sequences = make_sequences(requests)
         for seq in sequences:
             core.add(seq)
         owner, name = rng.choice(
