@@ -1,9 +1,9 @@
-"""Every weight layout of platforms/cpu_linear.py over a whole model's projections.
+"""Products with few rows on the CPU: F.linear, oneDNN's packed weight, our kernel.
 
     python -m benchmarks.cpu_linear
 
-Uses SmolLM2's shapes with random weights, all layers in turn, so that weights come from memory as
-they do in a decode step. Candidates take turns; the best round of each is shown.
+Uses the shapes of SmolLM2's projections with random weights, all layers in turn, so that weights
+come from memory as they do in a decode step. Candidates take turns; the best round of each counts.
 """
 
 from __future__ import annotations
@@ -13,39 +13,38 @@ import time
 import torch
 from torch import Tensor
 
-from nanovllm.platforms import cpu_linear
-from nanovllm.platforms.base import LinearFn
+from nanovllm.kernels import numba_ops
+from nanovllm.kernels.base import LinearFn
+from nanovllm.kernels.numba_launch import Launcher
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
 HEAD = (49152, 576)
 NUM_LAYERS = 30
-NUM_ROUNDS = 6
-LAYOUTS = ("pack_rows", "pack_columns", "pack_onednn", "pack_twice")
+NUM_ROWS = (1, 2, 4, 8, 16, 64)
+NUM_ROUNDS = 8
 
 
 def main() -> None:
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    numba_ops.MAX_LINEAR_ROWS = max(NUM_ROWS)  # our kernel runs them all
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):
             weights = [torch.randn(shape).to(dtype) for shape in SHAPES * NUM_LAYERS + [HEAD]]
-            models = {name: pack(name, weights) for name in LAYOUTS if is_available(name, dtype)}
-            for num_rows in (1, 16, 256):
+            ops = numba_ops.NumbaOps(Launcher(dtype))
+            models = {
+                "F.linear": [numba_ops.pack_rows(weight, None) for weight in weights],
+                "oneDNN packed": [numba_ops.pack_onednn(weight, None) for weight in weights],
+                "our kernel": [ops.pack_linear(weight, None, has_room=False) for weight in weights],
+            }
+            for num_rows in NUM_ROWS:
                 report(models, weights, num_rows)
-
-
-def is_available(name: str, dtype: torch.dtype) -> bool:
-    return name != "pack_twice" or dtype == torch.bfloat16
-
-
-def pack(name: str, weights: list[Tensor]) -> list[LinearFn]:
-    layout = getattr(cpu_linear, name)
-    return [layout(weight, None) for weight in weights]
 
 
 def report(models: dict[str, list[LinearFn]], weights: list[Tensor], num_rows: int) -> None:
     dtype = weights[0].dtype
     inputs = [torch.randn(num_rows, weight.shape[1]).to(dtype) for weight in weights]
     best = dict.fromkeys(models, float("inf"))
-    for _ in range(NUM_ROUNDS if num_rows < 256 else 2):
+    for _ in range(NUM_ROUNDS):
         for name, linears in models.items():
             start = time.perf_counter()
             for linear, x in zip(linears, inputs, strict=True):
@@ -54,7 +53,7 @@ def report(models: dict[str, list[LinearFn]], weights: list[Tensor], num_rows: i
     num_bytes = sum(weight.nbytes for weight in weights)
     for name, seconds in best.items():
         speed = f"{seconds * 1e3:7.1f} ms, {num_bytes / seconds / 1e9:5.1f} GB/s of weights"
-        print(f"{str(dtype).removeprefix('torch.'):8s} {num_rows:3d} rows  {name:12s} {speed}")
+        print(f"{str(dtype).removeprefix('torch.'):8s} {num_rows:2d} rows  {name:13s} {speed}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoints import TinyCheckpoint, shared_checkpoint
 
@@ -19,3 +20,20 @@ def checkpoint_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(checkpoint_root: Path) -> Callable[[str], TinyCheckpoint]:
     """A tiny random checkpoint by variant name, made once per session."""
     return lambda variant: shared_checkpoint(checkpoint_root, variant)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: where cores are busy, meeting a second thread in every kernel takes long."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(params=[1, 2, 3], ids="{}-threads".format)
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -11,6 +11,7 @@ from nanovllm import LLM, SamplingParams
 from tests.checkpoints import VARIANTS, VOCAB_SIZE
 
 BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49)  # around every border of 16-token blocks
+pytestmark = pytest.mark.usefixtures("one_thread")  # tests/worker has the same with several
 MAX_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -41,6 +42,8 @@ MODES = {
     "block-32": {"kvcache_block_size": 32},
     "block-48": {"kvcache_block_size": 48, "max_num_batched_tokens": 10},
     "block-256": {"kvcache_block_size": 256},
+    "eager": {"enforce_eager": True},
+    "many-rows": {"max_num_seqs": 20},  # more than a recorded step has
 }
 
 

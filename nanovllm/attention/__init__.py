@@ -1,12 +1,15 @@
-"""Choose the attention backend for a platform, once."""
+"""Choose the attention backend that goes with the operations, once."""
 
 from __future__ import annotations
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.cpu import CpuAttention
-from nanovllm.platforms.base import Platform
+from nanovllm.kernels.base import Ops
 
 
-def create_attention(platform: Platform, block_size: int) -> AttentionBackend:
-    assert platform.name == "cpu"
-    return CpuAttention(block_size)
+def create_attention(ops: Ops, block_size: int) -> AttentionBackend:
+    if ops.launcher is None:
+        return CpuAttention(block_size)
+    from nanovllm.attention.numba_paged import NumbaAttention
+
+    return NumbaAttention(block_size, ops.launcher)

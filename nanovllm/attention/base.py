@@ -27,13 +27,13 @@ class BatchRows:
 
 
 class AttentionBackend(Protocol):
-    """`plan` runs once per step; `write` finishes for a layer before its `attend` reads."""
+    """`plan` runs once per step, `attend` once per layer, after the step's k and v are cached."""
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> Any:
         """Prepare what every layer of this step needs."""
 
-    def write(self, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> None:
-        """Store the step's keys and values, each [tokens, kv_heads, head_dim]."""
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> Tensor:
-        """Return causal attention of q [tokens, heads, head_dim] over each row's whole context."""
+        """Return causal attention of q [tokens, heads, head_dim] over each row's whole context.
+
+        k and v [tokens, kv_heads, head_dim] are what this step added to the cache.
+        """

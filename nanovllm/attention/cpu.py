@@ -42,7 +42,6 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    kv_slots: Tensor  # [tokens], where each token's key and value go
     groups: list[DecodeGroup]
     prefills: list[PrefillRow]
 
@@ -53,22 +52,13 @@ class CpuAttention:
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> CpuPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
-        is_single = rows.counts == 1
-        prefills = [
-            self._prefill_row(rows, offsets, i) for i in np.flatnonzero(~is_single).tolist()
-        ]
-        singles = np.flatnonzero(is_single)
+        singles = np.flatnonzero(rows.counts == 1)
         lengths = rows.starts[singles] + 1
         groups = [
             self._decode_group(rows, offsets, singles[members], dtype)
             for members in _group_by_length(lengths)
         ]
-        return CpuPlan(torch.from_numpy(self._kv_slots(rows, offsets)), groups, prefills)
-
-    def write(self, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> None:
-        # Masked positions still enter as 0 * v: a NaN in the pool would spread to other rows.
-        cache.k.view(-1, *k.shape[1:]).index_copy_(0, plan.kv_slots, k.nan_to_num(0.0, 0.0, 0.0))
-        cache.v.view(-1, *v.shape[1:]).index_copy_(0, plan.kv_slots, v.nan_to_num(0.0, 0.0, 0.0))
+        return CpuPlan(groups, plan_prefills(rows, offsets, self.block_size))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> Tensor:
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
@@ -78,23 +68,8 @@ class CpuAttention:
             output[group.tokens] = self._decode(q[group.tokens], cache, group)
         for row in plan.prefills:
             part = slice(row.offset, row.offset + row.count)
-            if row.start == 0:
-                output[part] = _causal(q[part], k[part], v[part])
-            else:
-                output[part] = self._continue(q[part], cache, row)
+            output[part] = attend_prefill(q[part], k[part], v[part], cache, row)
         return output
-
-    def _kv_slots(self, rows: BatchRows, offsets: np.ndarray) -> np.ndarray:
-        row_ids = np.repeat(np.arange(len(rows.counts)), rows.counts)
-        positions = np.arange(len(row_ids)) + (rows.starts - offsets)[row_ids]
-        block_ids = rows.block_tables[row_ids, positions // self.block_size].astype(np.int64)
-        return block_ids * self.block_size + positions % self.block_size
-
-    def _prefill_row(self, rows: BatchRows, offsets: np.ndarray, row: int) -> PrefillRow:
-        start, count = int(rows.starts[row]), int(rows.counts[row])
-        num_blocks = -(-(start + count) // self.block_size)
-        block_ids = torch.from_numpy(rows.block_tables[row, :num_blocks].astype(np.int64))
-        return PrefillRow(int(offsets[row]), count, start, block_ids)
 
     def _decode_group(
         self, rows: BatchRows, offsets: np.ndarray, members: np.ndarray, dtype: torch.dtype
@@ -118,31 +93,39 @@ class CpuAttention:
     def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
-        k = self._gather(cache.k, group.block_ids, num_rows)
-        v = self._gather(cache.v, group.block_ids, num_rows)
+        k = _gather(cache.k, group.block_ids, num_rows)
+        v = _gather(cache.v, group.block_ids, num_rows)
         packed = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         output = F.scaled_dot_product_attention(packed, k, v, attn_mask=group.mask)
         return output.reshape(num_rows, num_heads, head_dim)
 
-    def _continue(self, q: Tensor, cache: LayerCache, row: PrefillRow) -> Tensor:
-        """Attend from the last `count` positions of a row to all of it, by tiles of queries."""
-        length = row.start + row.count
-        k = self._gather(cache.k, row.block_ids, 1)[:, :, :length]
-        v = self._gather(cache.v, row.block_ids, 1)[:, :, :length]
-        positions = torch.arange(length)
-        tiles = []
-        for first in range(0, row.count, QUERY_TILE):
-            tile = q[first : first + QUERY_TILE]
-            end = row.start + first + len(tile)
-            is_visible = positions[:end] <= positions[row.start + first : end, None]
-            tiles.append(_grouped_sdpa(tile, k[:, :, :end], v[:, :, :end], is_visible))
-        return torch.cat(tiles)
 
-    def _gather(self, cache: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
-        """Copy blocks out of the cache as [rows, kv_heads, tokens, head_dim]."""
-        num_blocks, _, num_kv_heads, head_dim = cache.shape
-        flat = cache.view(num_blocks, -1).index_select(0, block_ids)
-        return flat.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
+    """Describe the rows of more than one token; `offsets` says where each begins in the batch."""
+    prefills = []
+    for i in np.flatnonzero(rows.counts != 1).tolist():
+        start, count = int(rows.starts[i]), int(rows.counts[i])
+        num_blocks = -(-(start + count) // block_size)
+        block_ids = torch.from_numpy(rows.block_tables[i, :num_blocks].astype(np.int64))
+        prefills.append(PrefillRow(int(offsets[i]), count, start, block_ids))
+    return prefills
+
+
+def attend_prefill(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, row: PrefillRow) -> Tensor:
+    """Attend from the last `count` positions of a row to all of it."""
+    if row.start == 0:  # its keys need not be read back
+        return _grouped_sdpa(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None)
+    length = row.start + row.count
+    k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
+    v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
+    positions = torch.arange(length)
+    tiles = []
+    for first in range(0, row.count, QUERY_TILE):
+        tile = q[first : first + QUERY_TILE]
+        end = row.start + first + len(tile)
+        is_visible = positions[:end] <= positions[row.start + first : end, None]
+        tiles.append(_grouped_sdpa(tile, k[:, :, :end], v[:, :, :end], is_visible))
+    return torch.cat(tiles)
 
 
 def _group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
@@ -157,9 +140,11 @@ def _group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
     return [*groups, np.sort(order[first:])] if len(order) else []
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend within a row that starts at position 0; its keys need not be read back."""
-    return _grouped_sdpa(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None)
+def _gather(cache: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
+    """Copy blocks out of the cache as [rows, kv_heads, tokens, head_dim]."""
+    num_blocks, _, num_kv_heads, head_dim = cache.shape
+    flat = cache.view(num_blocks, -1).index_select(0, block_ids)
+    return flat.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
 
 
 def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None) -> Tensor:

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
+from nanovllm.kernels.base import Ops
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Where parameters live, in what dtype, and how attention runs."""
+    """Where parameters live, in what dtype, and how attention and the rest run."""
 
     device: torch.device
     dtype: torch.dtype
     attention: AttentionBackend
+    ops: Ops
 
     def parameter(self, *shape: int) -> nn.Parameter:
         tensor = torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -30,7 +32,8 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    logits_index: Tensor  # the tokens whose logits are wanted
+    kv_slots: Tensor  # [tokens], where in the cache each token's key and value go
+    logits_index: Tensor | None  # the tokens whose logits are wanted; None: all of them
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]
 

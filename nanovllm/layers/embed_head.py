@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.build import Build, Layer
@@ -13,9 +12,10 @@ class Embedding(Layer):
     def __init__(self, num_embeddings: int, dim: int, build: Build) -> None:
         super().__init__()
         self.weight = build.parameter(num_embeddings, dim)
+        self.ops = build.ops
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        return self.ops.embed(token_ids, self.weight)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         return {f"{path}.weight": self.weight}

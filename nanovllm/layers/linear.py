@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanovllm.kernels.base import LinearFn
 from nanovllm.layers.build import Build, Layer
-from nanovllm.platforms.base import LinearFn, PackLinear
 
 
 class MergedLinear(Layer):
@@ -17,6 +17,7 @@ class MergedLinear(Layer):
         num_out = sum(parts.values())
         self.weight = build.parameter(num_out, in_features)
         self.bias = build.parameter(num_out) if bias else None
+        self.ops = build.ops
         self._run: LinearFn | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ class MergedLinear(Layer):
             first += size
         return slots
 
-    def pack(self, pack_linear: PackLinear) -> None:
-        """Hand the loaded weight over to the platform's layout; only that copy is kept."""
-        self._run = pack_linear(self.weight, self.bias)
+    def pack(self, has_room: bool) -> None:
+        """Hand the loaded weight over to the device's layout, which keeps what it needs of it."""
+        self._run = self.ops.pack_linear(self.weight, self.bias, has_room)
         del self.weight
 
 

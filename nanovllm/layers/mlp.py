@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.activation import silu_mul
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import Linear, MergedLinear
 
@@ -16,7 +15,8 @@ class GatedMLP(Layer):
         size, bias = config.intermediate_size, config.mlp_bias
         parts = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build)
+        self.ops = build.ops
         self.down_proj = Linear(size, config.hidden_size, bias, build, "down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))

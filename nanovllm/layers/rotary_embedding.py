@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables for every position, applied to q and k together."""
+"""Rotary position embedding: the cosines and sines of every position."""
 
 from __future__ import annotations
 
@@ -8,35 +8,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import RopeConfig
-from nanovllm.layers.build import Layer
 
 
-class RotaryEmbedding(Layer):
-    """Pairs (i, i + head_dim / 2) turn by position * frequency[i]."""
-
-    def __init__(
-        self,
-        head_dim: int,
-        max_position: int,
-        rope: RopeConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        angles = torch.outer(torch.arange(max_position).float(), rope_frequencies(head_dim, rope))
-        cos, sin = angles.cos(), angles.sin()
-        # Laid out for `rotate`: the half that takes -sin of its partner comes first.
-        self.cos = torch.cat((cos, cos), dim=-1).to(device, dtype)  # [positions, head_dim]
-        self.sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for a batch, each [tokens, 1, head_dim]."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [tokens, heads, head_dim]; rolling by half swaps each pair."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
+    """Return [positions, 2, head_dim / 2]: pairs (i, i + head_dim / 2) turn by these angles."""
+    angles = torch.outer(torch.arange(max_position).float(), rope_frequencies(head_dim, rope))
+    return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:

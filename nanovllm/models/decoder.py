@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
@@ -12,7 +11,7 @@ from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import rope_table
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
 
@@ -30,11 +29,11 @@ class DecoderLayer(Layer):
         self.mlp = mlp
 
     def forward(
-        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch
+        self, x: Tensor, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos, sin, batch)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rope, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -48,18 +47,16 @@ class DecoderBody(Layer):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(build_layer(config, i, build) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, max_model_len, config.rope, build.dtype, build.device
-        )
+        self.rope = rope_table(config.head_dim, max_model_len, config.rope, build.device)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         x = self.embed_tokens(batch.input_ids)
-        residual = torch.zeros_like(x)
-        cos, sin = self.rotary(batch.positions)
+        residual = None
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, batch)
-        # Only the tokens whose logits are wanted reach the norm and the head.
-        x, _ = self.norm.add(x[batch.logits_index], residual[batch.logits_index])
+            x, residual = layer(x, residual, self.rope, batch)
+        if batch.logits_index is not None and residual is not None:
+            x, residual = x[batch.logits_index], residual[batch.logits_index]
+        x, _ = self.norm(x, residual)
         return x
 
 

@@ -11,8 +11,6 @@ from nanovllm.models.decoder import DecoderLayer
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
-    qk_norm = QKNorm(
-        config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, build
-    )
+    qk_norm = QKNorm(config.head_dim, config.rms_norm_eps, build)
     self_attn = SelfAttention(config, layer_index, build, qk_norm)
     return DecoderLayer(config, self_attn, GatedMLP(config, build), build)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-LinearFn = Callable[[Tensor], Tensor]
-PackLinear = Callable[[Tensor, Tensor | None], LinearFn]
-
 
 class Platform(Protocol):
-    """Memory, copies and the device's own way to run a matrix product."""
+    """Memory and what to do with it."""
 
     device: torch.device
     depth: int  # the pipeline depth that measured fastest
@@ -28,5 +24,5 @@ class Platform(Protocol):
     def allocate_cache(self, num_bytes: int) -> Tensor:
         """Return zeroed bytes; pages are touched only when used where the device allows it."""
 
-    def choose_linear(self, dtype: torch.dtype, num_bytes: int) -> PackLinear:
-        """Pick the fastest layout and kernel for weights that take `num_bytes` in all."""
+    def has_room_for_copy(self, num_bytes: int) -> bool:
+        """Whether weights of `num_bytes` may be kept in two layouts."""

@@ -1,4 +1,4 @@
-"""The CPU: bf16 where it is fast, a lazily touched KV pool, weights laid out per dtype."""
+"""The CPU: bf16 where it is fast, a lazily touched KV pool."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-
-from nanovllm.platforms.base import PackLinear
-from nanovllm.platforms.cpu_linear import choose_linear
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +41,9 @@ class CpuPlatform:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
-    def choose_linear(self, dtype: torch.dtype, num_bytes: int) -> PackLinear:
-        # By the memory there is, not by what is free: the choice must not change between runs.
-        return choose_linear(dtype, has_room=num_bytes <= total_memory() // 8)
+    def has_room_for_copy(self, num_bytes: int) -> bool:
+        # By the memory there is, not by what is free: answers must not change between runs.
+        return num_bytes <= total_memory() // 8
 
 
 def has_fast_bf16() -> bool:

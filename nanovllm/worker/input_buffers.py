@@ -18,6 +18,7 @@ class InputBuffers:
     """Tokens, block table and sampling parameters of every slot; plans update it in order."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((num_slots, max_model_len), np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
@@ -44,14 +45,18 @@ class InputBuffers:
         caches: list[LayerCache],
     ) -> ForwardBatch:
         ends = np.cumsum(plan.counts)
+        is_decode = bool((plan.counts == 1).all() and plan.num_logits.all())
         row_ids = np.repeat(np.arange(len(plan.slots)), plan.counts)
         positions = np.arange(len(row_ids)) + (plan.starts - (ends - plan.counts))[row_ids]
         input_ids = self.tokens[plan.slots[row_ids], positions]
         rows = BatchRows(plan.starts, plan.counts, self.block_table[plan.slots])
+        block_ids = rows.block_tables[row_ids, positions // self.block_size].astype(np.int64)
+        kv_slots = block_ids * self.block_size + positions % self.block_size
         return ForwardBatch(
             input_ids=torch.from_numpy(input_ids),
             positions=torch.from_numpy(positions),
-            logits_index=torch.from_numpy(ends[plan.num_logits > 0] - 1),
+            kv_slots=torch.from_numpy(kv_slots),
+            logits_index=None if is_decode else torch.from_numpy(ends[plan.num_logits > 0] - 1),
             attention=attention.plan(rows, dtype),
             caches=caches,
         )

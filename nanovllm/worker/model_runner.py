@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
 from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.layers.build import ForwardBatch
 from nanovllm.layers.sampler import sample
-from nanovllm.models.decoder import DecoderModel
 from nanovllm.worker.input_buffers import InputBuffers
+
+Forward = Callable[[ForwardBatch], Tensor]
 
 
 class ModelRunner:
     def __init__(
         self,
-        model: DecoderModel,
+        forward: Forward,
         caches: list[LayerCache],
         attention: AttentionBackend,
         buffers: InputBuffers,
         dtype: torch.dtype,
     ) -> None:
-        self.model = model
+        self.forward = forward
         self.caches = caches
         self.attention = attention
         self.buffers = buffers
@@ -31,7 +36,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self.buffers.update(plan)
         batch = self.buffers.batch(plan, self.attention, self.dtype, self.caches)
-        logits = self.model(batch)
+        logits = self.forward(batch)
         if not len(logits):
             return StepResult(np.empty(0, np.int32))
         self.buffers.mask_stop_tokens(logits, plan)

@@ -1,20 +1,29 @@
-"""CPU attention over the paged cache equals a plain float64 reference for any mix of rows."""
+"""Both CPU backends over the paged cache equal a plain float64 reference for any mix of rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
 from nanovllm.attention.cpu import MAX_WASTE, QUERY_TILE, CpuAttention
+from nanovllm.attention.numba_paged import NumbaAttention
+from nanovllm.kernels.base import Ops
+from nanovllm.kernels.numba_launch import Launcher
+from nanovllm.kernels.numba_ops import NumbaOps
+from nanovllm.kernels.reference import TorchOps
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 Rows = list[tuple[int, int]]  # (start, count)
 
 MIXES: dict[str, Rows] = {
@@ -35,30 +44,81 @@ MIXES: dict[str, Rows] = {
 
 
 @dataclass(frozen=True)
+class Backend:
+    """A backend with the operations that fill the cache for it."""
+
+    ops: Ops
+    attention: AttentionBackend
+
+
+MakeBackend = Callable[[int, torch.dtype], Backend]  # from the block size and dtype
+
+
+@pytest.fixture(params=["torch", "numba"])
+def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
+    return partial(build_backend, request.param)
+
+
+def build_backend(name: str, block_size: int, dtype: torch.dtype) -> Backend:
+    if name == "torch":
+        return Backend(TorchOps(), CpuAttention(block_size))
+    launcher = make_launcher(dtype, torch.get_num_threads())
+    return Backend(NumbaOps(launcher), NumbaAttention(block_size, launcher))
+
+
+@cache
+def make_launcher(dtype: torch.dtype, num_threads: int) -> Launcher:
+    launcher = Launcher(dtype)
+    assert launcher.num_threads == num_threads
+    return launcher
+
+
+@dataclass(frozen=True)
 class Case:
     """A step's tensors beside the whole history of every row."""
 
     rows: BatchRows
     cache: LayerCache
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    qkv: Tensor  # [tokens, q + k + v heads, dim]
     histories: list[tuple[Tensor, Tensor]]  # each row's k and v, [start + count, kv_heads, dim]
 
-    def run(self, backend: CpuAttention) -> Tensor:
-        plan = backend.plan(self.rows, self.q.dtype)
-        backend.write(self.k, self.v, self.cache, plan)
-        return backend.attend(self.q, self.k, self.v, self.cache, plan)
+    def run(self, backend: Backend) -> Tensor:
+        plan = backend.attention.plan(self.rows, self.qkv.dtype)
+        self.write(backend.ops)
+        return backend.attention.attend(*self.heads(), self.cache, plan)
+
+    def write(self, ops: Ops) -> None:
+        """Store k and v as a layer does, with a rotation that turns nothing."""
+        rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
+        positions = torch.zeros(len(self.qkv), dtype=torch.int64)
+        cache, slots = self.cache, self.kv_slots()
+        ops.rope_write(self.qkv, None, rope, positions, cache.k, cache.v, slots)
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as views, as in a layer."""
+        num_kv_heads = self.cache.k.shape[2]
+        return self.qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+
+    def kv_slots(self) -> Tensor:
+        block_size = self.cache.k.shape[1]
+        slots = [
+            table[position // block_size] * block_size + position % block_size
+            for start, count, table in zip(
+                self.rows.starts, self.rows.counts, self.rows.block_tables, strict=True
+            )
+            for position in range(start, start + count)
+        ]
+        return torch.tensor(slots, dtype=torch.int64)
 
     def reference(self) -> Tensor:
         """Every query alone, in float64, over the history up to itself."""
-        outputs, offset = [], 0
+        queries, outputs, offset = self.heads()[0].double(), [], 0
         for (k, v), start, count in zip(
             self.histories, self.rows.starts, self.rows.counts, strict=True
         ):
             for i in range(count):
                 end = start + i + 1
-                query = self.q[offset + i].double()
+                query = queries[offset + i]
                 size = len(query) // k.shape[1]
                 keys = k[:end].double().repeat_interleave(size, dim=1)
                 values = v[:end].double().repeat_interleave(size, dim=1)
@@ -91,7 +151,7 @@ def make_case(
 
     num_qkv_heads = num_heads + 2 * num_kv_heads
     qkv = torch.randn(int(counts.sum()), num_qkv_heads, head_dim, generator=generator).to(dtype)
-    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)  # views, as in a layer
+    _, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     histories, first, offset = [], 0, 0
     for row, (start, count) in enumerate(mix):
         tables[row, : widths[row]] = block_ids[first : first + widths[row]]
@@ -103,25 +163,37 @@ def make_case(
         new = slice(offset, offset + count)
         histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
         first, offset = first + widths[row], offset + count
-    return Case(BatchRows(starts, counts, tables), cache, q, k, v, histories)
+    return Case(BatchRows(starts, counts, tables), cache, qkv, histories)
 
 
-def assert_equals_reference(case: Case, block_size: int = 16) -> None:
-    output = case.run(CpuAttention(block_size))
-    assert (output.shape, output.dtype) == (case.q.shape, case.q.dtype)
-    tolerance = TOLERANCE[case.q.dtype]
+def assert_equals_reference(case: Case, make_backend: MakeBackend) -> None:
+    dtype = case.qkv.dtype
+    output = case.run(make_backend(case.cache.k.shape[1], dtype))
+    assert (output.shape, output.dtype) == (case.heads()[0].shape, dtype)
+    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), case.reference(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("mix", list(MIXES))
-def test_equals_the_reference(mix: str, dtype: torch.dtype) -> None:
-    assert_equals_reference(make_case(MIXES[mix], dtype=dtype))
+def test_equals_the_reference(make_backend: MakeBackend, mix: str, dtype: torch.dtype) -> None:
+    assert_equals_reference(make_case(MIXES[mix], dtype=dtype), make_backend)
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_any_number_of_threads(make_backend: MakeBackend) -> None:
+    case = make_case([(700, 1)] * 6, num_heads=6, num_kv_heads=3, head_dim=64)
+    want = case.reference().float()
+    backend = make_backend(16, torch.float32)
+    for _ in range(20):  # what threads do to each other depends on when
+        torch.testing.assert_close(case.run(backend), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 1), (6, 2), (9, 3)], ids=str)
-def test_block_sizes_and_head_ratios(block_size: int, heads: tuple[int, int]) -> None:
+def test_block_sizes_and_head_ratios(
+    make_backend: MakeBackend, block_size: int, heads: tuple[int, int]
+) -> None:
     num_heads, num_kv_heads = heads
     case = make_case(
         MIXES["everything"],
@@ -130,21 +202,28 @@ def test_block_sizes_and_head_ratios(block_size: int, heads: tuple[int, int]) ->
         num_kv_heads=num_kv_heads,
         head_dim=24,
     )
-    assert_equals_reference(case, block_size)
+    assert_equals_reference(case, make_backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 8, 16, 40, 64, 80, 128, 136])
+def test_head_dims(make_backend: MakeBackend, head_dim: int, dtype: torch.dtype) -> None:
+    """Below, at and between what a vector register, a cache line and several of them hold."""
+    mix = [(0, 1), (2, 1), (3, 1), (30, 1), (64, 1), (5, 3)]
+    assert_equals_reference(make_case(mix, head_dim=head_dim, dtype=dtype), make_backend)
+
+
+@DTYPES
 @pytest.mark.parametrize("seed", range(6))
-def test_random_mixes(seed: int, dtype: torch.dtype) -> None:
+def test_random_mixes(make_backend: MakeBackend, seed: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(seed)
     mix = [
         (int(rng.choice([0, 0, 1, 15, 16, 33, 300])), int(rng.choice([1, 1, 1, 2, 15, 16, 60])))
         for _ in range(12)
     ]
     block_size = int(rng.choice([16, 32, 48]))
-    assert_equals_reference(
-        make_case(mix, block_size=block_size, dtype=dtype, seed=seed), block_size
-    )
+    case = make_case(mix, block_size=block_size, dtype=dtype, seed=seed)
+    assert_equals_reference(case, make_backend)
 
 
 def test_decodes_of_different_lengths_are_grouped() -> None:
@@ -159,59 +238,58 @@ def test_decodes_of_different_lengths_are_grouped() -> None:
         assert (lengths.max() - lengths).sum() <= MAX_WASTE
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    mix = MIXES["everything"]
+def test_a_row_does_not_depend_on_its_neighbours(make_backend: MakeBackend) -> None:
+    mix, backend = MIXES["everything"], make_backend(16, torch.float32)
     case = make_case(mix)
-    together, offset = case.run(CpuAttention(16)), 0
+    together, offset = case.run(backend), 0
     for row, (_, count) in enumerate(mix):
         part = slice(offset, offset + count)
         table = case.rows.block_tables[row : row + 1]
         rows = BatchRows(case.rows.starts[row : row + 1], case.rows.counts[row : row + 1], table)
-        alone = Case(rows, case.cache, case.q[part], case.k[part], case.v[part], [])
-        torch.testing.assert_close(alone.run(CpuAttention(16)), together[part])
+        alone = Case(rows, case.cache, case.qkv[part], [])
+        torch.testing.assert_close(alone.run(backend), together[part])
         offset += count
 
 
-def test_chunks_equal_the_whole() -> None:
+def test_chunks_equal_the_whole(make_backend: MakeBackend) -> None:
     """A row computed in chunks of any size gives what one prefill gives."""
-    whole = make_case([(0, 100)])
-    want = whole.run(CpuAttention(16))
-    for sizes in ([99, 1], [1, 99], [16, 16, 16, 52], [7] * 14 + [2]):
+    whole, backend = make_case([(0, 100)]), make_backend(16, torch.float32)
+    want = whole.run(backend)
+    for sizes in ([99, 1], [1, 99], [16, 16, 16, 52], [7] * 14 + [2], [1] * 100):
         cache = LayerCache(torch.zeros_like(whole.cache.k), torch.zeros_like(whole.cache.v))
         start, outputs = 0, []
         for size in sizes:
             part = slice(start, start + size)
             column = np.array([start], np.int32), np.array([size], np.int32)
             rows = BatchRows(*column, whole.rows.block_tables)
-            chunk = Case(rows, cache, whole.q[part], whole.k[part], whole.v[part], [])
-            outputs.append(chunk.run(CpuAttention(16)))
+            outputs.append(Case(rows, cache, whole.qkv[part], []).run(backend))
             start += size
         torch.testing.assert_close(torch.cat(outputs), want)
 
 
-def test_rows_may_share_blocks_written_in_the_same_step() -> None:
+def test_rows_may_share_blocks_written_in_the_same_step(make_backend: MakeBackend) -> None:
     """The second row's prefix is what the first row writes: its start lies in shared blocks."""
     writer = make_case([(0, 40)])
-    q, k, v = (torch.cat((x, x[32:])) for x in (writer.q, writer.k, writer.v))
+    qkv = torch.cat((writer.qkv, writer.qkv[32:]))
     table = np.concatenate([writer.rows.block_tables] * 2)
     table[1, 2] = next(i for i in range(1, len(writer.cache.k)) if i not in table[0, :3])
     rows = BatchRows(np.array([0, 32], np.int32), np.array([40, 8], np.int32), table)
-    output = Case(rows, writer.cache, q, k, v, []).run(CpuAttention(16))
+    output = Case(rows, writer.cache, qkv, []).run(make_backend(16, torch.float32))
     torch.testing.assert_close(output[40:], output[32:40])
     torch.testing.assert_close(output[:40].double(), writer.reference(), rtol=2e-5, atol=2e-5)
 
 
-def test_write_touches_nothing_but_its_slots() -> None:
+def test_only_the_slots_of_the_step_change(make_backend: MakeBackend) -> None:
     case = make_case(MIXES["everything"])
-    before = case.cache.k.clone()
-    plan = CpuAttention(16).plan(case.rows, torch.float32)
-    CpuAttention(16).write(case.k, case.v, case.cache, plan)
-    is_changed = (case.cache.k != before).any(-1).any(-1).reshape(-1)
-    assert is_changed.nonzero().squeeze(1).tolist() == sorted(plan.kv_slots.tolist())
+    before = LayerCache(case.cache.k.clone(), case.cache.v.clone())
+    case.run(make_backend(16, torch.float32))
+    for cached, old in ((case.cache.k, before.k), (case.cache.v, before.v)):
+        is_changed = (cached != old).any(-1).any(-1).reshape(-1)
+        assert is_changed.nonzero().squeeze(1).tolist() == sorted(case.kv_slots().tolist())
 
 
 @pytest.mark.parametrize("mix", ["decodes of very different lengths", "everything"])
-def test_blocks_of_no_row_are_never_read(mix: str) -> None:
+def test_blocks_of_no_row_are_never_read(make_backend: MakeBackend, mix: str) -> None:
     """Not even as zero times what they hold. Block 0 and the rows' own tails serve as padding."""
     case = make_case(MIXES[mix])
     used = {0}
@@ -219,7 +297,7 @@ def test_blocks_of_no_row_are_never_read(mix: str) -> None:
         used |= set(row[: -(-int(end) // 16)].tolist())
     for block_id in set(range(len(case.cache.k))) - used:
         case.cache.k[block_id] = case.cache.v[block_id] = math.nan
-    assert_equals_reference(case)
+    assert_equals_reference(case, make_backend)
 
 
 def healthy_row(length: int, block_ids: list[int]) -> BatchRows:
@@ -229,24 +307,54 @@ def healthy_row(length: int, block_ids: list[int]) -> BatchRows:
 
 
 @pytest.mark.parametrize("place", ["padding", "stale tail"])
-def test_a_broken_sequence_does_not_break_others(place: str) -> None:
+def test_a_broken_sequence_does_not_break_others(make_backend: MakeBackend, place: str) -> None:
     """Keys and values of NaN, once written, must not reach rows that never attend to them."""
-    backend, block_ids = CpuAttention(16), [1, 2, 3]
+    backend, block_ids = make_backend(16, torch.float32), [1, 2, 3]
     broken = make_case([(0, 48)])
-    broken.k.fill_(math.nan)
-    broken.v.fill_(math.nan)
+    for heads in broken.heads()[1:]:
+        heads.fill_(math.nan)
     cache = LayerCache(torch.zeros_like(broken.cache.k), torch.zeros_like(broken.cache.v))
     blocks = [0, 4, 5] if place == "padding" else block_ids
-    Case(healthy_row(48, blocks), cache, broken.q, broken.k, broken.v, []).run(backend)
+    Case(healthy_row(48, blocks), cache, broken.qkv, []).run(backend)
 
     case = make_case([(0, 41)], seed=1)
-    Case(healthy_row(40, block_ids), cache, case.q[:40], case.k[:40], case.v[:40], []).run(backend)
+    Case(healthy_row(40, block_ids), cache, case.qkv[:40], []).run(backend)
     long, short = (40, block_ids), (0, [6, 0, 0])  # the short row is padded to the long one's width
     starts, tables = zip(*([long, short] if place == "padding" else [long]), strict=True)
     rows = BatchRows(
         np.array(starts, np.int32), np.ones(len(starts), np.int32), np.array(tables, np.int32)
     )
-    q, k, v = (torch.cat((x[40:], x[:1]))[: len(starts)] for x in (case.q, case.k, case.v))
-    output = Case(rows, cache, q, k, v, []).run(backend)
+    qkv = torch.cat((case.qkv[40:], case.qkv[:1]))[: len(starts)]
+    output = Case(rows, cache, qkv, []).run(backend)
     want = case.reference()[[40, 0]][: len(starts)]
     torch.testing.assert_close(output.double(), want, rtol=2e-5, atol=2e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_a_stale_tail_does_not_break_a_chunk(
+    make_backend: MakeBackend, value: float, dtype: torch.dtype
+) -> None:
+    """A chunk that continues a prefix reads the cache, whose last block another row has filled."""
+    backend, case = make_backend(16, dtype), make_case([(20, 5)], dtype=dtype)
+    filler = make_case([(0, 32)], dtype=dtype)
+    filler.qkv.fill_(value)
+    block_ids = case.rows.block_tables[0, :2].tolist()
+    past = LayerCache(case.cache.k.clone(), case.cache.v.clone())
+    Case(healthy_row(32, block_ids), case.cache, filler.qkv, []).run(backend)
+    for cached, old in ((case.cache.k, past.k), (case.cache.v, past.v)):
+        cached[block_ids[0]] = old[block_ids[0]]
+        cached[block_ids[1], :4] = old[block_ids[1], :4]  # the rest of the block stays broken
+    assert_equals_reference(case, make_backend)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30], ids=str)
+def test_a_broken_row_does_not_break_its_neighbours(
+    make_backend: MakeBackend, value: float
+) -> None:
+    mix, backend = MIXES["everything"], make_backend(16, torch.float32)
+    want, case = make_case(mix).run(backend), make_case(mix)
+    row_ids = np.repeat(np.arange(len(mix)), case.rows.counts)
+    is_broken = torch.from_numpy(np.isin(row_ids, (0, 3)))  # a decode and a chunk
+    case.qkv[is_broken] = value
+    torch.testing.assert_close(case.run(backend)[~is_broken], want[~is_broken])

@@ -19,6 +19,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from tests.checkpoints import VOCAB_SIZE, TinyCheckpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_LEN = 96
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = [[3, 14, 15, 92, 65], [35, 89, 79], [3] * 17, [7], list(range(40))]

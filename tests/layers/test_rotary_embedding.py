@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nanovllm.config import RopeConfig, read_model_config, read_rope_config
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies, rotate
+from nanovllm.kernels.reference import rotate
+from nanovllm.layers.rotary_embedding import rope_frequencies, rope_table
 
 HEAD_DIMS = (16, 24, 64, 128)
 LLAMA3 = {
@@ -40,6 +41,12 @@ def hf_config(name: str, head_dim: int = 64, theta: float = 500000.0) -> LlamaCo
         max_position_embeddings=2048,
         rope_parameters=rope,
     )
+
+
+def turn(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Turn every head of x [tokens, heads, dim] by its token's position."""
+    turns = table[positions].unsqueeze(2)
+    return rotate(x, turns[:, 0], turns[:, 1])
 
 
 def rope_config(name: str, theta: float = 500000.0) -> RopeConfig:
@@ -97,8 +104,8 @@ def test_rotation_equals_transformers(name: str, dtype: torch.dtype) -> None:
     want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     want_q, want_k = (x[0].transpose(0, 1) for x in want)
 
-    rotary = RotaryEmbedding(64, 2048, rope_config(name), dtype, torch.device("cpu"))
-    qk = rotate(torch.cat((q, k), dim=1), *rotary(positions))
+    table = rope_table(64, 2048, rope_config(name), torch.device("cpu"))
+    qk = turn(torch.cat((q, k), dim=1), table, positions)
     assert qk.dtype == dtype
     tolerance = {torch.float32: 2e-4, torch.bfloat16: 3e-2}[dtype]  # float32: sin of 2047 radians
     torch.testing.assert_close(qk[:, :4], want_q, rtol=tolerance, atol=tolerance)
@@ -106,12 +113,12 @@ def test_rotation_equals_transformers(name: str, dtype: torch.dtype) -> None:
 
 
 def test_rotation_depends_on_distance_alone() -> None:
-    rotary = RotaryEmbedding(64, 512, RopeConfig(10000.0), torch.float32, torch.device("cpu"))
+    table = rope_table(64, 512, RopeConfig(10000.0), torch.device("cpu"))
     q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
 
     def score(q_position: int, k_position: int) -> torch.Tensor:
         turned = [
-            rotate(x, *rotary(torch.tensor([position])))
+            turn(x, table, torch.tensor([position]))
             for x, position in ((q, q_position), (k, k_position))
         ]
         return (turned[0] * turned[1]).sum()

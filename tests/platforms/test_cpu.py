@@ -1,105 +1,18 @@
-"""The CPU platform: every weight layout is a linear, the pool is lazy, limits are honoured."""
+"""The CPU platform: the pool is lazy, limits are honoured, dtypes are those that run fast."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from nanovllm.platforms import cpu, cpu_linear, create_platform
-from nanovllm.platforms.base import PackLinear
-from nanovllm.platforms.cpu import CpuPlatform, available_memory
+from nanovllm.platforms import cpu, create_platform
+from nanovllm.platforms.cpu import CpuPlatform, available_memory, total_memory
 
 GIB = 1 << 30
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SHAPES = [(1, 1), (1, 33), (33, 1), (7, 5), (64, 64), (127, 65), (65, 255), (300, 96)]
-NUM_ROWS = (0, 1, 2, 3, 15, 16, 17, 100)  # none: a step of partial chunks samples nothing
-
-
-def make(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return (values / shape[-1] ** 0.5).to(dtype)
-
-
-def assert_is_linear(
-    pack: PackLinear, weight: Tensor, bias: Tensor | None, num_rows: tuple[int, ...] = NUM_ROWS
-) -> None:
-    """Compare with F.linear in float64 for every number of rows, whatever was packed for."""
-    linear = pack(weight.clone(), bias)
-    for rows in num_rows:
-        x = make(rows, weight.shape[1], dtype=weight.dtype, seed=rows)
-        got = linear(x)
-        want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        assert (got.shape, got.dtype) == (want.shape, weight.dtype)
-        tolerance = TOLERANCE[weight.dtype]
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-
-
-LAYOUTS = [
-    cpu_linear.pack_rows,
-    cpu_linear.pack_columns,
-    cpu_linear.pack_onednn,
-    cpu_linear.pack_twice,
-]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny products: on a busy machine, meeting a second thread takes longest."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-def test_every_layout_is_a_linear(
-    shape: tuple[int, int], dtype: torch.dtype, has_bias: bool
-) -> None:
-    weight = make(*shape, dtype=dtype)
-    bias = make(shape[0], dtype=dtype, seed=1) if has_bias else None
-    for pack in LAYOUTS:
-        assert_is_linear(pack, weight, bias)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts_take_views_and_strided_inputs(dtype: torch.dtype) -> None:
-    """A weight may be a slice of a merged one; x may be a slice of a wider activation."""
-    weight = make(96, 48, dtype=dtype)[16:80]
-    wide = make(40, 96, dtype=dtype, seed=2)
-    for pack in LAYOUTS:
-        linear = pack(weight, None)
-        for num_rows in (1, 6, 40):
-            x = wide[:num_rows, 24:72]
-            want = F.linear(x.double(), weight.double())
-            tolerance = TOLERANCE[dtype]
-            torch.testing.assert_close(linear(x).double(), want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_choice_is_a_linear_and_the_same_every_time(dtype: torch.dtype) -> None:
-    weight = make(384, 256, dtype=dtype)
-    before = weight.clone()
-    with torch.inference_mode():
-        pack = CpuPlatform().choose_linear(dtype, weight.nbytes)
-        assert_is_linear(pack, weight, make(384, dtype=dtype, seed=9), (1, 16, 33))
-    assert torch.equal(weight, before)
-    assert all(CpuPlatform().choose_linear(dtype, weight.nbytes) is pack for _ in range(5))
-
-
-def test_a_model_too_large_for_a_second_copy_gets_one() -> None:
-    is_single = {cpu_linear.pack_rows, cpu_linear.pack_onednn}
-    assert all(CpuPlatform().choose_linear(dtype, 1 << 50) in is_single for dtype in DTYPES)
 
 
 def resident_bytes() -> int:
@@ -181,8 +94,28 @@ def test_the_cache_takes_at_most_a_quarter(
     assert len(caplog.messages) == 3
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_second_copy_takes_at_most_an_eighth(limits: Limits, version: int) -> None:
+    platform = CpuPlatform()
+    assert platform.has_room_for_copy(2 * GIB)  # of 16
+    assert not platform.has_room_for_copy(2 * GIB + 1)
+    limits(version, 8 * GIB, 0)
+    assert platform.has_room_for_copy(GIB)
+    assert not platform.has_room_for_copy(GIB + 1)
+
+
+def test_room_for_a_second_copy_is_the_same_every_time(limits: Limits) -> None:
+    """In bf16 each layout rounds differently: what happens to be free must not change answers."""
+    for usage in (0, 4 * GIB, 9 * GIB):
+        limits(2, 8 * GIB, usage)
+        assert CpuPlatform().has_room_for_copy(GIB)
+        assert not CpuPlatform().has_room_for_copy(GIB + 1)
+
+
 def test_real_memory_is_read() -> None:
-    assert 0 <= available_memory() < 1 << 50
+    assert 0 <= available_memory() <= total_memory() < 1 << 50
+    assert CpuPlatform().has_room_for_copy(1)
+    assert not CpuPlatform().has_room_for_copy(1 << 50)
 
 
 @pytest.mark.parametrize("is_fast", [False, True])

@@ -21,6 +21,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoint.tiny_gguf import add_value, permute_rows
 from tests.checkpoints import TinyCheckpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 Tensors = dict[str, Tensor]

@@ -1,0 +1,78 @@
+"""Attention on the CPU: single-token rows straight from the cache, longer ones through SDPA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.cpu import PrefillRow, attend_prefill, plan_prefills
+from nanovllm.kernels.numba_kernels import ATTEND
+from nanovllm.kernels.numba_launch import Launcher, float_bits
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaPlan:
+    tokens: Tensor  # [decode rows], their places in the batch
+    lengths: Tensor  # [decode rows], tokens to attend to
+    block_tables: Tensor  # [decode rows, max_blocks]
+    max_length: int
+    prefills: list[PrefillRow]
+
+
+class NumbaAttention:
+    def __init__(self, block_size: int, launcher: Launcher) -> None:
+        self.block_size = block_size
+        self.launcher = launcher
+
+    def plan(self, rows: BatchRows, dtype: torch.dtype) -> NumbaPlan:
+        offsets = np.cumsum(rows.counts) - rows.counts
+        singles = np.flatnonzero(rows.counts == 1)
+        lengths = (rows.starts[singles] + 1).astype(np.int32)
+        return NumbaPlan(
+            torch.from_numpy(offsets[singles].astype(np.int64)),
+            torch.from_numpy(lengths),
+            torch.from_numpy(np.ascontiguousarray(rows.block_tables[singles], np.int32)),
+            int(lengths.max(initial=0)),
+            plan_prefills(rows, offsets, self.block_size),
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: NumbaPlan) -> Tensor:
+        output = self.launcher.empty(*q.shape)
+        if len(plan.tokens):
+            self._decode(q, cache, plan, output)
+        for row in plan.prefills:
+            part = slice(row.offset, row.offset + row.count)
+            output[part] = attend_prefill(q[part], k[part], v[part], cache, row)
+        return output
+
+    def _decode(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, output: Tensor) -> None:
+        _, num_heads, head_dim = q.shape
+        num_kv_heads = cache.k.shape[2]
+        group = num_heads // num_kv_heads
+        # Per thread and query head: the query, the output in the making, a score per position.
+        scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
+        scratch = self.launcher.scratch(scratch_size)
+        self.launcher.launch(
+            ATTEND,
+            output.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            plan.block_tables.data_ptr(),
+            plan.block_tables.shape[1],
+            plan.tokens.data_ptr(),
+            plan.lengths.data_ptr(),
+            scratch.data_ptr(),
+            len(plan.tokens),
+            plan.max_length,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            self.block_size,
+            float_bits(head_dim**-0.5),
+        )

@@ -1,0 +1,64 @@
+"""Ops: the work between attention calls, which a device may fuse or lay out as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.numba_launch import Launcher
+
+LinearFn = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class QKNormWeights:
+    """RMSNorm over every head of q and of k."""
+
+    q: Tensor  # [head_dim]
+    k: Tensor
+    eps: float
+
+
+class Ops(Protocol):
+    """`reference.py` says in plain torch what each one computes."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What runs the compiled CPU kernels and can record them, where there are any."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Return the lines of table [vocab_size, dim] that token_ids (int32) name."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x divided by its root mean square over the last dimension, times weight."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the RMSNorm of x + residual, and the sum; x and residual may be overwritten."""
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        """Normalise and turn the q and k heads of qkv in place; store k and v in the cache.
+
+        qkv is [tokens, q + k + v heads, dim]; rope [positions, 2, dim / 2] holds cosines and sines
+        in float32; the caches are [blocks, block_size, kv_heads, dim]; kv_slots counts in tokens.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up, where gate_up [tokens, 2 * size] holds them side by side."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+        """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it."""

@@ -1,0 +1,110 @@
+"""Ops on the CPU: compiled kernels, and torch's oneDNN for products with many rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels import numba_kernels as kernels
+from nanovllm.kernels.base import LinearFn, QKNormWeights
+from nanovllm.kernels.numba_launch import Launcher, float_bits
+
+MAX_LINEAR_ROWS = 16  # more than that and oneDNN's blocked product is faster
+
+
+class NumbaOps:
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._launch, self._empty = launcher.launch, launcher.empty
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        num_rows, dim = len(token_ids), table.shape[1]
+        out = self._empty(num_rows, dim)
+        addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
+        self._launch(kernels.EMBED, *addresses, num_rows, dim)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        num_rows, dim = x.shape
+        out = self._empty(num_rows, dim)
+        addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+        self._launch(kernels.NORM, *addresses, float_bits(eps), num_rows, dim)
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, dim = x.shape
+        addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+        self._launch(kernels.ADD_NORM, *addresses, float_bits(eps), num_rows, dim)
+        return x, residual
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        num_tokens, per_token, head_dim = qkv.shape
+        num_kv_heads = k_cache.shape[2]
+        self._launch(
+            kernels.ROPE_WRITE,
+            qkv.data_ptr(),
+            rope.data_ptr(),
+            0 if norm is None else norm.q.data_ptr(),
+            0 if norm is None else norm.k.data_ptr(),
+            0 if norm is None else float_bits(norm.eps),
+            positions.data_ptr(),
+            kv_slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            num_tokens,
+            per_token - 2 * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+        )
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._empty(num_rows, size)
+        self._launch(kernels.SILU_MUL, out.data_ptr(), gate_up.data_ptr(), num_rows, size)
+        return out
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+        weight = weight.contiguous()
+        run_many = pack_onednn(weight, bias) if has_room else pack_rows(weight, bias)
+        num_out, num_in = weight.shape
+        num_threads = self.launcher.num_threads
+        bias_address = 0 if bias is None else bias.data_ptr()
+
+        def run(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            if num_rows > MAX_LINEAR_ROWS:
+                return run_many(x)
+            x, y = x.contiguous(), self._empty(num_rows, num_out)
+            scratch_size = num_threads * (num_rows * num_in + kernels.TILE)
+            scratch = self.launcher.scratch(scratch_size)
+            addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
+            self._launch(kernels.LINEAR, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
+            return y
+
+        return run
+
+
+def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
+    """Store a copy in oneDNN's blocked layout, so that it is not rebuilt in every call."""
+    has_onednn = torch.backends.mkldnn.is_available()
+    if not (has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return pack_rows(weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    run = torch.ops.mkldnn._linear_pointwise
+    return lambda x: run(x, packed, bias, "none", [], "")
+
+
+def pack_rows(weight: Tensor, bias: Tensor | None) -> LinearFn:
+    return lambda x: F.linear(x, weight, bias)

@@ -1,0 +1,253 @@
+"""What numba lacks for the kernels: typed pointers, bfloat16, prefetch, vectors held in registers.
+
+After a change here also touch numba_kernels.py: numba's cache of machine code watches only that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import njit, types, uint16, uint32
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+# Sums may be reordered and fused, but NaN and infinity stay what they are.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+# Division by zero gives infinity: a check in a loop would keep it from becoming vector code.
+kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
+# For quotients that stay finite only in the order written.
+ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
+part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
+
+# Memory serves many requests at once, but a thread that reads straight on makes few: prefetchers
+# stop at every page. So each thread reads distant rows side by side and asks 2 KiB ahead in each.
+NUM_STREAMS = 4
+TILE_ROWS = 4  # rows of x that share what was read: 16 sums, which fit in registers
+TILE = NUM_STREAMS * TILE_ROWS
+LANES = 16
+LINE_BYTES = 64
+AHEAD_BYTES = 2048
+
+
+def load(pointer: Any, index: int) -> Any:
+    """Read an element as float32."""
+
+
+def store(pointer: Any, index: int, value: Any) -> None:
+    """Write a float32, rounded to the element type."""
+
+
+def round_to(value: Any, like: Any) -> Any:
+    """Round a float32 to the element type and back."""
+
+
+def itemsize(pointer: Any) -> Any:
+    """Bytes per element."""
+
+
+@overload(load, inline="always", strict=False)
+def _overload_load(pointer: Any, index: int) -> Any:
+    if pointer.dtype is types.uint16:
+        return lambda pointer, index: as_float(uint32(pointer[index]) << uint32(16))
+    return lambda pointer, index: pointer[index]
+
+
+@overload(store, inline="always", strict=False)
+def _overload_store(pointer: Any, index: int, value: Any) -> Any:
+    def store_bfloat16(pointer, index, value):  # type: ignore[no-untyped-def]
+        pointer[index] = uint16(_rounded_bits(value) >> uint32(16))
+
+    def store_float32(pointer, index, value):  # type: ignore[no-untyped-def]
+        pointer[index] = value
+
+    return store_bfloat16 if pointer.dtype is types.uint16 else store_float32
+
+
+@overload(round_to, inline="always", strict=False)
+def _overload_round(value: Any, like: Any) -> Any:
+    if like is types.uint16:
+        return lambda value, like: as_float(_rounded_bits(value) & uint32(0xFFFF0000))
+    return lambda value, like: value
+
+
+@overload(itemsize, inline="always", strict=False)
+def _overload_itemsize(pointer: Any) -> Any:
+    size = pointer.dtype.bitwidth // 8
+    return lambda pointer: size
+
+
+@part
+def _rounded_bits(value: Any) -> Any:
+    """The bits of a float32 after rounding its upper half to nearest, ties to even."""
+    bits = _as_bits(value)
+    return bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))
+
+
+@intrinsic
+def pointer_to(context: Any, address: Any, like: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(types.intp, like), generate
+
+
+@intrinsic
+def call(context: Any, address: Any) -> Any:
+    """Call the C function at an address, which takes nothing and returns an int or nothing."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(ir.IntType(32), [])
+        return builder.call(builder.inttoptr(args[0], function_type.as_pointer()), [])
+
+    return types.int32(types.int64), generate
+
+
+@intrinsic
+def as_float(context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def _as_bits(context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+# Loops do not reliably become vector code, so those that take most of the time are spelt out.
+
+
+def _tile(num_rows: int) -> Any:
+    """Make a product of NUM_STREAMS lines of a, `stride` apart, with num_rows lines of b.
+
+    It sets b[sums + row * NUM_STREAMS + stream]; the tail of a length that fills no whole cache
+    line is added by plain loops.
+    """
+
+    @part
+    def multiply(a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
+        per_line = LINE_BYTES // itemsize(a)
+        num_whole = count // per_line * per_line
+        multiply_lines(a, a_base, stride, b, b_base, b_stride, num_whole, sums)
+        for i in range(num_whole, count):
+            for row in range(num_rows):
+                for stream in range(NUM_STREAMS):
+                    product = load(a, a_base + stride * stream + i) * b[b_base + b_stride * row + i]
+                    b[sums + row * NUM_STREAMS + stream] += product
+
+    @intrinsic
+    def multiply_lines(context, a, a_base, stride, b, b_base, b_stride, count, sums):  # type: ignore[no-untyped-def]
+        i64 = types.int64
+        return types.void(a, i64, i64, b, i64, i64, i64, i64), generate
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, a_base, stride, b, b_base, b_stride, count, sums = args
+        i64 = count.type
+        itemsize = signature.args[0].dtype.bitwidth // 8
+        per_line, ahead = LINE_BYTES // itemsize, AHEAD_BYTES // itemsize
+        totals = [_zero_lanes(builder) for _ in range(num_rows * NUM_STREAMS)]
+        a_bases = [builder.add(a_base, builder.mul(stride, i64(s))) for s in range(NUM_STREAMS)]
+        b_bases = [builder.add(b_base, builder.mul(b_stride, i64(r))) for r in range(num_rows)]
+        with cgutils.for_range(builder, builder.sdiv(count, i64(per_line))) as loop:
+            offset = builder.mul(loop.index, i64(per_line))
+            for base in a_bases:
+                _prefetch(builder, a, builder.add(builder.add(base, offset), i64(ahead)))
+            for lane in range(0, per_line, LANES):
+                place = builder.add(offset, i64(lane))
+                rows = [_load_lanes(builder, b, builder.add(base, place)) for base in b_bases]
+                for stream, base in enumerate(a_bases):
+                    values = _load_lanes(builder, a, builder.add(base, place))
+                    for total, row in zip(totals[stream::NUM_STREAMS], rows, strict=True):
+                        _add_product(builder, total, values, row)
+        for i, total in enumerate(totals):
+            target = builder.gep(b, [builder.add(sums, i64(i))])
+            builder.store(_sum_lanes(builder, total), target)
+        return context.get_dummy_value()
+
+    return multiply
+
+
+dot_row = _tile(1)
+dot_tile = _tile(TILE_ROWS)
+
+
+@intrinsic
+def add_weighted_lanes(
+    context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
+) -> Any:
+    """_add_weighted for NUM_STREAMS * LANES elements, whose sums stay in registers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        b, sums, a, a_base, stride, weights, count = args
+        i64 = count.type
+        offsets = [i64(s * LANES) for s in range(NUM_STREAMS)]
+        totals = [_zero_lanes(builder) for _ in offsets]
+        with cgutils.for_range(builder, count) as loop:
+            weight = builder.load(builder.gep(b, [builder.add(weights, loop.index)]))
+            undefined = ir.Constant(ir.VectorType(ir.FloatType(), LANES), ir.Undefined)
+            first = builder.insert_element(undefined, weight, ir.IntType(32)(0))
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), None)
+            spread = builder.shuffle_vector(first, undefined, mask)
+            base = builder.add(a_base, builder.mul(stride, loop.index))
+            for total, offset in zip(totals, offsets, strict=True):
+                values = _load_lanes(builder, a, builder.add(base, offset))
+                _add_product(builder, total, values, spread)
+        for total, offset in zip(totals, offsets, strict=True):
+            index = builder.add(sums, offset)
+            before = _load_lanes(builder, b, index)
+            after = builder.fadd(before, builder.load(total))
+            lanes = ir.VectorType(ir.FloatType(), LANES).as_pointer()
+            builder.store(after, builder.bitcast(builder.gep(b, [index]), lanes), align=4)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(b, i64, a, i64, i64, i64, i64), generate
+
+
+def _zero_lanes(builder: Any) -> Any:
+    lanes = ir.VectorType(ir.FloatType(), LANES)
+    total = cgutils.alloca_once(builder, lanes)
+    builder.store(ir.Constant(lanes, None), total)
+    return total
+
+
+def _add_product(builder: Any, total: Any, a: Any, b: Any) -> None:
+    product = builder.fmul(a, b, flags=("contract",))
+    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+
+
+def _load_lanes(builder: Any, pointer: Any, index: Any) -> Any:
+    """LANES elements as float32."""
+    element = pointer.type.pointee
+    is_bfloat16 = isinstance(element, ir.IntType)
+    vector = ir.VectorType(element, LANES)
+    address = builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+    values = builder.load(address, align=2 if is_bfloat16 else 4)
+    if not is_bfloat16:
+        return values
+    words = ir.VectorType(ir.IntType(32), LANES)
+    bits = builder.shl(builder.zext(values, words), ir.Constant(words, [16] * LANES))
+    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), LANES))
+
+
+def _sum_lanes(builder: Any, total: Any) -> Any:
+    lanes, scalar = ir.VectorType(ir.FloatType(), LANES), ir.FloatType()
+    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+    function_type = ir.FunctionType(scalar, [scalar, lanes])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    zero = ir.Constant(scalar, 0.0)
+    return builder.call(function, [zero, builder.load(total)], fastmath=("reassoc",))
+
+
+def _prefetch(builder: Any, pointer: Any, index: Any) -> None:
+    byte_pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    address = builder.bitcast(builder.gep(pointer, [index]), byte_pointer)
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
+    name = "llvm.prefetch.p0"
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    builder.call(function, [address, i32(0), i32(3), i32(1)])  # for reading, into every cache

@@ -1,0 +1,67 @@
+"""Small decode steps on the CPU as one recorded program, with no Python between the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from nanovllm.attention.numba_paged import NumbaPlan
+from nanovllm.kernels.numba_launch import Launcher, Program
+from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
+from nanovllm.layers.build import ForwardBatch
+from nanovllm.models.decoder import DecoderModel
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    batch: ForwardBatch  # what the program reads
+    program: Program
+    logits: Tensor  # what it writes
+
+
+class RecordedForward:
+    """Replays decode steps whose products are all kernels of ours; the model runs the others."""
+
+    def __init__(self, model: DecoderModel, launcher: Launcher, max_model_len: int) -> None:
+        self.model = model
+        self.launcher = launcher
+        self.max_model_len = max_model_len
+        self._steps: dict[int, RecordedStep] = {}  # by number of rows
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        num_rows = len(batch.input_ids)
+        if batch.logits_index is not None or num_rows > MAX_LINEAR_ROWS:
+            return self.model(batch)
+        if num_rows not in self._steps:
+            self._steps[num_rows] = self._record(batch)
+        step = self._steps[num_rows]
+        _copy(batch, step.batch)
+        step.program.run()
+        return step.logits
+
+    def _record(self, batch: ForwardBatch) -> RecordedStep:
+        plan = batch.attention
+        static = replace(
+            batch,
+            input_ids=batch.input_ids.clone(),
+            positions=batch.positions.clone(),
+            kv_slots=batch.kv_slots.clone(),
+            attention=NumbaPlan(
+                plan.tokens.clone(),
+                plan.lengths.clone(),
+                plan.block_tables.clone(),
+                self.max_model_len,
+                [],
+            ),
+        )
+        program, logits = self.launcher.record(lambda: self.model(static))
+        return RecordedStep(static, program, logits)
+
+
+def _copy(source: ForwardBatch, target: ForwardBatch) -> None:
+    target.input_ids.copy_(source.input_ids)
+    target.positions.copy_(source.positions)
+    target.kv_slots.copy_(source.kv_slots)
+    target.attention.lengths.copy_(source.attention.lengths)
+    target.attention.block_tables.copy_(source.attention.block_tables)
