@@ -19,7 +19,7 @@ ORDER = """
     errors < validation < sampling_params, outputs < config
     < platforms, distributed < kernels < attention < layers < models
     < worker < executor < engine.core < engine.llm_engine, engine.async_engine
-    < llm < server < cli < __main__
+    < llm < server, bench < cli < __main__
 """
 LEAVES = ("errors", "validation", "sampling_params", "outputs", "config")
 # The scheduling files know counts and token ids only: the leaves and each other.

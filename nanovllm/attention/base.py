@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,9 +23,10 @@ class LayerCache:
 class BatchRows:
     """The rows of a step as host columns; row i runs counts[i] positions from starts[i]."""
 
-    starts: Any  # int32 numpy columns
-    counts: Any
-    block_tables: Any  # [rows, max_blocks] int32; entries past a row's last block are unspecified
+    slots: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int32]
+    block_table: Tensor  # [slots, max_blocks] int32 on the device; unspecified past a row's blocks
 
 
 class AttentionBackend(Protocol):

@@ -52,10 +52,11 @@ class CpuAttention:
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> CpuPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
+        tables = rows.block_table.numpy()
         singles = np.flatnonzero(rows.counts == 1)
         lengths = rows.starts[singles] + 1
         groups = [
-            self._decode_group(rows, offsets, singles[members], dtype)
+            self._decode_group(rows, tables, offsets, singles[members], dtype)
             for members in _group_by_length(lengths)
         ]
         return CpuPlan(groups, plan_prefills(rows, offsets, self.block_size))
@@ -72,11 +73,16 @@ class CpuAttention:
         return output
 
     def _decode_group(
-        self, rows: BatchRows, offsets: np.ndarray, members: np.ndarray, dtype: torch.dtype
+        self,
+        rows: BatchRows,
+        tables: np.ndarray,
+        offsets: np.ndarray,
+        members: np.ndarray,
+        dtype: torch.dtype,
     ) -> DecodeGroup:
         starts = rows.starts[members]
         width = int(starts.max()) // self.block_size + 1
-        block_ids = rows.block_tables[members, :width].astype(np.int64)
+        block_ids = tables[rows.slots[members], :width].astype(np.int64)
         block_ids[np.arange(width) > (starts // self.block_size)[:, None]] = 0
         is_hidden = np.arange(width * self.block_size) > starts[:, None]
         mask = torch.zeros(is_hidden.shape, dtype=dtype)
@@ -103,10 +109,11 @@ class CpuAttention:
 def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
     """Describe the rows of more than one token; `offsets` says where each begins in the batch."""
     prefills = []
+    tables = rows.block_table.numpy()
     for i in np.flatnonzero(rows.counts != 1).tolist():
         start, count = int(rows.starts[i]), int(rows.counts[i])
         num_blocks = -(-(start + count) // block_size)
-        block_ids = torch.from_numpy(rows.block_tables[i, :num_blocks].astype(np.int64))
+        block_ids = torch.from_numpy(tables[rows.slots[i], :num_blocks].astype(np.int64))
         prefills.append(PrefillRow(int(offsets[i]), count, start, block_ids))
     return prefills
 

@@ -35,7 +35,7 @@ class NumbaAttention:
         return NumbaPlan(
             torch.from_numpy(offsets[singles].astype(np.int64)),
             torch.from_numpy(lengths),
-            torch.from_numpy(np.ascontiguousarray(rows.block_tables[singles], np.int32)),
+            torch.from_numpy(rows.block_table.numpy()[rows.slots[singles]]),
             int(lengths.max(initial=0)),
             plan_prefills(rows, offsets, self.block_size),
         )

@@ -195,7 +195,7 @@ class LLMEngine:
                 )
             check_text("the prompt", prompt)
             token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt):
+        elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
             token_ids = prompt
         else:
             raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")

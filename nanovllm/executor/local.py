@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, StepPlan
+from nanovllm.executor.base import Pending
 from nanovllm.worker.worker import Worker
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A step whose tokens are here already."""
-
-    value: StepResult
-
-    def result(self) -> StepResult:
-        return self.value
 
 
 class LocalExecutor:
@@ -30,9 +19,9 @@ class LocalExecutor:
         assert self._worker is not None
         return self._worker.start()
 
-    def submit(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> Pending:
         assert self._worker is not None, "submit after close"
-        return Done(self._worker.run(plan))
+        return self._worker.run(plan)
 
     def close(self) -> None:
         self._worker = None

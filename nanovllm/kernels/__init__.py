@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def create_ops(platform: Platform, dtype: torch.dtype) -> Ops:
-    assert platform.name == "cpu"
+    if platform.name == "cuda":
+        from nanovllm.kernels.triton_ops import TritonOps
+
+        return TritonOps()
     if dtype not in (torch.float32, torch.bfloat16):
         return TorchOps()
     try:

@@ -15,12 +15,32 @@ LinearFn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class NormWeights:
+    """RMSNorm over the last dimension."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class QKNormWeights:
     """RMSNorm over every head of q and of k."""
 
     q: Tensor  # [head_dim]
     k: Tensor
     eps: float
+
+
+class PackedLinear(Protocol):
+    """A projection as the device runs it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Project x [tokens, in]."""
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        """Project the RMSNorm of x + residual; return that and the sum. May overwrite both."""
 
 
 class Ops(Protocol):
@@ -60,5 +80,10 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, where gate_up [tokens, 2 * size] holds them side by side."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
-        """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it."""
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+    ) -> PackedLinear:
+        """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
+
+        A gated one holds gate and up, and returns silu_mul of what they give.
+        """

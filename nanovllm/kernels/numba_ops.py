@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import numba_kernels as kernels
-from nanovllm.kernels.base import LinearFn, QKNormWeights
+from nanovllm.kernels.base import LinearFn, PackedLinear, QKNormWeights
+from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.numba_launch import Launcher, float_bits
 
 MAX_LINEAR_ROWS = 16  # more than that and oneDNN's blocked product is faster
@@ -75,7 +76,9 @@ class NumbaOps:
         self._launch(kernels.SILU_MUL, out.data_ptr(), gate_up.data_ptr(), num_rows, size)
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+    ) -> PackedLinear:
         weight = weight.contiguous()
         run_many = pack_onednn(weight, bias) if has_room else pack_rows(weight, bias)
         num_out, num_in = weight.shape
@@ -93,7 +96,7 @@ class NumbaOps:
             self._launch(kernels.LINEAR, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
             return y
 
-        return run
+        return ComposedLinear(self, run, is_gated)
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.base import LinearFn, QKNormWeights
+from nanovllm.kernels.base import PackedLinear, QKNormWeights
+from nanovllm.kernels.composed_linear import ComposedLinear
 
 
 class TorchOps:
@@ -50,8 +51,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
-        return lambda x: F.linear(x, weight, bias)
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+    ) -> PackedLinear:
+        return ComposedLinear(self, lambda x: F.linear(x, weight, bias), is_gated)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, ForwardBatch, Layer
-from nanovllm.layers.layernorm import QKNorm
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
 
 
@@ -25,11 +25,19 @@ class SelfAttention(Layer):
         self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias, build, "o_proj")
         self.qk_norm = qk_norm
 
-    def forward(self, x: Tensor, rope: Tensor, batch: ForwardBatch) -> Tensor:
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
+    def forward(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: Tensor,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor]:
+        qkv, residual = self.qkv_proj.after(norm, x, residual)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache = batch.caches[self.layer_index]
-        norm = None if self.qk_norm is None else self.qk_norm.weights
-        self.ops.rope_write(qkv, norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
+        qk_norm = None if self.qk_norm is None else self.qk_norm.weights
+        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         output = self.attention.attend(q, k, v, cache, batch.attention)
-        return self.o_proj(output.view(len(x), -1))
+        return self.o_proj(output.view(len(qkv), -1)), residual

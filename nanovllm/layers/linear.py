@@ -4,25 +4,42 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.kernels.base import LinearFn
+from nanovllm.kernels.base import PackedLinear
 from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.layernorm import RMSNorm
 
 
 class MergedLinear(Layer):
-    """Stack the outputs of `parts` (checkpoint name -> size): q, k, v or gate, up."""
+    """Stack the outputs of `parts` (checkpoint name -> size): q, k, v or gate, up.
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool, build: Build) -> None:
+    A gated one returns silu(gate) * up.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        bias: bool,
+        build: Build,
+        is_gated: bool = False,
+    ) -> None:
         super().__init__()
+        self.is_gated = is_gated
         self.parts = parts
         num_out = sum(parts.values())
         self.weight = build.parameter(num_out, in_features)
         self.bias = build.parameter(num_out) if bias else None
         self.ops = build.ops
-        self._run: LinearFn | None = None
+        self._packed: PackedLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self._run is not None, "forward before pack"
-        return self._run(x)
+        assert self._packed is not None, "forward before pack"
+        return self._packed(x)
+
+    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Project the norm of x + residual; return that and the sum as the next residual."""
+        assert self._packed is not None, "forward before pack"
+        return self._packed.after_norm(x, residual, norm.weights)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         parent = path.rpartition(".")[0]
@@ -37,7 +54,7 @@ class MergedLinear(Layer):
 
     def pack(self, has_room: bool) -> None:
         """Hand the loaded weight over to the device's layout, which keeps what it needs of it."""
-        self._run = self.ops.pack_linear(self.weight, self.bias, has_room)
+        self._packed = self.ops.pack_linear(self.weight, self.bias, self.is_gated, has_room)
         del self.weight
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
 
 
@@ -14,9 +15,9 @@ class GatedMLP(Layer):
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build)
-        self.ops = build.ops
+        self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build, is_gated=True)
         self.down_proj = Linear(size, config.hidden_size, bias, build, "down_proj")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
+    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, residual = self.gate_up_proj.after(norm, x, residual)
+        return self.down_proj(x), residual

@@ -31,10 +31,8 @@ class DecoderLayer(Layer):
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rope, batch)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch)
+        return self.mlp(self.post_attention_layernorm, x, residual)
 
 
 class DecoderBody(Layer):
@@ -49,15 +47,15 @@ class DecoderBody(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.rope = rope_table(config.head_dim, max_model_len, config.rope, build.device)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        x = self.embed_tokens(batch.input_ids)
-        residual = None
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return what the last layer adds and what it adds to, for the tokens with logits."""
+        x, residual = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, self.rope, batch)
-        if batch.logits_index is not None and residual is not None:
+        assert residual is not None, "a model without layers"
+        if batch.logits_index is not None:
             x, residual = x[batch.logits_index], residual[batch.logits_index]
-        x, _ = self.norm(x, residual)
-        return x
+        return x, residual
 
 
 class DecoderModel(Layer):
@@ -72,4 +70,5 @@ class DecoderModel(Layer):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build, tied)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        return self.lm_head(self.model(batch))
+        logits, _ = self.lm_head.after(self.model.norm, *self.model(batch))
+        return logits

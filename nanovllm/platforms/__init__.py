@@ -5,9 +5,14 @@ from __future__ import annotations
 from nanovllm.errors import ConfigError
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.platforms.cuda import CudaPlatform, has_cuda
 
 
-def create_platform(device: str) -> Platform:
-    if device not in ("auto", "cpu"):
-        raise ConfigError(f"device must be 'auto' or 'cpu', got {device!r}")
+def create_platform(device: str, gpu_memory_utilization: float = 0.9) -> Platform:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    if device != "cpu" and has_cuda():
+        return CudaPlatform(gpu_memory_utilization)
+    if device == "cuda":
+        raise ConfigError("device='cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
     return CpuPlatform()

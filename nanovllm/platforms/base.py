@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
+class PendingTokens(Protocol):
+    """Tokens on their way to the host."""
+
+    def result(self) -> np.ndarray:
+        """Wait for them."""
+
+
 class Platform(Protocol):
-    """Memory and what to do with it."""
+    """Memory and copies."""
 
     device: torch.device
     depth: int  # the pipeline depth that measured fastest
     name: str
+    num_processors: int  # that share a kernel's work
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Resolve dtype="auto" for a checkpoint stored as `checkpoint_dtype`."""
+
+    def profile(self, run: Callable[[], object]) -> None:
+        """Run the largest step there can be, if that is how the platform learns what steps need."""
 
     def cache_bytes(self, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may take, and log why."""
@@ -26,3 +39,9 @@ class Platform(Protocol):
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
         """Whether weights of `num_bytes` may be kept in two layouts."""
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """Return the array on the device, without waiting; it must not change afterwards."""
+
+    def fetch(self, tokens: Tensor) -> PendingTokens:
+        """Start the way of the tokens to the host."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,15 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class HostTokens:
+    tokens: Tensor
+
+    def result(self) -> np.ndarray:
+        array: np.ndarray = self.tokens.numpy()
+        return array
+
+
 class CpuPlatform:
     """Runs each step inside `submit`, so a pipeline deeper than 0 would only delay results."""
 
@@ -21,10 +32,16 @@ class CpuPlatform:
     depth = 0  # benchmarks/cpu_depth.py
     name = "cpu"
 
+    def __init__(self) -> None:
+        self.num_processors = torch.get_num_threads()
+
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         if checkpoint_dtype == "float32" or not has_fast_bf16():
             return torch.float32
         return torch.bfloat16
+
+    def profile(self, run: Callable[[], object]) -> None:
+        pass  # a step's activations are small beside the memory that is left free
 
     def cache_bytes(self, wanted: int) -> int:
         available = available_memory()
@@ -40,6 +57,12 @@ class CpuPlatform:
     def allocate_cache(self, num_bytes: int) -> Tensor:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
+
+    def fetch(self, tokens: Tensor) -> HostTokens:
+        return HostTokens(tokens)
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
         # By the memory there is, not by what is free: answers must not change between runs.

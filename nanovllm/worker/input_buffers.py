@@ -1,6 +1,8 @@
-"""Persistent tables by slot, so that a step's plan carries only what changed."""
+"""Persistent tables by slot on the device, so that a step's plan carries only what changed."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 import torch
@@ -9,33 +11,60 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.layers.sampler import SamplingColumns
+from nanovllm.platforms.base import Platform
+from nanovllm.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
 
+SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
+VARIANTS: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
+
 
 class InputBuffers:
-    """Tokens, block table and sampling parameters of every slot; plans update it in order."""
+    """Tokens, block table and sampling parameters of every slot; plans update it in order.
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    All tables are parts of one int32 tensor: an update is one list of places and one of values.
+    The line after the last slot belongs to the rows that pad a batch; its length stays 0.
+    """
+
+    def __init__(
+        self, platform: Platform, num_slots: int, max_model_len: int, block_size: int
+    ) -> None:
+        self.platform = platform
+        self.num_slots = num_slots
         self.block_size = block_size
+        num_lines = num_slots + 1
         max_blocks = -(-max_model_len // block_size)
-        self.tokens = np.zeros((num_slots, max_model_len), np.int32)
-        self.block_table = np.zeros((num_slots, max_blocks), np.int32)
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.int64)
+        sizes = (max_model_len, max_blocks, 1, 1, 1, 1, 1, 2)
+        ends = np.cumsum([0, *(num_lines * (size + size % 2) for size in sizes)]).tolist()
+        self._state = torch.zeros(ends[-1], dtype=torch.int32, device=platform.device)
+        self._places = ends
+        tables = [
+            self._state[begin:][: num_lines * size].view(num_lines, size)
+            for begin, size in zip(ends, sizes, strict=False)
+        ]
+        self.tokens, self.block_table = tables[:2]
+        self.lengths, self.top_k = tables[2].squeeze(1), tables[3].squeeze(1)
+        temperature, top_p, min_p = (table.view(torch.float32) for table in tables[4:7])
+        self.temperature, self.top_p, self.min_p = (
+            table.squeeze(1) for table in (temperature, top_p, min_p)
+        )
+        self.seed = tables[7].view(torch.int64).squeeze(1)
+        self._variants = np.zeros(num_slots, np.int8)  # on the host: index into VARIANTS
         self._min_len: dict[int, tuple[int, list[int]]] = {}  # slot -> no stop token before, which
 
     def update(self, plan: StepPlan) -> None:
         for slot in plan.released:
             self._min_len.pop(slot, None)
-        for row in plan.new_rows:
-            self._enter(row)
-        for update in plan.block_updates:
-            self.block_table[update.slot, update.index] = update.block_id
+        changes = [change for row in plan.new_rows for change in self._enter(row)]
+        if plan.block_updates:
+            updates = plan.block_updates
+            width = self.block_table.shape[1]
+            entries = [self._places[1] + u.slot * width + u.index for u in updates]
+            changes.append((np.array(entries), np.array([u.block_id for u in updates], np.int32)))
+        if changes:
+            places, values = (np.concatenate(column) for column in zip(*changes, strict=True))
+            self._state[self.platform.upload(places)] = self.platform.upload(values)
 
     def batch(
         self,
@@ -45,39 +74,29 @@ class InputBuffers:
         caches: list[LayerCache],
     ) -> ForwardBatch:
         ends = np.cumsum(plan.counts)
-        is_decode = bool((plan.counts == 1).all() and plan.num_logits.all())
         row_ids = np.repeat(np.arange(len(plan.slots)), plan.counts)
         positions = np.arange(len(row_ids)) + (plan.starts - (ends - plan.counts))[row_ids]
-        input_ids = self.tokens[plan.slots[row_ids], positions]
-        rows = BatchRows(plan.starts, plan.counts, self.block_table[plan.slots])
-        block_ids = rows.block_tables[row_ids, positions // self.block_size].astype(np.int64)
-        kv_slots = block_ids * self.block_size + positions % self.block_size
+        is_whole = len(ends) == len(row_ids) and plan.num_logits.all()
+        upload = self.platform.upload
+        token_slots = upload(plan.slots[row_ids].astype(np.int64))
+        token_positions = upload(positions)
+        block_ids = self.block_table[token_slots, token_positions // self.block_size].long()
         return ForwardBatch(
-            input_ids=torch.from_numpy(input_ids),
-            positions=torch.from_numpy(positions),
-            kv_slots=torch.from_numpy(kv_slots),
-            logits_index=None if is_decode else torch.from_numpy(ends[plan.num_logits > 0] - 1),
-            attention=attention.plan(rows, dtype),
+            input_ids=self.tokens[token_slots, token_positions],
+            positions=token_positions,
+            kv_slots=block_ids * self.block_size + token_positions % self.block_size,
+            logits_index=None if is_whole else upload(ends[plan.num_logits > 0] - 1),
+            attention=attention.plan(
+                BatchRows(plan.slots, plan.starts, plan.counts, self.block_table), dtype
+            ),
             caches=caches,
-        )
-
-    def sampling_columns(self, plan: StepPlan) -> SamplingColumns:
-        """The parameters of the rows that are sampled, and the positions they sample for."""
-        slots, positions = _sampled(plan)
-        return SamplingColumns(
-            temperature=torch.from_numpy(self.temperature[slots]),
-            top_k=torch.from_numpy(self.top_k[slots]),
-            top_p=torch.from_numpy(self.top_p[slots]),
-            min_p=torch.from_numpy(self.min_p[slots]),
-            seed=torch.from_numpy(self.seed[slots]),
-            position=torch.from_numpy(positions.astype(np.int64)),
         )
 
     def mask_stop_tokens(self, logits: Tensor, plan: StepPlan) -> None:
         """Rule out every stop token in rows that have not reached their min_tokens."""
         if not self._min_len:
             return
-        slots, positions = _sampled(plan)
+        slots, positions = sampled_rows(plan)
         for row, (slot, position) in enumerate(
             zip(slots.tolist(), positions.tolist(), strict=True)
         ):
@@ -85,27 +104,45 @@ class InputBuffers:
             if position < min_len:
                 logits[row, stop_token_ids] = -torch.inf
 
-    def append(self, plan: StepPlan, tokens: np.ndarray) -> None:
-        """Store the sampled tokens where the next step reads them."""
-        slots, positions = _sampled(plan)
-        self.tokens[slots, positions] = tokens
+    def sampling_variant(self, plan: StepPlan) -> SamplingVariant:
+        """The least general way of sampling that serves every sampled row."""
+        return VARIANTS[int(self._variants[plan.slots[plan.num_logits > 0]].max(initial=0))]
 
-    def _enter(self, row: NewRow) -> None:
+    def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Note a sequence's arrival; return what changes in the tables, as places and values."""
         slot, params = row.slot, row.params
-        self.tokens[slot, : len(row.token_ids)] = row.token_ids
-        self.block_table[slot, : len(row.block_ids)] = row.block_ids
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = min(params.top_k, INT32_MAX)  # more than any vocabulary: no limit
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.seed[slot] = row.seed
+        self._variants[slot] = VARIANTS.index(_variant(params))
         self._min_len.pop(slot, None)
         if params.min_tokens and row.stop_token_ids:
             min_len = row.num_prompt_tokens + params.min_tokens
             self._min_len[slot] = (min_len, sorted(row.stop_token_ids))
+        columns = (
+            np.asarray(row.token_ids, np.int32),
+            np.array(row.block_ids, np.int32),
+            np.array([len(row.token_ids)], np.int32),
+            np.array([min(params.top_k, INT32_MAX)], np.int32),  # 2**31 - 1: no limit
+            *(
+                np.array([value], np.float32).view(np.int32)
+                for value in (params.temperature, params.top_p, params.min_p)
+            ),
+            np.array([row.seed], np.int64).view(np.int32),
+        )
+        widths = (self.tokens.shape[1], self.block_table.shape[1], 1, 1, 1, 1, 1, 2)
+        return [
+            (begin + slot * width + np.arange(len(values)), values)
+            for begin, width, values in zip(self._places, widths, columns, strict=False)
+        ]
 
 
-def _sampled(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+def _variant(params: SamplingParams) -> SamplingVariant:
+    if params.temperature == 0:
+        return "greedy"
+    if params.top_k or params.top_p < 1:
+        return "full"
+    return "min_p" if params.min_p else "plain"
+
+
+def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Slots of the sampled rows, and the position of the token each one samples."""
     is_sampled = plan.num_logits > 0
     return plan.slots[is_sampled], (plan.starts + plan.counts)[is_sampled]

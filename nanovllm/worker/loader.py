@@ -55,8 +55,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 def fill_dummy_weights(model: nn.Module, seed: int) -> None:
     """Small random matrices and norms of one: shapes and speed of the real thing, no download."""
-    generator = torch.Generator().manual_seed(seed)
-    for slot in weight_slots(model).values():
+    slots = weight_slots(model).values()
+    generator = torch.Generator(next(iter(slots)).device).manual_seed(seed)
+    for slot in slots:
         if slot.dim() == 1:
             slot.fill_(1.0)
         else:

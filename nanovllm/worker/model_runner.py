@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, LayerCache
 from nanovllm.engine.step import StepPlan, StepResult
-from nanovllm.layers.build import ForwardBatch
-from nanovllm.layers.sampler import sample
+from nanovllm.platforms.base import PendingTokens, Platform
+from nanovllm.worker.forward import Forward, StepLogits
 from nanovllm.worker.input_buffers import InputBuffers
 
-Forward = Callable[[ForwardBatch], Tensor]
+Sampler = Callable[[StepLogits, StepPlan], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    tokens: PendingTokens
+
+    def result(self) -> StepResult:
+        return StepResult(self.tokens.result())
 
 
 class ModelRunner:
     def __init__(
-        self,
-        forward: Forward,
-        caches: list[LayerCache],
-        attention: AttentionBackend,
-        buffers: InputBuffers,
-        dtype: torch.dtype,
+        self, platform: Platform, buffers: InputBuffers, forward: Forward, sampler: Sampler
     ) -> None:
-        self.forward = forward
-        self.caches = caches
-        self.attention = attention
+        self.platform = platform
         self.buffers = buffers
-        self.dtype = dtype
+        self.forward = forward
+        self.sampler = sampler
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Queue a step; the tables already hold what the next one will read."""
         self.buffers.update(plan)
-        batch = self.buffers.batch(plan, self.attention, self.dtype, self.caches)
-        logits = self.forward(batch)
-        if not len(logits):
-            return StepResult(np.empty(0, np.int32))
-        self.buffers.mask_stop_tokens(logits, plan)
-        tokens = sample(logits, self.buffers.sampling_columns(plan)).to(torch.int32).numpy()
-        self.buffers.append(plan, tokens)
-        return StepResult(tokens)
+        logits = self.forward(plan)
+        self.buffers.mask_stop_tokens(logits.values, plan)
+        return PendingStep(self.platform.fetch(self.sampler(logits, plan)))

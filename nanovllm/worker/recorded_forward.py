@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nanovllm.attention.numba_paged import NumbaPlan
-from nanovllm.kernels.numba_launch import Launcher, Program
+from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.numba_launch import Launcher
 from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.models.decoder import DecoderModel
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     batch: ForwardBatch  # what the program reads
-    program: Program
+    replay: Callable[[], None]
     logits: Tensor  # what it writes
 
 
 class RecordedForward:
     """Replays decode steps whose products are all kernels of ours; the model runs the others."""
 
-    def __init__(self, model: DecoderModel, launcher: Launcher, max_model_len: int) -> None:
-        self.model = model
+    def __init__(self, eager: EagerForward, launcher: Launcher, max_model_len: int) -> None:
+        self.eager = eager
         self.launcher = launcher
         self.max_model_len = max_model_len
         self._steps: dict[int, RecordedStep] = {}  # by number of rows
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        num_rows = len(batch.input_ids)
-        if batch.logits_index is not None or num_rows > MAX_LINEAR_ROWS:
-            return self.model(batch)
+    def __call__(self, plan: StepPlan) -> StepLogits:
+        num_rows = len(plan.slots)
+        if num_rows > MAX_LINEAR_ROWS or not is_decode(plan):
+            return self.eager(plan)
+        eager = self.eager
+        batch = eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
         if num_rows not in self._steps:
             self._steps[num_rows] = self._record(batch)
         step = self._steps[num_rows]
         _copy(batch, step.batch)
-        step.program.run()
-        return step.logits
+        step.replay()
+        return eager.step_logits(step.logits, plan)
 
     def _record(self, batch: ForwardBatch) -> RecordedStep:
         plan = batch.attention
@@ -55,8 +59,8 @@ class RecordedForward:
                 [],
             ),
         )
-        program, logits = self.launcher.record(lambda: self.model(static))
-        return RecordedStep(static, program, logits)
+        program, logits = self.launcher.record(lambda: self.eager.model(static))
+        return RecordedStep(static, program.run, logits)
 
 
 def _copy(source: ForwardBatch, target: ForwardBatch) -> None:

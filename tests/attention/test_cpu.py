@@ -104,7 +104,7 @@ class Case:
         slots = [
             table[position // block_size] * block_size + position % block_size
             for start, count, table in zip(
-                self.rows.starts, self.rows.counts, self.rows.block_tables, strict=True
+                self.rows.starts, self.rows.counts, self.rows.block_table.numpy(), strict=True
             )
             for position in range(start, start + count)
         ]
@@ -126,6 +126,12 @@ class Case:
                 outputs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
             offset += count
         return torch.stack(outputs)
+
+
+def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:
+    """Rows whose slots are the lines of `tables`, in order."""
+    slots = np.arange(len(starts), dtype=np.int32)
+    return BatchRows(slots, starts, counts, torch.from_numpy(np.ascontiguousarray(tables)))
 
 
 def make_case(
@@ -163,7 +169,7 @@ def make_case(
         new = slice(offset, offset + count)
         histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
         first, offset = first + widths[row], offset + count
-    return Case(BatchRows(starts, counts, tables), cache, qkv, histories)
+    return Case(batch_rows(starts, counts, tables), cache, qkv, histories)
 
 
 def assert_equals_reference(case: Case, make_backend: MakeBackend) -> None:
@@ -244,8 +250,8 @@ def test_a_row_does_not_depend_on_its_neighbours(make_backend: MakeBackend) -> N
     together, offset = case.run(backend), 0
     for row, (_, count) in enumerate(mix):
         part = slice(offset, offset + count)
-        table = case.rows.block_tables[row : row + 1]
-        rows = BatchRows(case.rows.starts[row : row + 1], case.rows.counts[row : row + 1], table)
+        table = case.rows.block_table.numpy()[row : row + 1]
+        rows = batch_rows(case.rows.starts[row : row + 1], case.rows.counts[row : row + 1], table)
         alone = Case(rows, case.cache, case.qkv[part], [])
         torch.testing.assert_close(alone.run(backend), together[part])
         offset += count
@@ -261,7 +267,7 @@ def test_chunks_equal_the_whole(make_backend: MakeBackend) -> None:
         for size in sizes:
             part = slice(start, start + size)
             column = np.array([start], np.int32), np.array([size], np.int32)
-            rows = BatchRows(*column, whole.rows.block_tables)
+            rows = batch_rows(*column, whole.rows.block_table.numpy())
             outputs.append(Case(rows, cache, whole.qkv[part], []).run(backend))
             start += size
         torch.testing.assert_close(torch.cat(outputs), want)
@@ -271,9 +277,9 @@ def test_rows_may_share_blocks_written_in_the_same_step(make_backend: MakeBacken
     """The second row's prefix is what the first row writes: its start lies in shared blocks."""
     writer = make_case([(0, 40)])
     qkv = torch.cat((writer.qkv, writer.qkv[32:]))
-    table = np.concatenate([writer.rows.block_tables] * 2)
+    table = np.concatenate([writer.rows.block_table.numpy()] * 2)
     table[1, 2] = next(i for i in range(1, len(writer.cache.k)) if i not in table[0, :3])
-    rows = BatchRows(np.array([0, 32], np.int32), np.array([40, 8], np.int32), table)
+    rows = batch_rows(np.array([0, 32], np.int32), np.array([40, 8], np.int32), table)
     output = Case(rows, writer.cache, qkv, []).run(make_backend(16, torch.float32))
     torch.testing.assert_close(output[40:], output[32:40])
     torch.testing.assert_close(output[:40].double(), writer.reference(), rtol=2e-5, atol=2e-5)
@@ -293,7 +299,9 @@ def test_blocks_of_no_row_are_never_read(make_backend: MakeBackend, mix: str) ->
     """Not even as zero times what they hold. Block 0 and the rows' own tails serve as padding."""
     case = make_case(MIXES[mix])
     used = {0}
-    for row, end in zip(case.rows.block_tables, case.rows.starts + case.rows.counts, strict=True):
+    for row, end in zip(
+        case.rows.block_table.numpy(), case.rows.starts + case.rows.counts, strict=True
+    ):
         used |= set(row[: -(-int(end) // 16)].tolist())
     for block_id in set(range(len(case.cache.k))) - used:
         case.cache.k[block_id] = case.cache.v[block_id] = math.nan
@@ -301,7 +309,7 @@ def test_blocks_of_no_row_are_never_read(make_backend: MakeBackend, mix: str) ->
 
 
 def healthy_row(length: int, block_ids: list[int]) -> BatchRows:
-    return BatchRows(
+    return batch_rows(
         np.array([0], np.int32), np.array([length], np.int32), np.array([block_ids], np.int32)
     )
 
@@ -321,7 +329,7 @@ def test_a_broken_sequence_does_not_break_others(make_backend: MakeBackend, plac
     Case(healthy_row(40, block_ids), cache, case.qkv[:40], []).run(backend)
     long, short = (40, block_ids), (0, [6, 0, 0])  # the short row is padded to the long one's width
     starts, tables = zip(*([long, short] if place == "padding" else [long]), strict=True)
-    rows = BatchRows(
+    rows = batch_rows(
         np.array(starts, np.int32), np.ones(len(starts), np.int32), np.array(tables, np.int32)
     )
     qkv = torch.cat((case.qkv[40:], case.qkv[:1]))[: len(starts)]
@@ -339,7 +347,7 @@ def test_a_stale_tail_does_not_break_a_chunk(
     backend, case = make_backend(16, dtype), make_case([(20, 5)], dtype=dtype)
     filler = make_case([(0, 32)], dtype=dtype)
     filler.qkv.fill_(value)
-    block_ids = case.rows.block_tables[0, :2].tolist()
+    block_ids = case.rows.block_table.numpy()[0, :2].tolist()
     past = LayerCache(case.cache.k.clone(), case.cache.v.clone())
     Case(healthy_row(32, block_ids), case.cache, filler.qkv, []).run(backend)
     for cached, old in ((case.cache.k, past.k), (case.cache.v, past.v)):

@@ -41,7 +41,17 @@ def test_version() -> None:
     assert (result.returncode, result.stdout) == (0, f"nanovllm {__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["generate", "-h"], ["chat", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["generate", "-h"],
+        ["chat", "--help"],
+        ["bench", "-h"],
+        ["bench", "latency", "-h"],
+    ],
+)
 def test_help_teaches_without_loading_torch(arguments: list[str]) -> None:
     script = """
 import sys
@@ -56,8 +66,9 @@ main(sys.argv[1:])
 
 
 def test_every_option_states_its_default() -> None:
-    for command in ("generate", "chat"):
-        for paragraph in nanovllm(command, "--help").stdout.split("\n  --")[1:]:
+    names = ("throughput", "latency", "prefill", "prefix")
+    for command in ("generate", "chat", *(f"bench {name}" for name in names)):
+        for paragraph in nanovllm(*command.split(), "--help").stdout.split("\n  --")[1:]:
             name, text = paragraph.split(maxsplit=1)
             is_input = name in ("file", "json")
             assert is_input or "(default:" in text, f"{command} --{name}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import RopeConfig
-from nanovllm.kernels.base import LinearFn, QKNormWeights
+from nanovllm.kernels.base import PackedLinear, QKNormWeights
 from nanovllm.kernels.numba_launch import Launcher
 from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.reference import TorchOps
@@ -69,7 +69,7 @@ def test_linear_of_integers_is_exact(shape: tuple[int, int], dtype: torch.dtype)
     weight = make_integers(*shape, dtype=dtype)
     for bias in (None, make_integers(shape[0], dtype=dtype, seed=1)):
         for has_room in (True, False):
-            linear = ops.pack_linear(weight.clone(), bias, has_room)
+            linear = ops.pack_linear(weight.clone(), bias, False, has_room)
             for num_rows in NUM_ROWS:
                 x = make_integers(num_rows, shape[1], dtype=dtype, seed=num_rows)
                 want = exact_linear(x, weight, bias).to(dtype)
@@ -85,7 +85,7 @@ def test_linear_is_as_close_as_float32_sums(
 ) -> None:
     weight = make(*shape, dtype=dtype)
     bias = make(shape[0], dtype=dtype, seed=1) if has_bias else None
-    linear = make_ops(dtype).pack_linear(weight.clone(), bias, has_room)
+    linear = make_ops(dtype).pack_linear(weight.clone(), bias, False, has_room)
     for num_rows in NUM_ROWS:
         x = make(num_rows, shape[1], dtype=dtype, seed=num_rows)
         got, want = linear(x), exact_linear(x, weight, bias)
@@ -103,7 +103,7 @@ def test_linear_takes_views_and_strided_inputs(has_room: bool, dtype: torch.dtyp
     bias = make_integers(128, dtype=dtype, seed=1)[32:96]
     wide = make_integers(40, 96, dtype=dtype, seed=2)
     for weight in (rows[16:80], columns.t()[16:80], make_integers(64, 60, dtype=dtype)[:, 5:53]):
-        linear = make_ops(dtype).pack_linear(weight, bias, has_room)
+        linear = make_ops(dtype).pack_linear(weight, bias, False, has_room)
         for num_rows in (1, 6, 40):
             for x in (wide[:num_rows, 24:72], wide.t()[:48, :num_rows].t()):
                 want = exact_linear(x, weight, bias).to(dtype)
@@ -117,8 +117,8 @@ def test_linear_keeps_the_weight_and_leaves_it_as_it_was(
 ) -> None:
     weight, bias = make_integers(96, 64, dtype=dtype), make_integers(96, dtype=dtype, seed=1)
     kept = weight.clone(), bias.clone()
-    shared = make_ops(dtype).pack_linear(weight, bias, has_room)
-    alone = make_ops(dtype).pack_linear(weight.clone(), bias.clone(), has_room)
+    shared = make_ops(dtype).pack_linear(weight, bias, False, has_room)
+    alone = make_ops(dtype).pack_linear(weight.clone(), bias.clone(), False, has_room)
     gc.collect()
     junk = [torch.full_like(weight, math.nan) for _ in range(8)]  # takes memory that was freed
     for num_rows in (1, 16, 33):
@@ -276,7 +276,7 @@ def silu_mul_rows(ops: NumbaOps, x: Tensor) -> Tensor:
 
 
 def linear_rows(ops: NumbaOps, x: Tensor) -> Tensor:
-    return ops.pack_linear(make(37, x.shape[1], dtype=x.dtype, seed=1), None, True)(x)
+    return ops.pack_linear(make(37, x.shape[1], dtype=x.dtype, seed=1), None, False, True)(x)
 
 
 @DTYPES
@@ -319,7 +319,7 @@ def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> Non
 def test_products_do_not_depend_on_the_row_they_stand_in() -> None:
     """A row alone, in a tile of four or left over from one gives the same bits."""
     weight, x = make(64, 96, dtype=torch.float32), make(1, 96, dtype=torch.float32, seed=1)
-    linear: LinearFn = make_ops(torch.float32).pack_linear(weight, None, True)
+    linear: PackedLinear = make_ops(torch.float32).pack_linear(weight, None, False, True)
     alone = linear(x)
     for num_rows in range(2, MAX_LINEAR_ROWS + 1):
         assert torch.equal(linear(x.expand(num_rows, -1)), alone.expand(num_rows, -1))

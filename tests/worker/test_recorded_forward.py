@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
-from nanovllm.layers.build import ForwardBatch
-from nanovllm.models.decoder import DecoderModel
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.recorded_forward import RecordedForward
 from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint
@@ -70,12 +69,13 @@ class BothWays:
         self.recorded = recorded
         self.num_rows: list[int] = []  # of the steps replayed
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        want = self.recorded.model(batch)
-        got = self.recorded(batch)
-        assert torch.equal(got, want)
-        if batch.logits_index is None and len(batch.input_ids) <= MAX_LINEAR_ROWS:
-            self.num_rows.append(len(got))
+    def __call__(self, plan: StepPlan) -> StepLogits:
+        want = self.recorded.eager(plan)
+        got = self.recorded(plan)
+        assert torch.equal(got.values, want.values)
+        assert torch.equal(got.slots, want.slots)
+        if is_decode(plan) and len(plan.slots) <= MAX_LINEAR_ROWS:
+            self.num_rows.append(len(got.values))
         return got
 
 
@@ -116,7 +116,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
 def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, depth: int) -> None:
     for dtype in ("float32", "bfloat16"):
         tokens = []
-        for enforce_eager, kind in ((False, RecordedForward), (True, DecoderModel)):
+        for enforce_eager, kind in ((False, RecordedForward), (True, EagerForward)):
             options = {"dtype": dtype, "depth": depth, "enforce_eager": enforce_eager}
             with make_llm(tiny(variant).path, **options) as llm:
                 assert isinstance(runner_of(llm).forward, kind)
@@ -168,6 +168,7 @@ def test_without_numba_tokens_are_the_same(tiny: Tiny, wanted: list[list[list[in
 import json, sys
 sys.modules["numba"] = sys.modules["llvmlite"] = None
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.step import StepPlan
 paths, prompts, lengths = json.load(sys.stdin)
 params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
 answers = []

@@ -1,0 +1,162 @@
+"""What the GPU does in a steady decode step: how long it is busy, with what, and when it waits.
+
+    python -m benchmarks.trace --batch 64 --out trace.json
+
+Open the trace at https://ui.perfetto.dev. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanovllm.bench.commands import open_llm
+from nanovllm.bench.options import add_engine_options, at_least
+from nanovllm.bench.runner import add_workload, check_fits
+from nanovllm.bench.workloads import uniform
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.cli.options import dashed
+from nanovllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+NUM_WARM_UP = 20
+NUM_SHOWN = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Something the GPU did; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Times in microseconds, over the whole window."""
+
+    window: float  # from the first activity to the end of the last
+    busy: float  # at least one activity runs
+    gaps: dict[str, float]  # by the activity that ended them
+    kernels: dict[str, list[float]]  # durations by name
+
+
+def main() -> int:
+    args = parse_args()
+    if not torch.cuda.is_available():
+        raise ConfigError("the trace is of a GPU, and this machine has no CUDA device")
+    with open_llm(args) as llm:
+        num_steps = 2 * args.steps + NUM_WARM_UP
+        vocab_size = llm.engine.model_config.vocab_size
+        workload = uniform(vocab_size, args.batch, args.prompt_len, num_steps + 10)
+        check_fits(llm, workload)
+        add_workload(llm, workload, "trace")
+        start_decoding(llm, workload.num_prompt_tokens)
+        bare = time_steps(llm, args.steps)
+        activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * args.host
+        with profile(activities=activities) as profiler:
+            profiled = time_steps(llm, args.steps)
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(args.out)
+    print(f"batch {args.batch}, {args.steps} steps: {bare:.3f} ms a step", end="")
+    print(f", {profiled:.3f} under the profiler; trace in {args.out}")
+    print(report(summarise(read_activities(args.out)), args.steps))
+    return 0
+
+
+def start_decoding(llm: LLM, num_prompt_tokens: int) -> None:
+    """Step until every prompt has its first token, and some more."""
+    while num_prompt_tokens > 0:
+        num_prompt_tokens -= llm.step().num_prefill_tokens
+    for _ in range(NUM_WARM_UP):
+        llm.step()
+
+
+def time_steps(llm: LLM, num_steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        llm.step()
+    return 1000 * (time.perf_counter() - start) / num_steps
+
+
+def read_activities(path: str) -> list[Activity]:
+    events: list[dict[str, Any]] = json.loads(Path(path).read_text())["traceEvents"]
+    return [
+        Activity(event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in GPU_CATEGORIES
+    ]
+
+
+def summarise(activities: Iterable[Activity]) -> Summary:
+    """Add up what ran and the gaps between; activities that overlap count once as busy."""
+    ordered = sorted(activities, key=lambda activity: activity.start)
+    if not ordered:
+        raise ConfigError("the profiler saw no GPU activity; is another profiler attached?")
+    gaps: dict[str, float] = defaultdict(float)
+    kernels: dict[str, list[float]] = defaultdict(list)
+    end = ordered[0].start
+    for activity in ordered:
+        if activity.start > end:
+            gaps[activity.name] += activity.start - end
+        kernels[activity.name].append(activity.end - activity.start)
+        end = max(end, activity.end)
+    window = end - ordered[0].start
+    return Summary(window, window - sum(gaps.values()), dict(gaps), dict(kernels))
+
+
+def report(summary: Summary, num_steps: int) -> str:
+    """A table of what takes the time of one step, as shares of the step."""
+    num_kernels = sum(map(len, summary.kernels.values()))
+    gap = summary.window - summary.busy
+    lines = [
+        f"{'us/step':>10} {'share':>6} {'calls/step':>10}",
+        _line(summary.busy, summary, num_steps, num_kernels, "GPU busy"),
+        _line(gap, summary, num_steps, None, "gaps between activities"),
+    ]
+    for name, total in _largest(summary.gaps, 5):
+        lines.append(_line(total, summary, num_steps, None, f"  before {name}"))
+    lines.append("activities by time:")
+    for name, total in _largest({name: sum(t) for name, t in summary.kernels.items()}, NUM_SHOWN):
+        lines.append(_line(total, summary, num_steps, len(summary.kernels[name]), name))
+    return "\n".join(lines)
+
+
+def _largest(totals: dict[str, float], count: int) -> list[tuple[str, float]]:
+    return sorted(totals.items(), key=lambda item: -item[1])[:count]
+
+
+def _line(total: float, summary: Summary, num_steps: int, calls: int | None, name: str) -> str:
+    count = "" if calls is None else f"{calls / num_steps:.1f}"
+    share = total / summary.window
+    return f"{total / num_steps:>10.1f} {share:>6.1%} {count:>10}  {name[:90]}"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--batch", type=at_least(1), default=64, help="prompts (default: %(default)s)")
+    add("--prompt-len", type=at_least(1), default=128, help="tokens (default: %(default)s)")
+    add("--steps", type=at_least(1), default=50, help="to record (default: %(default)s)")
+    add("--out", default="trace.json", help="the trace to write (default: %(default)s)")
+    add("--host", action="store_true", help="record torch's operators too, which slows the host")
+    add_engine_options(parser)
+    return parser.parse_args(dashed(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

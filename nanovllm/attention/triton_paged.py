@@ -1,0 +1,129 @@
+"""Attention on CUDA: Triton kernels straight over the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.kernels.paged_attention import (
+    choose_splits,
+    paged_decode,
+    paged_prefill,
+    partial_size,
+)
+from nanovllm.platforms.base import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one token; their tables are lines `slots` of the block table."""
+
+    slots: Tensor
+    context_lens: Tensor
+    query_index: Tensor | None  # their tokens in the batch; None: row i is token i
+    order: Tensor | None  # to start them in; None: as they come
+    max_context: int  # an upper bound, known to the host
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    slots: Tensor
+    query_starts: Tensor
+    query_lens: Tensor
+    context_lens: Tensor
+    max_query_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    block_table: Tensor
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+
+
+class TritonAttention:
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+
+    def plan(self, rows: BatchRows, dtype: torch.dtype) -> TritonPlan:
+        """Split the rows by kind and send their columns in one copy."""
+        starts = np.cumsum(rows.counts) - rows.counts
+        ends = rows.starts + rows.counts
+        columns = np.stack((rows.slots, starts, rows.counts, ends)).astype(np.int32)
+        is_single = rows.counts == 1
+        num_single = int(is_single.sum())
+        order = np.argsort(~is_single, kind="stable")
+        sent = self.platform.upload(columns[:, order])
+        slots, query_starts, query_lens, context_lens = sent
+        decode = prefill = None
+        if num_single:
+            decode = DecodeRows(
+                slots[:num_single],
+                context_lens[:num_single],
+                query_starts[:num_single],
+                None,
+                int(ends[is_single].max()),
+            )
+        if num_single < len(rows.slots):
+            prefill = PrefillRows(
+                slots[num_single:],
+                query_starts[num_single:],
+                query_lens[num_single:],
+                context_lens[num_single:],
+                int(rows.counts.max()),
+            )
+        return TritonPlan(rows.block_table, decode, prefill)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: TritonPlan
+    ) -> Tensor:
+        out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+        if plan.decode is not None:
+            self._decode(q, cache, plan.block_table, plan.decode, out)
+        if plan.prefill is not None:
+            rows = plan.prefill
+            paged_prefill(
+                q,
+                cache.k,
+                cache.v,
+                plan.block_table,
+                rows.slots,
+                rows.query_starts,
+                rows.query_lens,
+                rows.context_lens,
+                rows.max_query_len,
+                out,
+                q.shape[-1] ** -0.5,
+                None,
+            )
+        return out
+
+    def _decode(
+        self, q: Tensor, cache: LayerCache, block_table: Tensor, rows: DecodeRows, out: Tensor
+    ) -> None:
+        num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
+        _, num_heads, head_dim = q.shape
+        num_splits = choose_splits(
+            num_rows, num_kv_heads, rows.max_context, self.platform.num_processors
+        )
+        size = partial_size(num_rows, num_heads, head_dim, num_splits)
+        partial = torch.empty(size, device=q.device, dtype=torch.float32)
+        paged_decode(
+            q,
+            cache.k,
+            cache.v,
+            block_table,
+            rows.slots,
+            rows.context_lens,
+            rows.query_index,
+            out,
+            head_dim**-0.5,
+            None,
+            num_splits,
+            partial,
+            rows.order,
+        )

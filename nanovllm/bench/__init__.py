@@ -1,0 +1,1 @@
+"""Measure the engine: fixed workloads, random weights in real shapes, and the physical floor."""

@@ -1,0 +1,86 @@
+"""The physical floor: bytes and operations that a workload cannot do without, at a device's rates.
+
+Only matrices, KV and attention are counted: whatever an engine does, it cannot be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanovllm.bench.workloads import Workload
+from nanovllm.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device sustains. The defaults are an H200's: a device copy, a bf16 8192^3 product."""
+
+    bytes_per_second: float = 4.28e12
+    flops_per_second: float = 788e12
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second / 1e12:g} TB/s, {self.flops_per_second / 1e12:g} TFLOP/s"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a model costs per token or per step, counted from its config."""
+
+    layer_weights: int  # elements of all layers' matrices: every token meets each once
+    head_weights: int  # of the LM head: only tokens that are sampled from meet it
+    kv_bytes: int  # of one token, all layers
+    attention_flops: int  # of one token attending to one token, all layers and heads
+    itemsize: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read in every step; of an input embedding that is not also the head, a few rows are."""
+        return (self.layer_weights + self.head_weights) * self.itemsize
+
+
+def model_cost(config: ModelConfig, itemsize: int) -> ModelCost:
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return ModelCost(
+        layer_weights=config.num_layers * (attention + mlp),
+        head_weights=config.vocab_size * config.hidden_size,
+        kv_bytes=config.num_layers * 2 * kv_size * itemsize,
+        attention_flops=config.num_layers * 4 * q_size,
+        itemsize=itemsize,
+    )
+
+
+def step_floor(
+    cost: ModelCost, rates: Rates, num_tokens: int, num_sampled: int, num_kv: int, num_pairs: int
+) -> float:
+    """Seconds of a step: products, then attention, each bound by memory or by arithmetic."""
+    product_flops = 2 * (cost.layer_weights * num_tokens + cost.head_weights * num_sampled)
+    return max(
+        cost.weight_bytes / rates.bytes_per_second, product_flops / rates.flops_per_second
+    ) + max(
+        cost.kv_bytes * num_kv / rates.bytes_per_second,
+        cost.attention_flops * num_pairs / rates.flops_per_second,
+    )
+
+
+def prefill_floor(
+    cost: ModelCost, rates: Rates, prompt_lens: Sequence[int], num_cached: int = 0
+) -> float:
+    """Seconds until every prompt has its first token; `num_cached` tokens of each are known."""
+    num_tokens = sum(length - num_cached for length in prompt_lens)
+    pairs = sum(n * (n + 1) // 2 - num_cached * (num_cached + 1) // 2 for n in prompt_lens)
+    return step_floor(cost, rates, num_tokens, len(prompt_lens), sum(prompt_lens), pairs)
+
+
+def decode_floor(cost: ModelCost, rates: Rates, workload: Workload) -> float:
+    """Seconds from the first token of all to the end, when all prompts run together."""
+    rows = list(zip(workload.prompt_lens, workload.max_tokens, strict=True))
+    seconds = 0.0
+    for step in range(1, max(workload.max_tokens)):
+        contexts = [length + step for length, max_tokens in rows if max_tokens > step]
+        num_rows, num_kv = len(contexts), sum(contexts)
+        seconds += step_floor(cost, rates, num_rows, num_rows, num_kv, num_kv)
+    return seconds

@@ -1,0 +1,85 @@
+"""Results: a line to read, and a line of JSON to keep."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nanovllm.bench.floors import Rates
+from nanovllm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a number is worth nothing without."""
+
+    model: str
+    device: str
+    dtype: str
+    rates: Rates | None  # None: no floor is known
+    enforce_eager: bool = False
+
+    def heading(self) -> str:
+        versions = ", ".join(f"{name} {release}" for name, release in installed().items())
+        rows = {
+            "model": f"{self.model}, random weights, {self.dtype}",
+            "device": f"{self.device}, {versions}{', eager' if self.enforce_eager else ''}",
+            "floor": f"at {self.rates}" if self.rates else "not known: see --bandwidth, --tflops",
+        }
+        return "\n".join(f"{name:<14}{value}" for name, value in rows.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    case: str  # what was measured: "nano", "bs64", "prefill", ...
+    unit: str  # "tok/s": more is better; "ms" or "ms/step": less is
+    runs: list[float]
+    floor: float | None
+    first_token_ms: float
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.runs)
+
+    def line(self) -> str:
+        parts = [f"{self.case:<14}{number(self.value):>9} {self.unit:<8}"]
+        if self.floor is not None:
+            share = self.value / self.floor
+            share = share if self.unit == "tok/s" else 1 / share
+            parts.append(f"floor {number(self.floor):>7} ({share:.0%} of what is possible)")
+        parts.append(f"runs {' '.join(map(number, self.runs))}")
+        if self.unit != "ms":
+            parts.append(f"first token after {number(self.first_token_ms)} ms")
+        return "   ".join(parts)
+
+
+def json_line(setup: Setup, result: Result) -> str:
+    record = {**asdict(result), "value": result.value, **asdict(setup), "versions": installed()}
+    return json.dumps(record) + "\n"
+
+
+def append(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write results to {path}: {error.strerror}") from error
+
+
+def number(value: float) -> str:
+    """Three digits or more: 0.453, 12.3, 31,821."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def installed() -> dict[str, str]:
+    versions = {}
+    for name in ("torch", "triton"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # triton is optional
+            continue
+    return versions

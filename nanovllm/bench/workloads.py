@@ -1,0 +1,61 @@
+"""What is asked of the engine: random token ids, the same ones on every run and machine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+MIN_LEN = 100
+LAST_ID = 10000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    prompts: list[list[int]]
+    max_tokens: list[int]  # per prompt; the end-of-sequence token does not end an answer
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prompt_lens)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(self.max_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and answer."""
+        return max(map(sum, zip(self.prompt_lens, self.max_tokens, strict=True)))
+
+
+def mixed(vocab_size: int, num_prompts: int = 256, max_len: int = 1024) -> Workload:
+    """nano-vLLM's benchmark: 142,827 tokens in and 133,966 out, lengths from 100 to 1,024.
+
+    Lengths and ids are drawn in turn, prompt by prompt, and the answers' lengths after them all:
+    another order gives other numbers.
+    """
+    rng = random.Random(0)
+    last_id, min_len = min(LAST_ID, vocab_size - 1), min(MIN_LEN, max_len // 8 + 1)
+    prompts = [
+        [rng.randint(0, last_id) for _ in range(rng.randint(min_len, max_len))]
+        for _ in range(num_prompts)
+    ]
+    return Workload(prompts, [rng.randint(min_len, max_len) for _ in prompts])
+
+
+def uniform(vocab_size: int, num_prompts: int, prompt_len: int, max_tokens: int) -> Workload:
+    """Prompts of one length and answers of one length."""
+    rng = random.Random(0)
+    last_id = min(LAST_ID, vocab_size - 1)
+    prompts = [[rng.randint(0, last_id) for _ in range(prompt_len)] for _ in range(num_prompts)]
+    return Workload(prompts, [max_tokens] * num_prompts)
+
+
+def shared_prefix(vocab_size: int, prefix_len: int, tail_len: int = 20) -> tuple[Workload, ...]:
+    """Two prompts, to be asked one after the other, that are equal but for their tails."""
+    first, second = uniform(vocab_size, 2, prefix_len + tail_len, 1).prompts
+    return Workload([first], [1]), Workload([first[:prefix_len] + second[prefix_len:]], [1])

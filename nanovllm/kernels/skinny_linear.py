@@ -1,0 +1,145 @@
+"""Projections for few rows on CUDA: they read the weight once, at the speed of memory.
+
+The RMSNorm before a projection and the SiLU gate after it ride along: its scale is a factor of the
+whole row, so a program multiplies by the norm's weight on the way and divides at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.base import NormWeights
+from nanovllm.kernels.overlap import launch_options
+
+MAX_ROWS = 1
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    norm: NormWeights | None = None,
+    is_gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return what ComposedLinear would for x [1..MAX_ROWS, in], and x + residual."""
+    num_rows, num_in = x.shape
+    num_out = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    y = torch.empty(num_rows, num_out, device=x.device, dtype=x.dtype)
+    total = x if residual is None else torch.empty_like(x)
+    block_out, block_in, num_warps = skinny_config(num_out, num_in, is_gated)
+    _skinny[(triton.cdiv(num_out, block_out),)](
+        y,
+        total,
+        x,
+        x if residual is None else residual,
+        weight,
+        x if bias is None else bias,
+        x if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        num_out,
+        ROWS=num_rows,
+        ROWS_PAD=triton.next_power_of_2(num_rows),
+        NUM_IN=num_in,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        num_warps=num_warps,
+        **launch_options(x),
+    )
+    return y, total
+
+
+def skinny_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int, int]:
+    """Outputs per program, inputs per tile, warps."""
+    divisor = num_in & -num_in  # the largest power of two in it: then no tile is partly empty
+    block_in = min(divisor, 2048) if divisor >= 512 else min(triton.next_power_of_2(num_in), 1024)
+    return (2 if num_out <= 2048 else 4), block_in, 4
+
+
+@triton.jit
+def _skinny(  # type: ignore[no-untyped-def]
+    y,
+    total_out,
+    x,
+    residual,
+    weight,
+    bias,
+    norm_weight,
+    eps,
+    num_out,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Products in float32; each tile of the weight is asked for while the one before is used."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < num_out
+    lines = weight + out.to(tl.int64)[:, None] * NUM_IN
+    up_lines = lines + num_out * NUM_IN
+    lanes = tl.arange(0, BLOCK_IN)
+    rows = tl.arange(0, ROWS_PAD)[:, None]
+    mask = is_out[:, None] & (lanes < NUM_IN)[None, :]
+    tile = tl.load(lines + lanes[None, :], mask=mask, other=0.0)
+    up_tile = tl.load(up_lines + lanes[None, :], mask=mask, other=0.0) if IS_GATED else tile
+    if OVERLAP:  # the weight does not depend on the kernels before this one; all else does
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros((ROWS_PAD, BLOCK_OUT), tl.float32)
+    up_sums = tl.zeros((ROWS_PAD, BLOCK_OUT), tl.float32)
+    squares = tl.zeros((ROWS_PAD, 1), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN):
+        i = begin + lanes
+        is_in = i < NUM_IN
+        after = i + BLOCK_IN
+        mask = is_out[:, None] & (after < NUM_IN)[None, :]
+        next_tile = tl.load(lines + after[None, :], mask=mask, other=0.0)
+        next_up = tl.load(up_lines + after[None, :], mask=mask, other=0.0) if IS_GATED else tile
+        factor = 1.0
+        if HAS_NORM:
+            factor = tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
+        for row in tl.static_range(ROWS):
+            values = tl.load(x + row * NUM_IN + i, mask=is_in, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                values += tl.load(residual + row * NUM_IN + i, mask=is_in, other=0.0)
+                rounded = values.to(y.dtype.element_ty)
+                is_first = is_in & (tl.program_id(0) + 0 * i == 0)
+                tl.store(total_out + row * NUM_IN + i, rounded, mask=is_first)
+                values = rounded.to(tl.float32)
+            if HAS_NORM:
+                squares += tl.where(rows == row, tl.sum(values * values, 0), 0.0)
+                values *= factor
+            products = tl.sum(tile.to(tl.float32) * values[None, :], 1)
+            sums += tl.where(rows == row, products[None, :], 0.0)
+            if IS_GATED:
+                products = tl.sum(up_tile.to(tl.float32) * values[None, :], 1)
+                up_sums += tl.where(rows == row, products[None, :], 0.0)
+        tile = next_tile
+        up_tile = next_up
+    if HAS_NORM:
+        scale = tl.rsqrt(squares / NUM_IN + eps)
+        sums *= scale
+        up_sums *= scale
+    if HAS_BIAS:
+        sums += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)[None, :]
+    if IS_GATED:
+        if HAS_BIAS:
+            up_bias = tl.load(bias + num_out + out, mask=is_out, other=0.0)
+            up_sums += up_bias.to(tl.float32)[None, :]
+        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+    place = y + rows * num_out + out[None, :]
+    tl.store(place, sums.to(y.dtype.element_ty), mask=(rows < ROWS) & is_out[None, :])

@@ -1,0 +1,75 @@
+"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products with many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels import fused
+from nanovllm.kernels.base import NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
+
+
+class TritonOps:
+    launcher = None
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return fused.rms_norm(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return fused.rms_norm(x, residual, weight, eps), residual
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        fused.rope_write(qkv, norm, rope, positions, k_cache, v_cache, kv_slots)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return fused.silu_mul(gate_up)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+    ) -> PackedLinear:
+        weight = weight.contiguous()
+        composed = ComposedLinear(self, lambda x: F.linear(x, weight, bias), is_gated)
+        if weight.dtype == torch.float32:
+            return composed
+        return SkinnyLinear(weight, bias, is_gated, composed)
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyLinear:
+    """Few rows run in one fused kernel, more through cuBLAS."""
+
+    weight: Tensor
+    bias: Tensor | None
+    is_gated: bool
+    composed: ComposedLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if 0 < len(x) <= MAX_ROWS:
+            return skinny_linear(x, self.weight, self.bias, is_gated=self.is_gated)[0]
+        return self.composed(x)
+
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        if 0 < len(x) <= MAX_ROWS:
+            return skinny_linear(x, self.weight, self.bias, residual, norm, self.is_gated)
+        return self.composed.after_norm(x, residual, norm)

@@ -1,0 +1,129 @@
+"""benchmarks/: the entry points, the trace's arithmetic, the table and the chart."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare_transformers import Measured, split, table
+from benchmarks.plot import PEERS, TITLES, draw, newest
+from benchmarks.trace import Activity, read_activities, report, summarise
+from nanovllm.bench.workloads import Workload
+from nanovllm.errors import ConfigError
+from tests.bench.test_commands import CONFIG
+from tests.cli.terminal_process import ROOT, quiet_environment
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=quiet_environment(),
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["throughput", "latency", "prefill", "prefix"])
+def test_entry_points(name: str) -> None:
+    result = script(name, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: nanovllm bench {name} [options]")
+
+
+@pytest.mark.slow
+def test_compare_transformers_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    workload = ["--num-seqs", "3", "--max-len", "16", "--hf-batch", "2", "--repeats", "1"]
+    result = script("compare_transformers", "--model", str(tmp_path), "--device", "cpu", *workload)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "| | nanovllm | transformers | better by |"
+    names = [line.split("|")[1].strip() for line in lines[2:5]]
+    assert names == ["throughput, tok/s", "time to first token, ms", "peak memory, GB"]
+
+
+def test_the_table_says_how_much_better() -> None:
+    ours = Measured("nanovllm", "cpu", "float32", 300.0, 10.0, 2.0)
+    theirs = Measured("transformers", "cpu", "float32", 100.0, 20.0, 1.0)
+    assert table(ours, theirs).splitlines()[2:] == [
+        "| throughput, tok/s | 300 | 100 | 3.00x |",
+        "| time to first token, ms | 10.0 | 20.0 | 2.00x |",
+        "| peak memory, GB | 2.00 | 1.00 | 0.50x |",
+    ]
+
+
+def test_batches_keep_prompts_and_lengths_together() -> None:
+    batches = split(Workload([[1], [2], [3]], [4, 5, 6]), 2)
+    assert batches == [Workload([[1], [2]], [4, 5]), Workload([[3]], [6])]
+
+
+def test_the_trace_needs_a_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = script("trace")
+    assert result.returncode == 2
+    assert "has no CUDA device" in result.stderr
+
+
+def test_busy_time_and_gaps(tmp_path: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100.0, "dur": 40.0},
+        {"ph": "X", "cat": "kernel", "name": "small", "ts": 110.0, "dur": 10.0},  # inside gemm
+        {"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": 0.0, "dur": 500.0},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 150.0, "dur": 20.0},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 170.0, "dur": 30.0},
+        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 900.0},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    summary = summarise(read_activities(str(path)))
+    assert (summary.window, summary.busy, summary.gaps) == (100.0, 90.0, {"copy": 10.0})
+    assert summary.kernels == {"gemm": [40.0, 30.0], "small": [10.0], "copy": [20.0]}
+    lines = [line.split() for line in report(summary, num_steps=2).splitlines()]
+    assert lines[1] == ["45.0", "90.0%", "2.0", "GPU", "busy"]
+    assert lines[2][:2] == ["5.0", "10.0%"]
+    assert lines[3] == ["5.0", "10.0%", "before", "copy"]
+    assert lines[5] == ["35.0", "70.0%", "1.0", "gemm"]
+
+
+def test_an_empty_trace_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no GPU activity"):
+        summarise([])
+    assert summarise([Activity("a", 5.0, 7.0)]).busy == 2.0
+
+
+def records(model: str, **values: float) -> str:
+    common = {"unit": "tok/s", "floor": 2.0, "device": "cuda", "dtype": "bfloat16", "model": model}
+    return "".join(json.dumps({"case": c, "value": v, **common}) + "\n" for c, v in values.items())
+
+
+def test_the_newest_result_of_each_case_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(records("m", prefill=1, nano=2) + records("other", nano=9) + '{"case": "x"}\n')
+    with path.open("a") as file:
+        file.write(records("m", nano=3))
+    found = newest(str(path), "m")
+    assert {case: record["value"] for case, record in found.items()} == {"nano": 3, "prefill": 1}
+    with pytest.raises(ConfigError, match="has no result of unknown"):
+        newest(str(path), "unknown")
+
+
+def test_every_peer_has_a_panel() -> None:
+    assert all(set(cases) <= set(TITLES) for cases in PEERS.values())
+
+
+def test_the_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "results.jsonl"
+    path.write_text(records("qwen3-0.6b", nano=28000, bs1=0.8))
+    draw(newest(str(path), "qwen3-0.6b"), "qwen3-0.6b", str(tmp_path / "speed.svg"))
+    assert "<svg" in (tmp_path / "speed.svg").read_text()
