@@ -63,7 +63,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="where to run")
     parser.add_argument("--max-tokens", type=int, default=128, help="per answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--enforce-eager", action="store_true", help="run without graph capture")
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="run without recorded steps or graphs"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices to split over")
     return parser.parse_args(dashed(sys.argv[1:]))
 

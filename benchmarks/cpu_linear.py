@@ -26,15 +26,17 @@ NUM_ROUNDS = 8
 
 def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    numba_ops.MAX_LINEAR_ROWS = max(NUM_ROWS)  # our kernel runs them all
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):
             weights = [torch.randn(shape).to(dtype) for shape in SHAPES * NUM_LAYERS + [HEAD]]
             ops = numba_ops.NumbaOps(Launcher(dtype))
+            ops.max_linear_rows = max(NUM_ROWS)  # our kernel runs them all
             models = {
                 "F.linear": [numba_ops.pack_rows(weight, None) for weight in weights],
                 "oneDNN packed": [numba_ops.pack_onednn(weight, None) for weight in weights],
-                "our kernel": [ops.pack_linear(weight, None, has_room=False) for weight in weights],
+                "our kernel": [
+                    ops.pack_linear(weight, None, False, has_room=False) for weight in weights
+                ],
             }
             for num_rows in NUM_ROWS:
                 report(models, weights, num_rows)

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import BatchRows, LayerCache
 
-MAX_WASTE = (
-    1024  # padding tokens a group may carry; more than that and a second SDPA call is cheaper
-)
+MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper
 QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
 
 

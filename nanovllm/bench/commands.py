@@ -53,7 +53,9 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> int:
     """Start the engine, then print, and keep if asked, each result as it comes."""
     if args.json:
         append(args.json, "")  # a file that cannot be written is better known before than after
-    with open_llm(args) as llm:
+    # As many as the benchmark wants to see side by side, and no fewer than engines have by default.
+    max_num_seqs = max([512, *getattr(args, "batch", [])])
+    with open_llm(args, max_num_seqs=max_num_seqs) as llm:
         bench = Bench(llm, args)
         print(bench.setup.heading(), flush=True)
         for result in benchmark(args, bench):

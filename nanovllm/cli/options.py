@@ -74,7 +74,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--enforce-eager",
         action="store_true",
-        help="run without graph capture, for debugging (default: captured where that is faster)",
+        help="run without recorded steps or graphs, for debugging (default: with)",
     )
 
 

@@ -7,6 +7,7 @@ named otherwise; fractions travel as the bits of a float32. All arithmetic is fl
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,6 @@ def compile_interpreter(like: Any) -> Any:
     OpenMP's functions for the thread's number, the number of threads, and a barrier (or zeros).
     """
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, fastmath=FAST, error_model="numpy")
     def interpret(header):  # type: ignore[no-untyped-def]
         program, num_lines = pointer_to(header[0], int64(0)), header[1]
         thread, num_threads = int64(0), int64(1)
@@ -57,7 +57,13 @@ def compile_interpreter(like: Any) -> Any:
             if num_threads > 1 and line + 1 < num_lines:
                 call(header[4])
 
-    return interpret
+    compile_function = partial(
+        cfunc, types.void(types.CPointer(types.int64)), fastmath=FAST, error_model="numpy"
+    )
+    try:
+        return compile_function(cache=True)(interpret)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return compile_function()(interpret)
 
 
 @part

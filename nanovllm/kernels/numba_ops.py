@@ -11,12 +11,14 @@ from nanovllm.kernels.base import LinearFn, PackedLinear, QKNormWeights
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.numba_launch import Launcher, float_bits
 
-MAX_LINEAR_ROWS = 16  # more than that and oneDNN's blocked product is faster
+# More rows than that and oneDNN's blocked product is faster: benchmarks/cpu_linear.py.
+MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
 
 class NumbaOps:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
+        self.max_linear_rows = MAX_LINEAR_ROWS[launcher.dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -82,12 +84,13 @@ class NumbaOps:
         weight = weight.contiguous()
         run_many = pack_onednn(weight, bias) if has_room else pack_rows(weight, bias)
         num_out, num_in = weight.shape
+        max_rows = self.max_linear_rows
         num_threads = self.launcher.num_threads
         bias_address = 0 if bias is None else bias.data_ptr()
 
         def run(x: Tensor) -> Tensor:
             num_rows = x.shape[0]
-            if num_rows > MAX_LINEAR_ROWS:
+            if num_rows > max_rows:
                 return run_many(x)
             x, y = x.contiguous(), self._empty(num_rows, num_out)
             scratch_size = num_threads * (num_rows * num_in + kernels.TILE)

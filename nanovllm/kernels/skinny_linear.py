@@ -58,9 +58,10 @@ def skinny_linear(
 
 def skinny_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int, int]:
     """Outputs per program, inputs per tile, warps."""
-    divisor = num_in & -num_in  # the largest power of two in it: then no tile is partly empty
-    block_in = min(divisor, 2048) if divisor >= 512 else min(triton.next_power_of_2(num_in), 1024)
-    return (2 if num_out <= 2048 else 4), block_in, 4
+    if num_out <= 2048:
+        return 2, min(triton.next_power_of_2(num_in), 2048), 4
+    block_in = min(triton.next_power_of_2(num_in), 1024)
+    return (8 if num_out <= 4096 and not is_gated else 4), block_in, 4
 
 
 @triton.jit

@@ -14,5 +14,7 @@ def create_platform(device: str, gpu_memory_utilization: float = 0.9) -> Platfor
     if device != "cpu" and has_cuda():
         return CudaPlatform(gpu_memory_utilization)
     if device == "cuda":
-        raise ConfigError("device='cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+        raise ConfigError(
+            "device='cuda' needs a CUDA device that torch sees, and triton; use 'auto' or 'cpu'"
+        )
     return CpuPlatform()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ GRAPH_RESERVE = GIB // 2  # what capturing graphs takes beyond their buffers
 
 
 def has_cuda() -> bool:
-    return torch.cuda.is_available()
+    """Whether there is an NVIDIA device and what compiles kernels for it."""
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return is_nvidia and importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class CudaPlatform:
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, checkpoint_dtype)
-        if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.float16
         return dtype
 

@@ -46,7 +46,7 @@ class GraphedForward:
         self._graphs: dict[int, Graph] = {}
 
     def capture(self, show_progress: bool) -> None:
-        """Record every batch size, the largest first: the others fit into its memory."""
+        """Record every batch size, the largest first: the others work in its memory."""
         sizes = tqdm(self.sizes[::-1], "Capturing graphs", disable=not show_progress, leave=False)
         for size in sizes:
             replay, logits = self.platform.record(partial(self._run, size))
@@ -65,15 +65,12 @@ class GraphedForward:
 
     def _send_slots(self, slots: np.ndarray) -> None:
         """Tell the device which slots run, if that changed."""
-        host = self._host_slots
-        if (
-            np.array_equal(host[: len(slots)], slots)
-            and (host[len(slots) :] == self._padding).all()
-        ):
-            return
+        host = np.full_like(self._host_slots, self._padding)
         host[: len(slots)] = slots
-        host[len(slots) :] = self._padding
-        self._slots.copy_(self.platform.upload(host))
+        if not np.array_equal(host, self._host_slots):
+            # Noted last: after an interrupt in between, the slots are sent again.
+            self._slots.copy_(self.platform.upload(host))
+            self._host_slots = host
 
     def _run(self, size: int) -> Tensor:
         eager, buffers = self.eager, self.eager.buffers

@@ -96,13 +96,17 @@ class InputBuffers:
         """Rule out every stop token in rows that have not reached their min_tokens."""
         if not self._min_len:
             return
-        slots, positions = sampled_rows(plan)
-        for row, (slot, position) in enumerate(
-            zip(slots.tolist(), positions.tolist(), strict=True)
-        ):
+        slots, positions = (column.tolist() for column in sampled_rows(plan))
+        places = []  # in the logits, all rows in one line
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             min_len, stop_token_ids = self._min_len.get(slot, (0, []))
             if position < min_len:
-                logits[row, stop_token_ids] = -torch.inf
+                places += [row * logits.shape[1] + token_id for token_id in stop_token_ids]
+            elif min_len:
+                del self._min_len[slot]
+        if places:
+            masked = self.platform.upload(np.array(places))
+            logits.view(-1)[masked] = -torch.inf
 
     def sampling_variant(self, plan: StepPlan) -> SamplingVariant:
         """The least general way of sampling that serves every sampled row."""

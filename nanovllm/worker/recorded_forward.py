@@ -33,7 +33,7 @@ class RecordedForward:
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         num_rows = len(plan.slots)
-        if num_rows > MAX_LINEAR_ROWS or not is_decode(plan):
+        if num_rows > MAX_LINEAR_ROWS[self.eager.dtype] or not is_decode(plan):
             return self.eager(plan)
         eager = self.eager
         batch = eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)

@@ -99,7 +99,7 @@ class Worker:
         """Run as many tokens, and sample as many rows, as a step may have; they share blocks."""
         config = self.config
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        row_len = min(config.max_num_batched_tokens // num_rows, config.max_model_len)
+        row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
         num_blocks = -(-row_len // spec.block_size)
         cache = platform.allocate_cache(num_blocks * spec.block_bytes)
         buffers = self._buffers(platform)

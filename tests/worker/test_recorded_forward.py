@@ -74,7 +74,7 @@ class BothWays:
         got = self.recorded(plan)
         assert torch.equal(got.values, want.values)
         assert torch.equal(got.slots, want.slots)
-        if is_decode(plan) and len(plan.slots) <= MAX_LINEAR_ROWS:
+        if is_decode(plan) and len(plan.slots) <= MAX_LINEAR_ROWS[self.recorded.eager.dtype]:
             self.num_rows.append(len(got.values))
         return got
 
@@ -108,7 +108,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
         if mode.startswith("preempted"):
             assert llm.engine.core.scheduler.num_preemptions > 0
         if mode == "plain":
-            assert set(num_rows) == set(range(1, MAX_LINEAR_ROWS + 1))
+            assert set(num_rows) == set(range(1, MAX_LINEAR_ROWS[getattr(torch, dtype)] + 1))
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))

@@ -1,0 +1,138 @@
+"""Cases for the fused kernels: run by Triton's interpreter on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.base import NormWeights, QKNormWeights
+from nanovllm.kernels.fused import gather_decode
+from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from nanovllm.kernels.triton_ops import TritonOps
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def make(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
+    for shape in ((1, 64), (3, 576), (5, 1000)):
+        x, residual = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
+        weight = make(shape[1], dtype=dtype, device=device, seed=2)
+        assert_close(TritonOps().rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6))
+        got = TritonOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+        want = TorchOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b)
+        gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
+        assert_close(TritonOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up))
+
+
+def check_rope_write(dtype: torch.dtype, device: str) -> None:
+    """The same q, k and cache as the reference, and nothing written beside its slots."""
+    for (head_dim, num_heads, num_kv_heads), has_norm in itertools.product(
+        ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), (False, True)
+    ):
+        num_tokens = 5
+        qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        rope = make(100, 2, head_dim // 2, dtype=torch.float32, device=device)
+        weights = [make(head_dim, dtype=dtype, device=device, seed=i) for i in (3, 4)]
+        norm = QKNormWeights(*weights, 1e-6) if has_norm else None
+        positions = torch.tensor([0, 99, 7, 7, 50], device=device)
+        kv_slots = torch.tensor([3, 63, 0, 17, 40], device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            turned = qkv.clone()
+            shape = (4, 16, num_kv_heads, head_dim)
+            caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
+            ops.rope_write(turned, norm, rope, positions, *caches, kv_slots)
+            results.append((turned, *caches))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def check_padding_is_not_written(device: str) -> None:
+    qkv = make(2, 6, 64, dtype=torch.float32, device=device)
+    rope = make(4, 2, 32, dtype=torch.float32, device=device)
+    caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
+    positions, kv_slots = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
+    TritonOps().rope_write(qkv, None, rope, positions, *caches, kv_slots)
+    for cache in caches:
+        assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
+
+
+def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
+    """Every mix of bias, gate, norm and residual equals the operations one by one."""
+    sizes = [(34, 70), (40, 2048)]
+    if device != "cpu":  # the interpreter takes milliseconds per program
+        sizes += [(64, 300), (4100, 96)]
+    flags = (False, True)
+    for num_rows, (num_out, num_in), has_bias, is_gated, kind in itertools.product(
+        (MAX_ROWS, 3), sizes, flags, flags, ("alone", "norm", "residual")
+    ):
+        weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(num_out, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        residual = None
+        if kind == "residual":
+            residual = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
+        composed = TorchOps().pack_linear(weight, bias, is_gated, has_room=False)
+        if kind == "alone":
+            got, _ = skinny_linear(x, weight, bias, is_gated=is_gated)
+            assert_close(got, composed(x))
+            continue
+        norm = NormWeights(make(num_in, dtype=dtype, device=device, seed=8), 1e-6)
+        got, total = skinny_linear(x, weight, bias, residual, norm, is_gated)
+        want, want_total = composed.after_norm(x.clone(), residual, norm)
+        assert_close(got, want)
+        assert_close(total, want_total)
+
+
+def check_gather_decode(device: str) -> None:
+    lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
+    tokens = torch.arange(6 * 64, dtype=torch.int32, device=device).view(6, 64)
+    block_table = torch.arange(24, dtype=torch.int32, device=device).view(6, 4)
+    slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
+    input_ids, context_lens, order = torch.zeros(3, 5, dtype=torch.int32, device=device)
+    positions, kv_slots = torch.zeros(2, 5, dtype=torch.int64, device=device)
+    gather_decode(
+        slots,
+        lengths,
+        tokens,
+        block_table,
+        16,
+        input_ids,
+        positions,
+        kv_slots,
+        context_lens,
+        order,
+    )
+    assert input_ids.tolist() == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
+    assert positions.tolist() == [32, 2, 0, 63, 0]
+    assert kv_slots.tolist() == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert context_lens.tolist() == [33, 3, 0, 64, 1]
+    assert order.tolist() == [3, 0, 1, 4, 2]
+
+
+def main() -> None:
+    for dtype in (torch.float32, torch.float16):
+        check_norms_and_gate(dtype, "cpu")
+        check_rope_write(dtype, "cpu")
+        check_skinny_linear(dtype, "cpu")
+    check_padding_is_not_written("cpu")
+    check_gather_decode("cpu")
+
+
+if __name__ == "__main__":
+    main()

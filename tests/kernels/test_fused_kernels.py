@@ -1,0 +1,54 @@
+"""The fused kernels equal plain torch: interpreted here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.interpreted import fused_cases as cases
+
+HAS_GPU = torch.cuda.is_available()
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
+def test_interpreted_kernels_equal_the_reference() -> None:
+    """Triton must know before it is imported that it is to interpret: a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-m", cases.__name__],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+class TestCompiled:
+    @DTYPES
+    def test_norms_and_gate(self, dtype: torch.dtype) -> None:
+        cases.check_norms_and_gate(dtype, "cuda")
+
+    @DTYPES
+    def test_rope_write(self, dtype: torch.dtype) -> None:
+        cases.check_rope_write(dtype, "cuda")
+
+    @DTYPES
+    def test_skinny_linear(self, dtype: torch.dtype) -> None:
+        cases.check_skinny_linear(dtype, "cuda")
+
+    def test_padding_and_gathering(self) -> None:
+        cases.check_padding_is_not_written("cuda")
+        cases.check_gather_decode("cuda")
