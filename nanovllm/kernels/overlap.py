@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 def launch_options(x: Tensor) -> dict[str, Any]:
-    """What to launch a kernel with that takes OVERLAP; Hopper and later can."""
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):
+    """What to launch a kernel with that takes OVERLAP and works on x; Hopper and later can.
+
+    Only for one row, where all kernels are ours: between cuBLAS's products it gains nothing.
+    """
+    if not x.is_cuda or len(x) > 1 or torch.cuda.get_device_capability(x.device) < (9, 0):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}
