@@ -307,7 +307,7 @@ def _lowest(peak, heat):  # type: ignore[no-untyped-def]
 def _mass(value, peak, heat):  # type: ignore[no-untyped-def]
     """A token's probability over that of the row's best, as an integer."""
     # The bound keeps 0 * inf out of it where the temperature is next to nothing.
-    weight = tl.exp2((value - peak) * tl.minimum(LOG2_E / heat, 1e30))
+    weight = tl.exp2((value - peak) * tl.minimum(1.0 / heat * LOG2_E, 1e30))
     return (weight * MASS_ONE).to(tl.int64)
 
 

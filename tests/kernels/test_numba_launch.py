@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import create_ops, numba_launch
-from nanovllm.kernels.base import LinearFn
+from nanovllm.kernels.base import PackedLinear
 from nanovllm.kernels.numba_launch import Launcher, find_openmp, float_bits
 from nanovllm.kernels.numba_ops import NumbaOps
 from nanovllm.kernels.reference import TorchOps
@@ -34,8 +34,10 @@ class Block:
             return torch.randn(shape, generator=generator).to(dtype)
 
         self.table, self.norm = make(VOCAB_SIZE, DIM), make(DIM)
-        self.up: LinearFn = self.ops.pack_linear(make(2 * SIZE, DIM), make(2 * SIZE), True)
-        self.down: LinearFn = self.ops.pack_linear(make(DIM, SIZE), None, True)
+        self.up: PackedLinear = self.ops.pack_linear(
+            make(2 * SIZE, DIM), make(2 * SIZE), False, True
+        )
+        self.down: PackedLinear = self.ops.pack_linear(make(DIM, SIZE), None, False, True)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         x = self.ops.embed(token_ids, self.table)
