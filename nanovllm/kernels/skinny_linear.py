@@ -1,4 +1,4 @@
-"""Projections for few rows on CUDA: they read the weight once, at the speed of memory.
+"""Projections of one row on CUDA: they read the weight once, at the speed of memory.
 
 The RMSNorm before a projection and the SiLU gate after it ride along: its scale is a factor of the
 whole row, so a program multiplies by the norm's weight on the way and divides at the end.
@@ -14,8 +14,6 @@ from torch import Tensor
 from nanovllm.kernels.base import NormWeights
 from nanovllm.kernels.overlap import launch_options
 
-MAX_ROWS = 1
-
 
 def skinny_linear(
     x: Tensor,
@@ -25,10 +23,10 @@ def skinny_linear(
     norm: NormWeights | None = None,
     is_gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return what ComposedLinear would for x [1..MAX_ROWS, in], and x + residual."""
-    num_rows, num_in = x.shape
+    """Return what ComposedLinear would for x [1, in], and x + residual."""
+    num_in = x.shape[1]
     num_out = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    y = torch.empty(num_rows, num_out, device=x.device, dtype=x.dtype)
+    y = torch.empty(1, num_out, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
     block_out, block_in, num_warps = skinny_config(num_out, num_in, is_gated)
     _skinny[(triton.cdiv(num_out, block_out),)](
@@ -41,8 +39,6 @@ def skinny_linear(
         x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
         num_out,
-        ROWS=num_rows,
-        ROWS_PAD=triton.next_power_of_2(num_rows),
         NUM_IN=num_in,
         BLOCK_OUT=block_out,
         BLOCK_IN=block_in,
@@ -75,8 +71,6 @@ def _skinny(  # type: ignore[no-untyped-def]
     norm_weight,
     eps,
     num_out,
-    ROWS: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
     NUM_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -94,15 +88,14 @@ def _skinny(  # type: ignore[no-untyped-def]
     lines = weight + out.to(tl.int64)[:, None] * NUM_IN
     up_lines = lines + num_out * NUM_IN
     lanes = tl.arange(0, BLOCK_IN)
-    rows = tl.arange(0, ROWS_PAD)[:, None]
     mask = is_out[:, None] & (lanes < NUM_IN)[None, :]
     tile = tl.load(lines + lanes[None, :], mask=mask, other=0.0)
     up_tile = tl.load(up_lines + lanes[None, :], mask=mask, other=0.0) if IS_GATED else tile
     if OVERLAP:  # the weight does not depend on the kernels before this one; all else does
         tl.extra.cuda.gdc_wait()
-    sums = tl.zeros((ROWS_PAD, BLOCK_OUT), tl.float32)
-    up_sums = tl.zeros((ROWS_PAD, BLOCK_OUT), tl.float32)
-    squares = tl.zeros((ROWS_PAD, 1), tl.float32)
+    sums = tl.zeros((BLOCK_OUT,), tl.float32)
+    up_sums = tl.zeros((BLOCK_OUT,), tl.float32)
+    squares = tl.zeros((1,), tl.float32)
     for begin in tl.range(0, NUM_IN, BLOCK_IN):
         i = begin + lanes
         is_in = i < NUM_IN
@@ -110,25 +103,19 @@ def _skinny(  # type: ignore[no-untyped-def]
         mask = is_out[:, None] & (after < NUM_IN)[None, :]
         next_tile = tl.load(lines + after[None, :], mask=mask, other=0.0)
         next_up = tl.load(up_lines + after[None, :], mask=mask, other=0.0) if IS_GATED else tile
-        factor = 1.0
+        values = tl.load(x + i, mask=is_in, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            values += tl.load(residual + i, mask=is_in, other=0.0)
+            rounded = values.to(y.dtype.element_ty)
+            is_first = is_in & (tl.program_id(0) + 0 * i == 0)
+            tl.store(total_out + i, rounded, mask=is_first)
+            values = rounded.to(tl.float32)
         if HAS_NORM:
-            factor = tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
-        for row in tl.static_range(ROWS):
-            values = tl.load(x + row * NUM_IN + i, mask=is_in, other=0.0).to(tl.float32)
-            if HAS_RESIDUAL:
-                values += tl.load(residual + row * NUM_IN + i, mask=is_in, other=0.0)
-                rounded = values.to(y.dtype.element_ty)
-                is_first = is_in & (tl.program_id(0) + 0 * i == 0)
-                tl.store(total_out + row * NUM_IN + i, rounded, mask=is_first)
-                values = rounded.to(tl.float32)
-            if HAS_NORM:
-                squares += tl.where(rows == row, tl.sum(values * values, 0), 0.0)
-                values *= factor
-            products = tl.sum(tile.to(tl.float32) * values[None, :], 1)
-            sums += tl.where(rows == row, products[None, :], 0.0)
-            if IS_GATED:
-                products = tl.sum(up_tile.to(tl.float32) * values[None, :], 1)
-                up_sums += tl.where(rows == row, products[None, :], 0.0)
+            squares += tl.sum(values * values, 0)
+            values *= tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
+        sums += tl.sum(tile.to(tl.float32) * values[None, :], 1)
+        if IS_GATED:
+            up_sums += tl.sum(up_tile.to(tl.float32) * values[None, :], 1)
         tile = next_tile
         up_tile = next_up
     if HAS_NORM:
@@ -136,11 +123,9 @@ def _skinny(  # type: ignore[no-untyped-def]
         sums *= scale
         up_sums *= scale
     if HAS_BIAS:
-        sums += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)[None, :]
+        sums += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)
     if IS_GATED:
         if HAS_BIAS:
-            up_bias = tl.load(bias + num_out + out, mask=is_out, other=0.0)
-            up_sums += up_bias.to(tl.float32)[None, :]
+            up_sums += tl.load(bias + num_out + out, mask=is_out, other=0.0).to(tl.float32)
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
-    place = y + rows * num_out + out[None, :]
-    tl.store(place, sums.to(y.dtype.element_ty), mask=(rows < ROWS) & is_out[None, :])
+    tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.kernels import fused
 from nanovllm.kernels.base import NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.composed_linear import ComposedLinear
-from nanovllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from nanovllm.kernels.skinny_linear import skinny_linear
 
 
 class TritonOps:
@@ -55,7 +55,7 @@ class TritonOps:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyLinear:
-    """Few rows run in one fused kernel, more through cuBLAS."""
+    """One row runs in one fused kernel, more through cuBLAS."""
 
     weight: Tensor
     bias: Tensor | None
@@ -63,13 +63,13 @@ class SkinnyLinear:
     composed: ComposedLinear
 
     def __call__(self, x: Tensor) -> Tensor:
-        if 0 < len(x) <= MAX_ROWS:
+        if len(x) == 1:
             return skinny_linear(x, self.weight, self.bias, is_gated=self.is_gated)[0]
         return self.composed(x)
 
     def after_norm(
         self, x: Tensor, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
-        if 0 < len(x) <= MAX_ROWS:
+        if len(x) == 1:
             return skinny_linear(x, self.weight, self.bias, residual, norm, self.is_gated)
         return self.composed.after_norm(x, residual, norm)

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.kernels.base import NormWeights, QKNormWeights
 from nanovllm.kernels.fused import gather_decode
 from nanovllm.kernels.reference import TorchOps
-from nanovllm.kernels.skinny_linear import MAX_ROWS, skinny_linear
+from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.kernels.triton_ops import TritonOps
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -78,15 +78,15 @@ def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
     if device != "cpu":  # the interpreter takes milliseconds per program
         sizes += [(64, 300), (4100, 96)]
     flags = (False, True)
-    for num_rows, (num_out, num_in), has_bias, is_gated, kind in itertools.product(
-        (MAX_ROWS, 3), sizes, flags, flags, ("alone", "norm", "residual")
+    for (num_out, num_in), has_bias, is_gated, kind in itertools.product(
+        sizes, flags, flags, ("alone", "norm", "residual")
     ):
         weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
-        x = make(num_rows, num_in, dtype=dtype, device=device)
+        x = make(1, num_in, dtype=dtype, device=device)
         residual = None
         if kind == "residual":
-            residual = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
+            residual = make(1, num_in, dtype=dtype, device=device, seed=9)
         composed = TorchOps().pack_linear(weight, bias, is_gated, has_room=False)
         if kind == "alone":
             got, _ = skinny_linear(x, weight, bias, is_gated=is_gated)
