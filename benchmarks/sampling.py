@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.sampling import (
     SamplingTables,
-    Variant,
     sample_tokens,
     sampling_workspace,
 )
@@ -29,7 +29,7 @@ NUM_REPLAYS = 20
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    variant: Variant
+    variant: SamplingVariant
     temperature: float = 0.6
     top_k: int = 0
     top_p: float = 1.0

@@ -1,6 +1,6 @@
-"""Projections of few rows: our kernel under several configurations against cuBLAS.
+"""Projections of one row: our kernel under several configurations against cuBLAS.
 
-    python -m benchmarks.skinny_linear [--model qwen3-0.6b] [--rows 1 4]
+    python -m benchmarks.skinny_linear [--model qwen3-0.6b]
 
 Every layer's weights take part in turn, so that the cache does not help. Needs CUDA.
 """
@@ -42,7 +42,6 @@ CONFIGS = list(itertools.product((1, 2, 4, 8), (512, 1024, 2048), (4, 8)))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
@@ -52,13 +51,12 @@ def main() -> None:
             torch.randn(shape[:2], device="cuda", dtype=torch.bfloat16) * 0.02
             for _ in range(num_copies)
         ]
-        for num_rows in args.rows:
-            compare(weights, num_rows, shape[2])
+        compare(weights, shape[2])
 
 
-def compare(weights: list[Tensor], num_rows: int, is_gated: bool) -> None:
+def compare(weights: list[Tensor], is_gated: bool) -> None:
     num_out, num_in = weights[0].shape
-    x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, num_in, device="cuda", dtype=torch.bfloat16)
     norm = NormWeights(torch.ones(num_in, device="cuda", dtype=torch.bfloat16), 1e-6)
     default = skinny_linear.skinny_config
     gigabytes = weights[0].nbytes * len(weights) / 1e9
@@ -67,7 +65,7 @@ def compare(weights: list[Tensor], num_rows: int, is_gated: bool) -> None:
         for weight in weights:
             skinny_linear.skinny_linear(x, weight, None, residual, norm, is_gated)
 
-    print(f"{num_out} x {num_in}{' gated' if is_gated else ''}, {num_rows} rows:", end=" ")
+    print(f"{num_out} x {num_in}{' gated' if is_gated else ''}:", end=" ")
     library = milliseconds(lambda: [F.linear(x, weight) for weight in weights])
     print(f"cuBLAS {1e3 * library / len(weights):.1f} us ({gigabytes / library:.2f} TB/s)")
     results = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from nanovllm.kernels.numba_launch import Launcher
 
 LinearFn = Callable[[Tensor], Tensor]
+# greedy: no row draws; plain: no row cuts; min_p: rows cut by min_p at most; full: by anything.
+SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ batch, nor graphs, nor preemption, nor the way a row is split over programs can 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.sampling_threshold import (
     CAPACITY,
     GROUP_SIZE,
@@ -22,9 +22,6 @@ from nanovllm.kernels.sampling_threshold import (
     find_peaks,
     row_peak,
 )
-
-# greedy: no row draws; plain: no row cuts; min_p: rows cut by min_p at most; full: by anything.
-Variant = Literal["greedy", "plain", "min_p", "full"]
 
 MIN_BLOCK = 1024
 ID_FACTOR = tl.constexpr(0x9E3779B1)
@@ -98,7 +95,7 @@ def sample_tokens(
     slots: Tensor,
     tables: SamplingTables,
     context_lens: Tensor,
-    variant: Variant,
+    variant: SamplingVariant,
     out: Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
@@ -164,7 +161,11 @@ def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None
 
 
 def reference_sample(
-    logits: Tensor, slots: Tensor, tables: SamplingTables, context_lens: Tensor, variant: Variant
+    logits: Tensor,
+    slots: Tensor,
+    tables: SamplingTables,
+    context_lens: Tensor,
+    variant: SamplingVariant,
 ) -> Tensor:
     """What sample_tokens writes to out."""
     lines = slots.long()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
 from nanovllm.engine.step import NewRow, StepPlan
+from nanovllm.kernels.base import SamplingVariant
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.base import Platform
 from nanovllm.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
 
-SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
 VARIANTS: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.sampling import (
-    Variant,
     advance,
     reference_noise,
     reference_sample,
@@ -169,7 +169,7 @@ def test_full_natively(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9, 40])
 @pytest.mark.parametrize("variant", ["greedy", "plain", "min_p"])
-def test_variants_natively(variant: Variant, num_rows: int) -> None:
+def test_variants_natively(variant: SamplingVariant, num_rows: int) -> None:
     cases.check_variant(variant, VOCAB_SIZE, num_rows, "cuda")
 
 
@@ -204,7 +204,7 @@ def test_draws_follow_the_exact_probabilities_natively(row: Row, dtype: torch.dt
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize("variant", cases.VARIANTS)
-def test_graphs_natively(variant: Variant, dtype: torch.dtype) -> None:
+def test_graphs_natively(variant: SamplingVariant, dtype: torch.dtype) -> None:
     """A captured step draws for new logits and positions what an eager one draws, and advances."""
     num_rows = 24
     logits = cases.random_logits(4 * num_rows, VOCAB_SIZE, 3.0).to(dtype).cuda().split(num_rows)

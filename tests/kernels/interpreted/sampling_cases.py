@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import sampling
+from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.sampling import (
     SamplingTables,
     SamplingWorkspace,
     Split,
-    Variant,
     advance,
     reference_floors,
     reference_sample,
@@ -32,7 +32,7 @@ from nanovllm.layers.sampler import sampling_probs
 from tests.layers.test_sampler import SMALLEST, Row, columns, random_row
 
 INF = torch.inf
-VARIANTS: tuple[Variant, ...] = ("greedy", "plain", "min_p", "full")
+VARIANTS: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def make_batch(logits: Tensor, rows: list[Row], device: str) -> Batch:
     )
 
 
-def run(batch: Batch, variant: Variant) -> tuple[Tensor, SamplingWorkspace]:
+def run(batch: Batch, variant: SamplingVariant) -> tuple[Tensor, SamplingWorkspace]:
     """Sample in a workspace that holds another call's leavings and has room to spare."""
     num_rows, vocab_size = batch.logits.shape
     workspace = sampling_workspace(num_rows + 1, vocab_size, batch.logits.device)
@@ -83,7 +83,7 @@ def run(batch: Batch, variant: Variant) -> tuple[Tensor, SamplingWorkspace]:
     return out, workspace
 
 
-def expected(batch: Batch, variant: Variant) -> Tensor:
+def expected(batch: Batch, variant: SamplingVariant) -> Tensor:
     return reference_sample(batch.logits, batch.slots, batch.tables, batch.context_lens, variant)
 
 
@@ -170,7 +170,7 @@ def check_kind(kind: str, vocab_size: int, num_rows: int, dtype: torch.dtype, de
     check_full(make_batch(logits, make_rows(num_rows, vocab_size), device))
 
 
-def check_variant(variant: Variant, vocab_size: int, num_rows: int, device: str) -> None:
+def check_variant(variant: SamplingVariant, vocab_size: int, num_rows: int, device: str) -> None:
     """Rows that need no more than this variant get its reference's tokens."""
     rows = [without_cuts(row)._replace(min_p=row.min_p) for row in make_rows(num_rows, 2)]
     if variant != "min_p":
