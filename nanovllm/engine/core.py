@@ -36,7 +36,7 @@ class EngineCore:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self._unreported: list[Sequence] = []  # their update was lost to an interrupt
-        self._failure: Exception | None = None
+        self._failure: str | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -68,7 +68,8 @@ class EngineCore:
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
                 return self._commit(*self._in_flight.popleft())
         except Exception as error:
-            self._failure = error
+            # Not the error itself: its traceback holds the engine, which would hold itself.
+            self._failure = repr(error)
             raise
         except BaseException:  # Ctrl-C may land anywhere in a step; the engine outlives it
             self._in_flight.clear()
@@ -103,4 +104,4 @@ class EngineCore:
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
-            raise EngineError("the engine failed earlier and cannot go on") from self._failure
+            raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
