@@ -10,6 +10,7 @@ from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.validation import check_types
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 ROPE_KINDS = ("default", "linear", "llama3", "factors")
 
 
@@ -32,6 +33,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     load_format: str = "auto"  # "dummy": random weights from the config alone
     skip_tokenizer_init: bool = False
+    attention_backend: str = "auto"  # on CUDA "triton"; on a CPU what its kernels bring
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class EngineConfig:
         self._require("num_kvcache_blocks", is_count, "at least 1, or -1 to size it from memory")
         self._require("dtype", self.dtype in ("auto", *DTYPES), f"'auto' or one of {DTYPES}")
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
+        is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
+        self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
         if self.tensor_parallel_size > 1:
             raise ConfigError(

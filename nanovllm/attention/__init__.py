@@ -1,20 +1,48 @@
-"""Choose the attention backend that goes with the operations, once."""
+"""Choose the attention backend by name or by the device, once."""
 
 from __future__ import annotations
 
+import torch
+
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.cpu import CpuAttention
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.errors import ConfigError
 from nanovllm.kernels.base import Ops
 from nanovllm.platforms.base import Platform
 
 
-def create_attention(platform: Platform, ops: Ops, block_size: int) -> AttentionBackend:
+def create_attention(
+    platform: Platform,
+    ops: Ops,
+    block_size: int,
+    name: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> AttentionBackend:
+    if name == "sdpa":
+        return SdpaAttention(block_size)
     if platform.name == "cuda":
-        from nanovllm.attention.triton_paged import TritonAttention
-
-        return TritonAttention(platform)
+        return _create_on_cuda(platform, block_size, name, dtype)
+    if name != "auto":
+        raise ConfigError(
+            f"attention_backend={name!r} needs a CUDA device, but the engine runs on the "
+            f"{platform.name}; use 'auto' or 'sdpa'"
+        )
     if ops.launcher is None:
         return CpuAttention(block_size)
     from nanovllm.attention.numba_paged import NumbaAttention
 
     return NumbaAttention(block_size, ops.launcher)
+
+
+def _create_on_cuda(
+    platform: Platform, block_size: int, name: str, dtype: torch.dtype
+) -> AttentionBackend:
+    if name == "flash_attn":
+        from nanovllm.attention.flash import load_flash_attention
+
+        return load_flash_attention(platform, block_size, dtype)
+    from nanovllm.attention.triton_paged import TritonAttention
+
+    properties = torch.cuda.get_device_properties(platform.device)
+    return TritonAttention(platform, properties.multi_processor_count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -39,4 +39,23 @@ class AttentionBackend(Protocol):
         """Return causal attention of q [tokens, heads, head_dim] over each row's whole context.
 
         k and v [tokens, kv_heads, head_dim] are what this step added to the cache.
+        """
+
+
+@runtime_checkable
+class GraphedAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps a CUDA graph can repeat."""
+
+    def decode_plan(
+        self,
+        block_table: Tensor,
+        slots: Tensor,
+        context_lens: Tensor,
+        order: Tensor | None,
+        max_context: int,
+    ) -> Any:
+        """Plan rows of one token, row i being token i, from device tensors alone.
+
+        The plan reads the tensors anew whenever the graph runs. A context of length 0 is padding;
+        `order`, if any, lists the rows as they should start; `max_context` bounds the lengths.
         """

@@ -106,14 +106,15 @@ class CpuAttention:
 
 def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
     """Describe the rows of more than one token; `offsets` says where each begins in the batch."""
-    prefills = []
-    tables = rows.block_table.numpy()
-    for i in np.flatnonzero(rows.counts != 1).tolist():
-        start, count = int(rows.starts[i]), int(rows.counts[i])
-        num_blocks = -(-(start + count) // block_size)
-        block_ids = torch.from_numpy(tables[rows.slots[i], :num_blocks].astype(np.int64))
-        prefills.append(PrefillRow(int(offsets[i]), count, start, block_ids))
-    return prefills
+    longer = np.flatnonzero(rows.counts != 1).tolist()
+    return [plan_row(rows, i, offsets, block_size) for i in longer]
+
+
+def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> PrefillRow:
+    start, count = int(rows.starts[i]), int(rows.counts[i])
+    num_blocks = -(-(start + count) // block_size)
+    block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()
+    return PrefillRow(int(offsets[i]), count, start, block_ids)
 
 
 def attend_prefill(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, row: PrefillRow) -> Tensor:
@@ -123,7 +124,7 @@ def attend_prefill(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, row: Pref
     length = row.start + row.count
     k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
     v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
-    positions = torch.arange(length)
+    positions = torch.arange(length, device=q.device)
     tiles = []
     for first in range(0, row.count, QUERY_TILE):
         tile = q[first : first + QUERY_TILE]

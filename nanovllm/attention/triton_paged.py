@@ -46,8 +46,9 @@ class TritonPlan:
 
 
 class TritonAttention:
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: Platform, num_processors: int) -> None:
         self.platform = platform
+        self.num_processors = num_processors
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> TritonPlan:
         """Split the rows by kind and send their columns in one copy."""
@@ -78,6 +79,17 @@ class TritonAttention:
             )
         return TritonPlan(rows.block_table, decode, prefill)
 
+    def decode_plan(
+        self,
+        block_table: Tensor,
+        slots: Tensor,
+        context_lens: Tensor,
+        order: Tensor | None,
+        max_context: int,
+    ) -> TritonPlan:
+        rows = DecodeRows(slots, context_lens, None, order, max_context)
+        return TritonPlan(block_table, rows, None)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: TritonPlan
     ) -> Tensor:
@@ -107,9 +119,7 @@ class TritonAttention:
     ) -> None:
         num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
         _, num_heads, head_dim = q.shape
-        num_splits = choose_splits(
-            num_rows, num_kv_heads, rows.max_context, self.platform.num_processors
-        )
+        num_splits = choose_splits(num_rows, num_kv_heads, rows.max_context, self.num_processors)
         size = partial_size(num_rows, num_heads, head_dim, num_splits)
         partial = torch.empty(size, device=q.device, dtype=torch.float32)
         paged_decode(

@@ -26,6 +26,7 @@ _ENGINE_HELP = {
     "kvcache_block_size": "tokens per block of the KV cache, a multiple of 16",
     "num_kvcache_blocks": "blocks in the KV cache; -1 takes what memory allows",
     "gpu_memory_utilization": "share of a GPU's memory to use",
+    "attention_backend": "triton, flash_attn, sdpa (a slow reference), or 'auto': what is fastest",
     "tensor_parallel_size": "devices to split the model over",
 }
 _SAMPLING_HELP = {

@@ -1,4 +1,4 @@
-"""Both CPU backends over the paged cache equal a plain float64 reference for any mix of rows."""
+"""The CPU's backends over the paged cache equal a plain float64 reference for any mix of rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
 from nanovllm.attention.cpu import MAX_WASTE, QUERY_TILE, CpuAttention
 from nanovllm.attention.numba_paged import NumbaAttention
+from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.kernels.base import Ops
 from nanovllm.kernels.numba_launch import Launcher
 from nanovllm.kernels.numba_ops import NumbaOps
@@ -54,7 +55,7 @@ class Backend:
 MakeBackend = Callable[[int, torch.dtype], Backend]  # from the block size and dtype
 
 
-@pytest.fixture(params=["torch", "numba"])
+@pytest.fixture(params=["torch", "numba", "sdpa"])
 def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
     return partial(build_backend, request.param)
 
@@ -63,6 +64,8 @@ def build_backend(name: str, block_size: int, dtype: torch.dtype) -> Backend:
     if name == "torch":
         return Backend(TorchOps(), CpuAttention(block_size))
     launcher = make_launcher(dtype, torch.get_num_threads())
+    if name == "sdpa":
+        return Backend(NumbaOps(launcher), SdpaAttention(block_size))
     return Backend(NumbaOps(launcher), NumbaAttention(block_size, launcher))
 
 

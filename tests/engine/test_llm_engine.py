@@ -269,6 +269,7 @@ BAD_ENGINE = [
     ("device", ["tpu", "", None]),
     ("dtype", ["int8", "", None]),
     ("load_format", ["npz", "", None]),
+    ("attention_backend", ["xformers", "", None]),
     ("depth", [2, -1, "1"]),
 ]
 WRONG_TYPES_SAMPLING = [

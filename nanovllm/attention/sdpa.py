@@ -1,0 +1,29 @@
+"""The reference on any device: torch's SDPA, row by row, over each row's own tokens only."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.cpu import PrefillRow, attend_prefill, plan_row
+
+
+class SdpaAttention:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def plan(self, rows: BatchRows, dtype: torch.dtype) -> list[PrefillRow]:
+        offsets = np.cumsum(rows.counts) - rows.counts
+        return [plan_row(rows, i, offsets, self.block_size) for i in range(len(offsets))]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[PrefillRow]
+    ) -> Tensor:
+        parts = [slice(row.offset, row.offset + row.count) for row in plan]
+        outputs = [
+            attend_prefill(q[part], k[part], v[part], cache, row)
+            for row, part in zip(plan, parts, strict=True)
+        ]
+        return torch.cat(outputs)

@@ -1,0 +1,79 @@
+"""Every backend on CUDA equals the float64 reference, and a graph repeats its decode plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanovllm.attention import create_attention
+from nanovllm.attention.base import AttentionBackend, BatchRows, GraphedAttention, LayerCache
+from nanovllm.kernels.reference import TorchOps
+from nanovllm.platforms.cuda import CudaPlatform
+from tests.attention.test_cpu import MIXES, Case, make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BLOCK_SIZE = 256
+
+
+@pytest.fixture(scope="module")
+def platform() -> CudaPlatform:
+    return CudaPlatform(0.5)
+
+
+def create(platform: CudaPlatform, name: str) -> AttentionBackend:
+    if name == "flash_attn":
+        pytest.importorskip("flash_attn")
+    return create_attention(platform, TorchOps(), BLOCK_SIZE, name, torch.bfloat16)
+
+
+def on_device(mix: list[tuple[int, int]]) -> tuple[Case, torch.Tensor]:
+    """A case whose keys and values are cached, on the device, and what it should give."""
+    case = make_case(mix, block_size=BLOCK_SIZE, head_dim=64, dtype=torch.bfloat16)
+    case.write(TorchOps())
+    want, rows = case.reference(), case.rows
+    cache = LayerCache(case.cache.k.cuda(), case.cache.v.cuda())
+    table = rows.block_table.cuda()
+    device_rows = BatchRows(rows.slots, rows.starts, rows.counts, table)
+    return Case(device_rows, cache, case.qkv.cuda(), []), want
+
+
+def assert_close(output: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(output.double().cpu(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["triton", "sdpa", "flash_attn"])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_equals_the_reference(platform: CudaPlatform, name: str, mix: str) -> None:
+    attention = create(platform, name)
+    case, want = on_device(MIXES[mix])
+    plan = attention.plan(case.rows, torch.bfloat16)
+    output = attention.attend(*case.heads(), case.cache, plan)
+    assert output.view(len(output), -1).is_contiguous()  # as the layer after it wants it
+    assert_close(output, want)
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
+    attention = create(platform, name)
+    assert isinstance(attention, GraphedAttention)
+    case, want = on_device([(300, 1), (2, 1), (700, 1)])
+    slots = torch.tensor([1, 1, 1], dtype=torch.int32, device="cuda")
+    context_lens = torch.tensor([3, 3, 3], dtype=torch.int32, device="cuda")
+    order = torch.arange(3, dtype=torch.int32, device="cuda")
+
+    def run() -> torch.Tensor:
+        table = case.rows.block_table
+        plan = attention.decode_plan(table, slots, context_lens, order, 1024)
+        return attention.attend(*case.heads(), case.cache, plan)
+
+    replay, output = platform.record(run)
+    slots.copy_(torch.tensor([0, 1, 2]))
+    context_lens.copy_(torch.tensor([301, 3, 701]))
+    replay()
+    assert_close(output, want)
+    context_lens[2] = 0  # padding
+    replay()
+    assert_close(output[:2], want[:2])
