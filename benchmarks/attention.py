@@ -135,9 +135,7 @@ def decode_runs(layers: Layers, context: int, is_quick: bool) -> Iterator[Run]:
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     chosen = choose_splits(num_rows, NUM_KV_HEADS, 4096, num_sms)
     other = 16 if chosen == 32 else 2 * chosen
-    configs = [decode_config(HEAD_DIM, DTYPE, num_rows * NUM_KV_HEADS)] + (
-        [] if is_quick else DECODE_CONFIGS
-    )
+    configs = [decode_config(HEAD_DIM, DTYPE)] + ([] if is_quick else DECODE_CONFIGS)
     for num_splits in (chosen,) if is_quick else (chosen, other):
         size = partial_size(num_rows, num_heads, HEAD_DIM, num_splits)
         partial = torch.empty(size, device="cuda")

@@ -1,4 +1,4 @@
-"""Choose the operations for a platform and dtype, once."""
+"""Choose the operations of a CPU for a dtype, once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import torch
 
 from nanovllm.kernels.base import Ops
 from nanovllm.kernels.reference import TorchOps
-from nanovllm.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 
 
-def create_ops(platform: Platform, dtype: torch.dtype) -> Ops:
-    if platform.name == "cuda":
-        from nanovllm.kernels.triton_ops import TritonOps
-
-        return TritonOps()
+def create_cpu_ops(dtype: torch.dtype) -> Ops:
     if dtype not in (torch.float32, torch.bfloat16):
         return TorchOps()
     try:

@@ -39,10 +39,23 @@ class PackedLinear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Project x [tokens, in]."""
 
+    def summands(self, x: Tensor) -> Tensor:
+        """Project x for the `after_norm` that follows, which may be left to finish the sum.
+
+        So the result may have a dimension in front of the others, to be summed over.
+        """
+
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm: NormWeights
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: NormWeights,
+        upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Project the RMSNorm of x + residual; return that and the sum. May overwrite both."""
+        """Project the RMSNorm of x + residual; return that and the sum. May overwrite both.
+
+        `upcoming` comes next, but after work that reads little: its weight may be fetched ahead.
+        """
 
 
 class Ops(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.kernels.base import LinearFn, NormWeights, Ops
+from nanovllm.kernels.base import LinearFn, NormWeights, Ops, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,15 @@ class ComposedLinear:
         y = self.linear(x)
         return self.ops.silu_mul(y) if self.is_gated else y
 
+    def summands(self, x: Tensor) -> Tensor:
+        return self(x)
+
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm: NormWeights
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: NormWeights,
+        upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             return self(self.ops.rms_norm(x, norm.weight, norm.eps)), x

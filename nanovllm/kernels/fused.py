@@ -8,13 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.base import QKNormWeights
-from nanovllm.kernels.overlap import launch_options
+from nanovllm.kernels.overlap import launch_options, wait_for_inputs
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x, or of x + residual, which then also becomes the residual."""
-    num_rows, dim = x.shape
-    out = torch.empty_like(x)
+    """Return the norm of x, or of x + residual, which then also becomes the residual.
+
+    An x of [parts, rows, dim] stands for its sum over the parts.
+    """
+    num_rows, dim = x.shape[-2:]
+    out = torch.empty(num_rows, dim, device=x.device, dtype=weight.dtype)
     block = triton.next_power_of_2(dim)
     _rms_norm[(num_rows,)](
         out,
@@ -24,9 +27,10 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         eps,
         dim,
         BLOCK=block,
+        PARTS=1 if x.dim() == 2 else len(x),
         HAS_RESIDUAL=residual is not None,
-        num_warps=min(max(block // 256, 1), 8),
-        **launch_options(x),
+        num_warps=min(max(block // 128, 1), 8),
+        **launch_options(x, num_rows),
     )
     return out
 
@@ -36,7 +40,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
     block = 1024
     _silu_mul[(num_rows, triton.cdiv(size, block))](
-        out, gate_up, size, BLOCK=block, num_warps=4, **launch_options(gate_up)
+        out, gate_up, size, BLOCK=block, num_warps=4, **launch_options(gate_up, num_rows)
     )
     return out
 
@@ -72,7 +76,7 @@ def rope_write(
         HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=norm is not None,
         num_warps=4,
-        **launch_options(qkv),
+        **launch_options(qkv, num_tokens),
     )
 
 
@@ -93,7 +97,8 @@ def gather_decode(
     `order` lists the rows from the longest to the shortest.
     """
     num_rows = len(slots)
-    _gather_decode[(1,)](
+    block = min(triton.next_power_of_2(num_rows), 128)
+    _gather_decode[(triton.cdiv(num_rows, block),)](
         slots,
         lengths,
         tokens,
@@ -107,10 +112,10 @@ def gather_decode(
         tokens.stride(0),
         block_table.stride(0),
         BLOCK_SIZE=block_size,
-        BLOCK=triton.next_power_of_2(num_rows),
-        CHUNK=min(triton.next_power_of_2(num_rows), 32),
+        BLOCK=block,
+        CHUNK=min(block, 32),
         num_warps=4,
-        **launch_options(slots),
+        **launch_options(slots, num_rows),
     )
 
 
@@ -123,16 +128,19 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     eps,
     dim,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     base = tl.program_id(0).to(tl.int64) * dim
     i = tl.arange(0, BLOCK)
     mask = i < dim
+    factor = tl.load(weight + i, mask=mask, other=0.0)
+    wait_for_inputs(OVERLAP)
     value = tl.load(x + base + i, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        place = x + part * tl.num_programs(0) * dim + base
+        value += tl.load(place + i, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         value += tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
         total = value.to(residual.dtype.element_ty)
@@ -140,14 +148,12 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
     normed = (value * scale).to(out.dtype.element_ty)
-    tl.store(out + base + i, normed * tl.load(weight + i, mask=mask, other=0.0), mask=mask)
+    tl.store(out + base + i, normed * factor, mask=mask)
 
 
 @triton.jit
 def _silu_mul(out, gate_up, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
@@ -178,9 +184,6 @@ def _rope_write(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """The grid's second coordinate: 0 turns the queries, 1 the keys, and stores keys and values."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
@@ -188,6 +191,8 @@ def _rope_write(  # type: ignore[no-untyped-def]
     turn = tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(rope + turn, mask=i < half, other=0.0)[None, :]
     sin = tl.load(rope + turn + half, mask=i < half, other=0.0)[None, :]
+    slot = tl.load(kv_slots + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)[:, None]
+    wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, HEADS_BLOCK)[:, None]
         place = qkv + base + heads * HEAD_DIM + i[None, :]
@@ -202,7 +207,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
             sin,
             k_cache,
             v_cache,
-            tl.load(kv_slots + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)[:, None],
+            slot,
             NUM_KV_HEADS,
             HEAD_DIM,
             KV_HEADS_BLOCK,
@@ -283,10 +288,8 @@ def _gather_decode(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.arange(0, BLOCK)
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
     length = tl.load(lengths + slot, mask=mask, other=0)

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-A kernel compiled with OVERLAP lets its successor start at once (gdc_launch_dependents) and waits
-for its predecessors (gdc_wait) before it touches anything they read or write.
+A kernel compiled with OVERLAP may read weights before it waits for its inputs, and whatever the
+step's first kernels wrote: the embedding, which is not launched like this, lies between.
 """
 
 from __future__ import annotations
@@ -9,14 +9,61 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+MAX_ROWS = 256  # with more, the libraries' products take so long that starting early gains nothing
 
-def launch_options(x: Tensor) -> dict[str, Any]:
-    """What to launch a kernel with that takes OVERLAP and works on x; Hopper and later can.
 
-    Only for one row, where all kernels are ours: between cuBLAS's products it gains nothing.
-    """
-    if not x.is_cuda or len(x) > 1 or torch.cuda.get_device_capability(x.device) < (9, 0):
+def launch_options(x: Tensor, num_rows: int) -> dict[str, Any]:
+    """What to launch a kernel with that takes OVERLAP and works on x; Hopper and later can."""
+    is_few = x.is_cuda and num_rows <= MAX_ROWS
+    if not is_few or torch.cuda.get_device_capability(x.device) < (9, 0):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait for the kernel before this one, then let the one after it start.
+
+    Not the other way round: programs that start two kernels early find the processors unevenly
+    occupied, and stay where they were placed.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_lines(places):  # type: ignore[no-untyped-def]
+    """Ask L2 for the cache lines at some places."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [places.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_bytes(place, num_bytes):  # type: ignore[no-untyped-def]
+    """Ask L2 for a multiple of 16 bytes, through one thread; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 p, thread, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [place.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.overlap import launch_options
+from nanovllm.kernels.overlap import launch_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
 MIN_LINES = 16  # tl.dot takes no fewer
@@ -38,26 +38,27 @@ class PrefillConfig:
     tile: int  # keys per step of the loop
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # per thread; fewer let more programs run side by side
     pairs: int = 16  # (row, kv head) pairs that run side by side, so that L2 serves their keys
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, num_programs: int) -> DecodeConfig:
+def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     if dtype == torch.float32:  # without tensor cores, small tiles save registers
         return DecodeConfig(tile=16, num_warps=4, num_stages=3)
-    # Programs that are too few to fill the device, and too many to be split, each do more at once.
-    is_sparse = 256 <= num_programs <= 1024
-    return DecodeConfig(tile=32, num_warps=4 if is_sparse or head_dim > 128 else 2, num_stages=3)
+    return DecodeConfig(tile=32, num_warps=4 if head_dim > 128 else 2, num_stages=4)
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, num_lines: int) -> PrefillConfig:
-    """Choose the largest tiles that spill no registers, for rows of up to num_lines lines."""
+    """Choose what measured fastest, for rows of up to num_lines lines."""
     is_wide = head_dim > 128
     if dtype == torch.float32:
         return PrefillConfig(lines=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
     if num_lines <= 64:
         lines = 16 if num_lines <= 16 else 64
         return PrefillConfig(lines, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
-    return PrefillConfig(lines=128, tile=32, num_warps=8 if is_wide else 4, num_stages=3)
+    if is_wide:
+        return PrefillConfig(lines=128, tile=32, num_warps=8, num_stages=3)
+    return PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
@@ -90,7 +91,7 @@ def paged_decode(
 ) -> None:
     """Attend from the last token of each row's context (none: zeros), also inside a CUDA graph."""
     num_rows, num_heads, head_dim = slots.shape[0], *q.shape[1:]
-    config = config or decode_config(head_dim, q.dtype, num_rows * k_cache.shape[2])
+    config = config or decode_config(head_dim, q.dtype)
     assert config.min_split % config.tile == 0
     size = partial_size(num_rows, num_heads, head_dim, num_splits)
     assert size == 0 or (partial is not None and partial.numel() >= size)
@@ -106,7 +107,7 @@ def paged_decode(
         LINES=max(MIN_LINES, triton.next_power_of_2(num_heads // k_cache.shape[2])),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(q),
+        **launch_options(q, len(q)),
     )
     if num_splits > 1:
         _combine_kernel[num_rows, num_heads](
@@ -114,7 +115,7 @@ def paged_decode(
             **split,
             SPLITS_PAD=triton.next_power_of_2(num_splits),
             **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIM_PAD")},
-            **launch_options(q),
+            **launch_options(q, len(q)),
         )
 
 
@@ -152,7 +153,8 @@ def paged_prefill(
         PAIRS=config.pairs,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(q),
+        maxnreg=config.max_registers,
+        **launch_options(q, len(q)),
     )
 
 
@@ -242,9 +244,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr = None,
 ):
     """QUERIES queries of one row over one split of its keys, for the heads of one kv head."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     if query_lens is None:  # decode: one query per row
         row, kv_head, skipped, num_queries = tl.program_id(1), tl.program_id(0), 0, 1
         if order is not None:
@@ -264,11 +263,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         split_size = _split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
         lo += tl.program_id(2) * split_size
         hi = tl.minimum(lo + split_size, hi)
-        if lo >= hi:
-            return
 
     token = _token_of(query_starts, row) + skipped
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
+    # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
+    block_ids = _block_ids(blocks, lo, length, BLOCK_SIZE, TILE)
+    wait_for_inputs(OVERLAP)
+    if SPLITS > 1:  # noqa: SIM102 - one is known when compiling, the other is not
+        if lo >= hi:
+            return
     lines = tl.arange(0, LINES)
     dims = tl.arange(0, DIM_PAD)
     queries = lines // GROUP
@@ -284,30 +287,35 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     line_sum = tl.zeros((LINES,), tl.float32)
     # Every query sees the keys full_lo .. full_hi: only tiles that reach beyond them need a mask.
     full_lo, full_hi = _window_start(highest, WINDOW), lowest + 1
-    # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
-    block_ids = _block_ids(blocks, lo, hi, BLOCK_SIZE, TILE)
-    for tile_start in tl.range(lo, hi, TILE):
+    k_heads, v_heads = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    masked_lo = lo
+    if QUERIES > 1 and WINDOW is None:  # tiles of keys that are all there load faster
+        masked_lo = tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE
+        for tile_start in tl.range(lo, masked_lo, TILE):
+            keys = tile_start + tl.arange(0, TILE)
+            places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+            block_ids = _block_ids(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
+            k = _load_keys(k_heads, places, dims, None, HEAD_DIM)
+            scores = tl.dot(q_tile, k.T, input_precision="ieee")
+            if tile_start + TILE > full_hi:
+                scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+            weights, alpha, line_max, line_sum = _weigh(scores, scale, line_max, line_sum)
+            v = _load_keys(v_heads, places, dims, None, HEAD_DIM)
+            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    for tile_start in tl.range(masked_lo, hi, TILE):
         keys = tile_start + tl.arange(0, TILE)
         is_key = (keys >= first) & (keys <= highest)
         places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-        places += kv_head * HEAD_DIM
-        block_ids = _block_ids(blocks, tile_start + TILE, hi, BLOCK_SIZE, TILE)
-        k_places = k_cache + (places[None, :] + dims[:, None])
-        k = tl.load(k_places, mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        scores = tl.dot(q_tile, k, input_precision="ieee")
+        block_ids = _block_ids(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
+        k = _load_keys(k_heads, places, dims, is_key, HEAD_DIM)
+        scores = tl.dot(q_tile, k.T, input_precision="ieee")
         if (tile_start < full_lo) | (tile_start + TILE > full_hi):
             is_seen = keys[None, :] <= positions[:, None]
             if WINDOW is not None:
                 is_seen &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
-        new_max = tl.maximum(line_max, tl.max(scores, 1) * scale)
-        # A line that has seen nothing yet: -inf minus -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores * scale - shift[:, None])
-        alpha = tl.exp2(line_max - shift)
-        line_max, line_sum = new_max, line_sum * alpha + tl.sum(weights, 1)
-        v_places = v_cache + (places[:, None] + dims[None, :])
-        v = tl.load(v_places, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        weights, alpha, line_max, line_sum = _weigh(scores, scale, line_max, line_sum)
+        v = _load_keys(v_heads, places, dims, is_key, HEAD_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     if SPLITS == 1:
@@ -339,9 +347,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """Join the splits of one query head; those that got no keys wrote nothing."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)
     row, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     length = tl.load(context_lens + row)
     lo = _window_start(length - 1, WINDOW) // TILE * TILE
@@ -361,6 +367,31 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     values = (tl.sum(acc * weights[:, None], 0) / total).to(out.dtype.element_ty)
     out_row = _token_of(query_index, row) * num_heads + head
     tl.store(out + out_row * HEAD_DIM + dims, values, mask=is_dim)
+
+
+@triton.jit
+def _load_keys(heads, places, dims, is_key, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load keys or values [TILE, DIM_PAD]; those that are not keys are zeros, not what is there."""
+    tile = heads + (places[:, None] + dims[None, :])
+    is_dim = (dims < HEAD_DIM)[None, :]
+    if is_key is not None:
+        values = tl.load(tile, mask=is_key[:, None] & is_dim, other=0.0)
+    elif dims.shape[0] != HEAD_DIM:
+        values = tl.load(tile, mask=is_dim, other=0.0)
+    else:
+        values = tl.load(tile)
+    return values
+
+
+@triton.jit
+def _weigh(scores, scale, line_max, line_sum):  # type: ignore[no-untyped-def]
+    """One step of the softmax: weights, what earlier sums are worth now, new maximum and sum."""
+    new_max = tl.maximum(line_max, tl.max(scores, 1) * scale)
+    # A line that has seen nothing yet: -inf minus -inf would be NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    alpha = tl.exp2(line_max - shift)
+    return weights, alpha, new_max, line_sum * alpha + tl.sum(weights, 1)
 
 
 @triton.jit

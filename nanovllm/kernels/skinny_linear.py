@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.base import NormWeights
-from nanovllm.kernels.overlap import launch_options
+from nanovllm.kernels.overlap import launch_options, prefetch_bytes, wait_for_inputs
 
 
 def skinny_linear(
@@ -22,14 +22,23 @@ def skinny_linear(
     residual: Tensor | None = None,
     norm: NormWeights | None = None,
     is_gated: bool = False,
+    upcoming: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what ComposedLinear would for x [1, in], and x + residual."""
+    """Return what ComposedLinear would for x [1, in], and x + residual.
+
+    The weight that comes next after kernels that leave memory idle is asked for at the end.
+    """
     num_in = x.shape[1]
     num_out = weight.shape[0] // 2 if is_gated else weight.shape[0]
     y = torch.empty(1, num_out, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
     block_out, block_in, num_warps = skinny_config(num_out, num_in, is_gated)
-    _skinny[(triton.cdiv(num_out, block_out),)](
+    num_programs = triton.cdiv(num_out, block_out)
+    options = launch_options(x, 1)
+    share = 0
+    if upcoming is not None and options["OVERLAP"]:
+        share = triton.cdiv(upcoming.nbytes, num_programs * 16) * 16
+    _skinny[(num_programs,)](
         y,
         total,
         x,
@@ -38,6 +47,9 @@ def skinny_linear(
         x if bias is None else bias,
         x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
+        upcoming if share else None,
+        share,
+        0 if upcoming is None else upcoming.nbytes,
         num_out,
         NUM_IN=num_in,
         BLOCK_OUT=block_out,
@@ -47,13 +59,15 @@ def skinny_linear(
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
         num_warps=num_warps,
-        **launch_options(x),
+        **options,
     )
     return y, total
 
 
 def skinny_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int, int]:
     """Outputs per program, inputs per tile, warps."""
+    if num_in >= 4096:
+        return 2, 4096, 8
     if num_out <= 2048:
         return 2, min(triton.next_power_of_2(num_in), 2048), 4
     block_in = min(triton.next_power_of_2(num_in), 1024)
@@ -70,6 +84,9 @@ def _skinny(  # type: ignore[no-untyped-def]
     bias,
     norm_weight,
     eps,
+    upcoming,
+    share,
+    upcoming_bytes,
     num_out,
     NUM_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -81,8 +98,6 @@ def _skinny(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """Products in float32; each tile of the weight is asked for while the one before is used."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = out < num_out
     lines = weight + out.to(tl.int64)[:, None] * NUM_IN
@@ -91,8 +106,7 @@ def _skinny(  # type: ignore[no-untyped-def]
     mask = is_out[:, None] & (lanes < NUM_IN)[None, :]
     tile = tl.load(lines + lanes[None, :], mask=mask, other=0.0)
     up_tile = tl.load(up_lines + lanes[None, :], mask=mask, other=0.0) if IS_GATED else tile
-    if OVERLAP:  # the weight does not depend on the kernels before this one; all else does
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     sums = tl.zeros((BLOCK_OUT,), tl.float32)
     up_sums = tl.zeros((BLOCK_OUT,), tl.float32)
     squares = tl.zeros((1,), tl.float32)
@@ -129,3 +143,8 @@ def _skinny(  # type: ignore[no-untyped-def]
             up_sums += tl.load(bias + num_out + out, mask=is_out, other=0.0).to(tl.float32)
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
+    if upcoming is not None:
+        begin = tl.program_id(0).to(tl.int64) * share
+        place = upcoming.to(tl.pointer_type(tl.uint8)) + begin
+        if begin < upcoming_bytes:
+            prefetch_bytes(place, tl.minimum(share, upcoming_bytes - begin).to(tl.int32))

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanovllm.kernels import fused
 from nanovllm.kernels.base import NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
 from nanovllm.kernels.skinny_linear import skinny_linear
 
 
@@ -47,29 +48,42 @@ class TritonOps:
         self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
     ) -> PackedLinear:
         weight = weight.contiguous()
-        composed = ComposedLinear(self, lambda x: F.linear(x, weight, bias), is_gated)
         if weight.dtype == torch.float32:
-            return composed
-        return SkinnyLinear(weight, bias, is_gated, composed)
+            return ComposedLinear(self, lambda x: F.linear(x, weight, bias), is_gated)
+        return CudaLinear(weight, bias, is_gated)
 
 
 @dataclass(frozen=True, slots=True)
-class SkinnyLinear:
-    """One row runs in one fused kernel, more through cuBLAS."""
+class CudaLinear:
+    """One row runs in one fused kernel, a few in another, more through cuBLAS."""
 
     weight: Tensor
     bias: Tensor | None
     is_gated: bool
-    composed: ComposedLinear
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 1:
             return skinny_linear(x, self.weight, self.bias, is_gated=self.is_gated)[0]
-        return self.composed(x)
+        if has_few_rows(len(x), self.weight):
+            return few_rows_linear(x, self.weight, self.bias, self.is_gated)
+        y = F.linear(x, self.weight, self.bias)
+        return fused.silu_mul(y) if self.is_gated else y
+
+    def summands(self, x: Tensor) -> Tensor:
+        num_parts = choose_parts(len(x), *self.weight.shape)
+        if num_parts == 1:
+            return self(x)
+        return few_rows_linear(x, self.weight, self.bias, self.is_gated, num_parts)
 
     def after_norm(
-        self, x: Tensor, residual: Tensor | None, norm: NormWeights
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: NormWeights,
+        upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if len(x) == 1:
-            return skinny_linear(x, self.weight, self.bias, residual, norm, self.is_gated)
-        return self.composed.after_norm(x, residual, norm)
+        if x.shape[-2] == 1:
+            ahead = upcoming.weight if isinstance(upcoming, CudaLinear) else None
+            return skinny_linear(x, self.weight, self.bias, residual, norm, self.is_gated, ahead)
+        normed = fused.rms_norm(x, residual, norm.weight, norm.eps)
+        return self(normed), x if residual is None else residual

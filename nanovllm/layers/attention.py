@@ -33,11 +33,11 @@ class SelfAttention(Layer):
         rope: Tensor,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
-        qkv, residual = self.qkv_proj.after(norm, x, residual)
+        qkv, residual = self.qkv_proj.after(norm, x, residual, upcoming=self.o_proj)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache = batch.caches[self.layer_index]
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         output = self.attention.attend(q, k, v, cache, batch.attention)
-        return self.o_proj(output.view(len(qkv), -1)), residual
+        return self.o_proj.before_norm(output.view(len(qkv), -1)), residual

@@ -36,10 +36,22 @@ class MergedLinear(Layer):
         assert self._packed is not None, "forward before pack"
         return self._packed(x)
 
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def before_norm(self, x: Tensor) -> Tensor:
+        """Project x to what only `after` takes: it may have summands in front of its dimensions."""
+        assert self._packed is not None, "forward before pack"
+        return self._packed.summands(x)
+
+    def after(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        upcoming: MergedLinear | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Project the norm of x + residual; return that and the sum as the next residual."""
         assert self._packed is not None, "forward before pack"
-        return self._packed.after_norm(x, residual, norm.weights)
+        ahead = None if upcoming is None else upcoming._packed
+        return self._packed.after_norm(x, residual, norm.weights, ahead)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         parent = path.rpartition(".")[0]

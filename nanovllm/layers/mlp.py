@@ -20,4 +20,4 @@ class GatedMLP(Layer):
 
     def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         x, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj(x), residual
+        return self.down_proj.before_norm(x), residual

@@ -54,7 +54,7 @@ class DecoderBody(Layer):
             x, residual = layer(x, residual, self.rope, batch)
         assert residual is not None, "a model without layers"
         if batch.logits_index is not None:
-            x, residual = x[batch.logits_index], residual[batch.logits_index]
+            x, residual = x[..., batch.logits_index, :], residual[batch.logits_index]
         return x, residual
 
 

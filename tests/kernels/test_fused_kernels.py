@@ -49,6 +49,14 @@ class TestCompiled:
     def test_skinny_linear(self, dtype: torch.dtype) -> None:
         cases.check_skinny_linear(dtype, "cuda")
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    def test_few_rows_linear(self, dtype: torch.dtype) -> None:
+        cases.check_few_rows_linear(dtype, "cuda")
+
+    @DTYPES
+    def test_projections_of_any_number_of_rows(self, dtype: torch.dtype) -> None:
+        cases.check_projections_of_any_number_of_rows(dtype, "cuda")
+
     def test_padding_and_gathering(self) -> None:
         cases.check_padding_is_not_written("cuda")
         cases.check_gather_decode("cuda")

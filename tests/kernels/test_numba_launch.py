@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import create_ops, numba_launch
+from nanovllm.kernels import create_cpu_ops, numba_launch
 from nanovllm.kernels.base import PackedLinear
 from nanovllm.kernels.numba_launch import Launcher, find_openmp, float_bits
 from nanovllm.kernels.numba_ops import NumbaOps
 from nanovllm.kernels.reference import TorchOps
-from nanovllm.platforms.cpu import CpuPlatform
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 DIM, SIZE, VOCAB_SIZE = 40, 56, 30
@@ -218,5 +217,5 @@ def test_fractions_travel_as_bits(value: float) -> None:
 
 def test_kernels_are_chosen_by_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(create_ops(CpuPlatform(), dtype), NumbaOps)
-    assert isinstance(create_ops(CpuPlatform(), torch.float16), TorchOps)
+        assert isinstance(create_cpu_ops(dtype), NumbaOps)
+    assert isinstance(create_cpu_ops(torch.float16), TorchOps)

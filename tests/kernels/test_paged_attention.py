@@ -82,7 +82,7 @@ def test_only_splits_need_a_workspace() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
 def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> None:
-    decode = decode_config(head_dim, dtype, 1)
+    decode = decode_config(head_dim, dtype)
     sizes = [decode.tile, decode.num_warps]
     for num_lines in (1, 16, 17, 64, 65, 100_000):
         prefill = prefill_config(head_dim, dtype, num_lines)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base import NormWeights, QKNormWeights
+from nanovllm.kernels.few_rows_linear import few_rows_linear
 from nanovllm.kernels.fused import gather_decode
 from nanovllm.kernels.reference import TorchOps
 from nanovllm.kernels.skinny_linear import skinny_linear
@@ -99,30 +100,84 @@ def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
         assert_close(total, want_total)
 
 
+def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
+    """Sizes that fill the tiles and sizes that do not; parts add up to the whole."""
+    for num_rows, num_out, num_in, is_gated, num_parts, has_bias in (
+        (2, 64, 128, False, 1, False),
+        (5, 200, 96, False, 1, True),
+        (17, 128, 200, False, 2, True),
+        (130, 96, 128, True, 1, False),
+        (3, 100, 72, True, 1, True),
+        (64, 64, 512, False, 4, False),
+        (33, 64, 320, False, 4, True),
+    ):
+        num_lines = 2 * num_out if is_gated else num_out
+        weight = make(num_lines, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(num_lines, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        want = TorchOps().pack_linear(weight, bias, is_gated, has_room=False)(x)
+        got = few_rows_linear(x, weight, bias, is_gated, num_parts)
+        if num_parts > 1:
+            assert got.shape == (num_parts, *want.shape)
+            got = got.sum(0).to(dtype)
+        assert_close(got, want)
+
+
+def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> None:
+    """Whichever kernel serves them, and whatever it leaves to the norm."""
+    weight, bias = make(96, 512, dtype=dtype, device=device) / 16, None
+    after_weight = make(192, 96, dtype=dtype, device=device) / 10
+    norm = NormWeights(make(96, dtype=dtype, device=device, seed=8), 1e-6)
+    for num_rows in (1, 2, 16, 65, 257):
+        x = make(num_rows, 512, dtype=dtype, device=device)
+        residual = make(num_rows, 96, dtype=dtype, device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            first = ops.pack_linear(weight, bias, False, has_room=False)
+            second = ops.pack_linear(after_weight, None, True, has_room=False)
+            results.append(
+                second.after_norm(first.summands(x), residual.clone(), norm, upcoming=first)
+            )
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
 def check_gather_decode(device: str) -> None:
+    """A few rows by hand, and more than one program takes."""
     lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
-    tokens = torch.arange(6 * 64, dtype=torch.int32, device=device).view(6, 64)
-    block_table = torch.arange(24, dtype=torch.int32, device=device).view(6, 4)
     slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
-    input_ids, context_lens, order = torch.zeros(3, 5, dtype=torch.int32, device=device)
-    positions, kv_slots = torch.zeros(2, 5, dtype=torch.int64, device=device)
-    gather_decode(
-        slots,
-        lengths,
-        tokens,
-        block_table,
-        16,
-        input_ids,
-        positions,
-        kv_slots,
-        context_lens,
-        order,
-    )
-    assert input_ids.tolist() == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
-    assert positions.tolist() == [32, 2, 0, 63, 0]
-    assert kv_slots.tolist() == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
-    assert context_lens.tolist() == [33, 3, 0, 64, 1]
-    assert order.tolist() == [3, 0, 1, 4, 2]
+    input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+    assert input_ids == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
+    assert positions == [32, 2, 0, 63, 0]
+    assert kv_slots == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert context_lens == [33, 3, 0, 64, 1]
+    assert order == [3, 0, 1, 4, 2]
+    for num_rows in (129, 1100):
+        generator = torch.Generator().manual_seed(num_rows)
+        lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)
+        slots = torch.randperm(num_rows, generator=generator).int().to(device)
+        input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+        want = lengths[slots.long()].cpu()
+        last = (want - 1).clamp(min=0)
+        assert context_lens == want.tolist()
+        assert positions == last.tolist()
+        is_used, lines = want > 0, slots.cpu()
+        assert input_ids == torch.where(is_used, lines * 64 + last, 0).tolist()
+        cached = (lines * 4 + last // 16) * 16 + last % 16
+        assert kv_slots == torch.where(is_used, cached, -1).tolist()
+        assert order == want.argsort(descending=True, stable=True).tolist()
+
+
+def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
+    """What gather_decode gives, when token i of slot s is 64 s + i and block i is 4 s + i."""
+    num_lines, num_rows, device = len(lengths), len(slots), slots.device
+    tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
+    block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
+    input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
+    positions, kv_slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    columns = (input_ids, positions, kv_slots, context_lens, order)
+    gather_decode(slots, lengths, tokens, block_table, 16, *columns)
+    return [column.tolist() for column in columns]
 
 
 def main() -> None:
@@ -130,6 +185,8 @@ def main() -> None:
         check_norms_and_gate(dtype, "cpu")
         check_rope_write(dtype, "cpu")
         check_skinny_linear(dtype, "cpu")
+        check_projections_of_any_number_of_rows(dtype, "cpu")
+    check_few_rows_linear(torch.float16, "cpu")
     check_padding_is_not_written("cpu")
     check_gather_decode("cpu")
 

@@ -234,6 +234,8 @@ def edge_cases(kind: str) -> list[Case]:
         replace(chunks, config=wide, window=40, block_size=16),
         replace(chunks, config=wide, dtype=torch.float16, group=7),
         replace(chunks, config=small, num_kv_heads=1, group=20),
+        # The last tile of a program's keys is all there, but its queries see only a part of it.
+        Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, lines=16), is_nan=True),
         Case(((0, 0),) * 2),
     ]
 
