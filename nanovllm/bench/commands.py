@@ -26,7 +26,7 @@ class Bench:
         info = llm.engine.info
         self.llm = llm
         self.setup = Setup(
-            args.model, info.device, info.dtype, rates(args, info.device), args.enforce_eager
+            args.model, info.device, info.dtype, rates(args, info.device_name), args.enforce_eager
         )
         self.vocab_size = llm.engine.model_config.vocab_size
         self._cost = model_cost(llm.engine.model_config, 4 if info.dtype == "float32" else 2)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from nanovllm.bench.floors import Rates
 from nanovllm.bench.models import model_names
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -46,18 +47,24 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_floor_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("floor (on a CPU there is none unless these are given)")
+    add = parser.add_argument_group("floor (of an H200; elsewhere there is one if both are given)")
     tera = Rates().bytes_per_second / 1e12, Rates().flops_per_second / 1e12
     texts = "TB/s that memory sustains", "TFLOP/s that products sustain"
     for name, text, default in zip(("--bandwidth", "--tflops"), texts, tera, strict=True):
-        help_text = f"{text} (default: an H200's, {default:g})"
+        help_text = f"{text} (default: on an H200, {default:g})"
         add.add_argument(name, type=float, metavar="X", help=help_text)
 
 
-def rates(args: argparse.Namespace, device: str) -> Rates | None:
-    """The rates given, or an H200's where there is a GPU."""
-    if device == "cpu" and args.bandwidth is None and args.tflops is None:
-        return None
+def rates(args: argparse.Namespace, device_name: str) -> Rates | None:
+    """The rates given, or an H200's on an H200; those of other devices are not known."""
+    given = [args.bandwidth, args.tflops]
+    if "H200" not in device_name and None in given:
+        if given == [None, None]:
+            return None
+        raise ConfigError(
+            f"the rates of this device ({device_name}) are not known: give both --bandwidth "
+            "and --tflops, or neither"
+        )
     default = Rates()
     return Rates(
         default.bytes_per_second if args.bandwidth is None else args.bandwidth * 1e12,

@@ -68,5 +68,6 @@ class ExecutorInfo:
 
     num_blocks: int
     depth: int  # the platform's default
-    device: str
+    device: str  # "cpu" or "cuda"
     dtype: str
+    device_name: str = "unknown"  # what its maker calls it

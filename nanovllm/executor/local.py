@@ -24,4 +24,6 @@ class LocalExecutor:
         return self._worker.run(plan)
 
     def close(self) -> None:
-        self._worker = None
+        if self._worker is not None:
+            platform, self._worker = self._worker.platform, None
+            platform.release()

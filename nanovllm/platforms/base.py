@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -22,8 +23,11 @@ class Platform(Protocol):
 
     device: torch.device
     depth: int  # the pipeline depth that measured fastest
-    name: str
-    num_processors: int  # that share a kernel's work
+    name: str  # "cpu" or "cuda"
+    device_name: str  # what its maker calls it
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """Queue all work of this context behind what was queued in such a context before."""
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Resolve dtype="auto" for a checkpoint stored as `checkpoint_dtype`."""
@@ -33,6 +37,9 @@ class Platform(Protocol):
 
     def cache_bytes(self, wanted: int) -> int:
         """Return how many of the `wanted` bytes the KV cache may take, and log why."""
+
+    def check_cache_bytes(self, num_bytes: int) -> None:
+        """Raise ConfigError if a KV cache of the size that the user asked for cannot fit."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
         """Return zeroed bytes; pages are touched only when used where the device allows it."""
@@ -45,3 +52,6 @@ class Platform(Protocol):
 
     def fetch(self, tokens: Tensor) -> PendingTokens:
         """Start the way of the tokens to the host."""
+
+    def release(self) -> None:
+        """Return memory to the device that nothing refers to any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +31,10 @@ class CpuPlatform:
 
     device = torch.device("cpu")
     depth = 0  # benchmarks/cpu_depth.py
-    name = "cpu"
+    name = device_name = "cpu"
 
-    def __init__(self) -> None:
-        self.num_processors = torch.get_num_threads()
+    def in_order(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         if checkpoint_dtype == "float32" or not has_fast_bf16():
@@ -54,6 +55,9 @@ class CpuPlatform:
         )
         return granted
 
+    def check_cache_bytes(self, num_bytes: int) -> None:
+        pass  # memory is taken as it is used
+
     def allocate_cache(self, num_bytes: int) -> Tensor:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
@@ -63,6 +67,9 @@ class CpuPlatform:
 
     def fetch(self, tokens: Tensor) -> HostTokens:
         return HostTokens(tokens)
+
+    def release(self) -> None:
+        pass
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
         # By the memory there is, not by what is free: answers must not change between runs.

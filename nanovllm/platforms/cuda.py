@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from nanovllm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-GRAPH_RESERVE = GIB // 2  # what capturing graphs takes beyond their buffers
 
 
 def has_cuda() -> bool:
@@ -36,6 +37,54 @@ class FetchedTokens:
         return array
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """What a device's bytes are spoken for, and what is left for the KV cache."""
+
+    total: int
+    utilization: float
+    held: int  # by weights and other processes
+    step: int  # the largest step
+    graphs: int
+
+    @property
+    def room(self) -> int:
+        return int(self.total * self.utilization) - self.held - self.step - self.graphs
+
+    def grant(self, wanted: int) -> int:
+        """Return as many of the `wanted` bytes as there are; none at all is an error."""
+        if self.room <= 0:
+            raise ConfigError(
+                f"no GPU memory is left for the KV cache: {self}; raise "
+                "gpu_memory_utilization, stop other processes, or lower max_num_batched_tokens"
+            )
+        return min(wanted, self.room)
+
+    def check(self, num_bytes: int) -> None:
+        """Refuse a KV cache that was asked for by number, whatever the share, and does not fit."""
+        whole = replace(self, utilization=1.0)
+        if num_bytes > whole.room:
+            raise ConfigError(
+                f"num_kvcache_blocks asks for {num_bytes / GIB:.2f} GiB, but "
+                f"{max(whole.room, 0) / GIB:.2f} are left: {whole}; lower num_kvcache_blocks or "
+                "max_num_batched_tokens, or stop other processes"
+            )
+
+    def __str__(self) -> str:
+        total, held, step, graphs = (
+            f"{num_bytes / GIB:.1f}"
+            for num_bytes in (self.total, self.held, self.step, self.graphs)
+        )
+        share = ""
+        if self.utilization < 1:
+            budget = self.total * self.utilization / GIB
+            share = f" x gpu_memory_utilization {self.utilization} = {budget:.1f}"
+        return (
+            f"{total} GiB{share}, of which weights and other processes hold {held}, "
+            f"a step needs {step}, graphs {graphs}"
+        )
+
+
 class CudaPlatform:
     """All work is queued on one stream, in order: that is what makes reuse of blocks safe."""
 
@@ -44,11 +93,17 @@ class CudaPlatform:
 
     def __init__(self, gpu_memory_utilization: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        properties = torch.cuda.get_device_properties(self.device)
-        self.num_processors = properties.multi_processor_count
+        self.device_name = torch.cuda.get_device_name(self.device)
         self.utilization = gpu_memory_utilization
-        self._step_bytes = 0
+        self._stream = torch.cuda.default_stream(self.device)
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._capture_stream = torch.cuda.Stream(self.device)
+        self._step_bytes = self._graph_bytes = 0
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """Make the device and its stream current, whatever the calling thread works with."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, checkpoint_dtype)
@@ -65,24 +120,18 @@ class CudaPlatform:
         self._step_bytes = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
 
+    def reserve_for_graphs(self, num_bytes: int) -> None:
+        """Keep the KV cache from taking what graphs will need."""
+        self._graph_bytes = num_bytes
+
     def cache_bytes(self, wanted: int) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
-        budget = int(total * self.utilization)
-        room = budget - (total - free) - self._step_bytes - GRAPH_RESERVE
-        account = (
-            f"{total / GIB:.1f} GiB x gpu_memory_utilization {self.utilization} = "
-            f"{budget / GIB:.1f}, of which weights and other processes hold "
-            f"{(total - free) / GIB:.1f}, a step needs {self._step_bytes / GIB:.1f}, "
-            f"graphs {GRAPH_RESERVE / GIB:.1f}"
-        )
-        if room <= 0:
-            raise ConfigError(
-                f"no GPU memory is left for the KV cache: {account}; raise "
-                "gpu_memory_utilization, stop other processes, or lower max_num_batched_tokens"
-            )
-        granted = min(wanted, room)
+        account = self._account()
+        granted = account.grant(wanted)
         logger.info("KV cache: %.2f GiB (%s)", granted / GIB, account)
         return granted
+
+    def check_cache_bytes(self, num_bytes: int) -> None:
+        self._account().check(num_bytes)
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -102,11 +151,48 @@ class CudaPlatform:
         arrived.record()
         return FetchedTokens(pinned, arrived)
 
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture work that uses fixed buffers; return what repeats it, and its output."""
+        """Capture work that uses fixed buffers; return what repeats it, and its output.
+
+        All graphs share a pool: memory that the output gives up when it goes out of use serves the
+        graphs that are recorded later. The pool lasts as long as any of its graphs.
+        """
         run()  # compile and allocate what is made on first use
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
-            output = run()
+        # Not torch.cuda.graph, which empties the allocator's caches before each of many captures.
+        with torch.cuda.stream(self._capture_stream):
+            graph.capture_begin(pool=self._graph_pool)
+            try:
+                output = run()
+            finally:
+                graph.capture_end()
         return graph.replay, output
+
+    def _account(self) -> MemoryAccount:
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = total - free
+        return MemoryAccount(total, self.utilization, held, self._step_bytes, self._graph_bytes)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A place on a CUDA device, as torch and other libraries tell each other of one."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that does not keep it from being handed out again."""
+    assert tensor.is_contiguous()
+    place = {
+        "shape": tuple(tensor.shape),
+        "typestr": f"<i{tensor.itemsize}",  # the interface has no bfloat16
+        "data": (tensor.data_ptr(), False),
+        "version": 2,
+    }
+    return torch.as_tensor(DeviceMemory(place), device=tensor.device).view(tensor.dtype)

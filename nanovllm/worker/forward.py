@@ -21,6 +21,7 @@ class StepLogits:
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
     positions: Tensor  # of the token that will be sampled
+    graph_size: int | None = None  # the rows, with padding, of the CUDA graph that wrote them
 
 
 Forward = Callable[[StepPlan], StepLogits]

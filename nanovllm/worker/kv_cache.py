@@ -42,8 +42,9 @@ def kv_cache_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) 
 
 
 def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, platform: Platform) -> int:
-    """As many blocks as all sequences at full length could use, or as the platform grants."""
+    """As many as the user says, or as all sequences at full length could use, or as fit."""
     if config.num_kvcache_blocks != -1:
+        platform.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
         return config.num_kvcache_blocks
     blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
     wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nanovllm.engine.step import StepPlan, StepResult
@@ -17,6 +16,14 @@ Sampler = Callable[[StepLogits, StepPlan], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """The two halves of a step; masks may change the logits in between."""
+
+    forward: Forward
+    sampler: Sampler
+
+
+@dataclass(frozen=True, slots=True)
 class PendingStep:
     tokens: PendingTokens
 
@@ -25,15 +32,12 @@ class PendingStep:
 
 
 class ModelRunner:
-    def __init__(
-        self, platform: Platform, buffers: InputBuffers, forward: Forward, sampler: Sampler
-    ) -> None:
+    def __init__(self, platform: Platform, buffers: InputBuffers, steps: Steps) -> None:
         self.platform = platform
         self.buffers = buffers
-        self.forward = forward
-        self.sampler = sampler
+        self.forward = steps.forward
+        self.sampler = steps.sampler
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         """Queue a step; the tables already hold what the next one will read."""
         self.buffers.update(plan)

@@ -6,38 +6,29 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.sampling import (
-    SamplingTables,
-    SamplingWorkspace,
-    advance,
-    sample_tokens,
-    sampling_workspace,
-)
+from nanovllm.kernels.base import SamplingVariant
+from nanovllm.kernels.sampling import SamplingTables, advance, sample_tokens, sampling_workspace
 from nanovllm.worker.forward import StepLogits
 from nanovllm.worker.input_buffers import InputBuffers
 
 
 class TritonSampler:
-    def __init__(self, buffers: InputBuffers) -> None:
+    def __init__(self, buffers: InputBuffers, vocab_size: int) -> None:
         self.buffers = buffers
-        self.tables = SamplingTables(
+        self._tables = SamplingTables(
             buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p, buffers.seed
         )
-        self._workspace: SamplingWorkspace | None = None
+        self._workspace = sampling_workspace(buffers.num_slots, vocab_size, buffers.platform.device)
 
     def __call__(self, logits: StepLogits, plan: StepPlan) -> Tensor:
-        num_rows, vocab_size = logits.values.shape
-        device = logits.values.device
-        if self._workspace is None:
-            self._workspace = sampling_workspace(self.buffers.num_slots, vocab_size, device)
-        out = torch.empty(num_rows, dtype=torch.int32, device=device)
-        if not num_rows:
-            return out
-        variant = self.buffers.sampling_variant(plan)
+        return self.sample(logits, self.buffers.sampling_variant(plan))
+
+    def sample(self, logits: StepLogits, variant: SamplingVariant) -> Tensor:
+        out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
         sample_tokens(
             logits.values,
             logits.slots,
-            self.tables,
+            self._tables,
             logits.positions,
             variant,
             out,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.compare_transformers import Measured, split, table
+from benchmarks.compare_transformers import Floor, Measured, split, table
 from benchmarks.plot import PEERS, TITLES, draw, newest
+from benchmarks.startup import PHASES
 from benchmarks.trace import Activity, read_activities, report, summarise
 from nanovllm.bench.workloads import Workload
 from nanovllm.errors import ConfigError
@@ -44,19 +46,32 @@ def test_compare_transformers_on_a_cpu(tmp_path: Path) -> None:
     result = script("compare_transformers", "--model", str(tmp_path), "--device", "cpu", *workload)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert lines[0] == "| | nanovllm | transformers | better by |"
+    assert lines[0] == "| | nanovllm | transformers | better by | floor |"
     names = [line.split("|")[1].strip() for line in lines[2:5]]
     assert names == ["throughput, tok/s", "time to first token, ms", "peak memory, GB"]
 
 
 def test_the_table_says_how_much_better() -> None:
-    ours = Measured("nanovllm", "cpu", "float32", 300.0, 10.0, 2.0)
-    theirs = Measured("transformers", "cpu", "float32", 100.0, 20.0, 1.0)
+    floor = Floor(1000.0, 1.0)
+    ours = Measured("nanovllm", "cpu", "float32", [300, 1, 900], [10.0], 2.0, "a CPU", floor)
+    theirs = Measured("transformers", "cpu", "float32", [100.0], [1.0, 90.0, 20.0], 1.0)
     assert table(ours, theirs).splitlines()[2:] == [
-        "| throughput, tok/s | 300 | 100 | 3.00x |",
-        "| time to first token, ms | 10.0 | 20.0 | 2.00x |",
-        "| peak memory, GB | 2.00 | 1.00 | 0.50x |",
+        "| throughput, tok/s | 300 | 100 | 3.00x | 1,000 |",
+        "| time to first token, ms | 10.0 | 20.0 | 2.00x | 1.00 |",
+        "| peak memory, GB | 2.00 | 1.00 | 0.50x |  |",
     ]
+    assert "|  |\n" in table(replace(ours, floor=None), theirs)
+
+
+@pytest.mark.slow
+def test_startup_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = script("startup", "--model", str(tmp_path), "--device", "cpu", "--max-model-len=512")
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in rows[0]] == ["seconds", "cold", "warm"]
+    assert [row[0].strip() for row in rows[2:-1]] == [*PHASES]
+    assert all(0 < float(cell.split()[0]) < 100 for cell in rows[-1][1:])
 
 
 def test_batches_keep_prompts_and_lengths_together() -> None:

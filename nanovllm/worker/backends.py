@@ -1,0 +1,65 @@
+"""What runs a model on a device, chosen once: operations, attention, steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nanovllm.attention import create_attention
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.config import EngineConfig
+from nanovllm.kernels import create_cpu_ops
+from nanovllm.kernels.base import Ops
+from nanovllm.platforms.base import Platform
+from nanovllm.platforms.cuda import CudaPlatform
+from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.input_buffers import InputBuffers
+from nanovllm.worker.model_runner import Sampler, Steps
+from nanovllm.worker.samplers import TorchSampler
+
+
+class Backend(Protocol):
+    @property
+    def ops(self) -> Ops:
+        """The work between attention calls."""
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """Attention over the paged cache."""
+
+    def sampler(self, buffers: InputBuffers) -> Sampler:
+        """Make what draws tokens from logits."""
+
+    def steps(self, eager: EagerForward) -> Steps:
+        """Make what runs steps: recorded ones where the device gains by them."""
+
+
+def create_backend(
+    platform: Platform, config: EngineConfig, vocab_size: int, dtype: torch.dtype
+) -> Backend:
+    if isinstance(platform, CudaPlatform):
+        from nanovllm.worker.cuda_backend import CudaBackend  # needs triton
+
+        return CudaBackend(platform, config, vocab_size, dtype)
+    return CpuBackend(platform, config, dtype)
+
+
+class CpuBackend:
+    def __init__(self, platform: Platform, config: EngineConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self.ops = create_cpu_ops(dtype)
+        self.attention = create_attention(
+            platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
+        )
+
+    def sampler(self, buffers: InputBuffers) -> TorchSampler:
+        return TorchSampler(buffers)
+
+    def steps(self, eager: EagerForward) -> Steps:
+        config, launcher, sampler = self.config, self.ops.launcher, self.sampler(eager.buffers)
+        if launcher is None or config.enforce_eager or config.attention_backend != "auto":
+            return Steps(eager, sampler)
+        from nanovllm.worker.recorded_forward import RecordedForward  # needs numba
+
+        return Steps(RecordedForward(eager, launcher, config.max_model_len), sampler)

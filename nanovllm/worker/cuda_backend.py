@@ -1,0 +1,51 @@
+"""What runs a model on CUDA: Triton's kernels, and graphs of them."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from nanovllm.attention import create_attention
+from nanovllm.attention.base import GraphedAttention
+from nanovllm.config import EngineConfig
+from nanovllm.kernels.triton_ops import TritonOps
+from nanovllm.platforms.cuda import CudaPlatform
+from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
+from nanovllm.worker.input_buffers import InputBuffers
+from nanovllm.worker.model_runner import Steps
+from nanovllm.worker.triton_sampler import TritonSampler
+
+
+class CudaBackend:
+    def __init__(
+        self, platform: CudaPlatform, config: EngineConfig, vocab_size: int, dtype: torch.dtype
+    ) -> None:
+        self.platform = platform
+        self.config = config
+        self.vocab_size = vocab_size
+        self.ops = TritonOps()
+        self.attention = create_attention(
+            platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
+        )
+        if self._graphed_attention() is not None:
+            platform.reserve_for_graphs(graph_bytes(config.max_num_seqs, vocab_size, dtype))
+
+    def sampler(self, buffers: InputBuffers) -> TritonSampler:
+        return TritonSampler(buffers, self.vocab_size)
+
+    def steps(self, eager: EagerForward) -> Steps:
+        sampler, attention = self.sampler(eager.buffers), self._graphed_attention()
+        if attention is None:
+            return Steps(eager, sampler)
+        max_model_len = self.config.max_model_len
+        graphed = GraphedSteps(eager, attention, sampler, self.platform, max_model_len)
+        graphed.capture(show_progress=sys.stderr.isatty())
+        return Steps(graphed, graphed.sample)
+
+    def _graphed_attention(self) -> GraphedAttention | None:
+        """The attention, if its decode steps are to be graphs and can be."""
+        if self.config.enforce_eager or not isinstance(self.attention, GraphedAttention):
+            return None
+        return self.attention
