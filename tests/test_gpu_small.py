@@ -1,0 +1,81 @@
+"""Every CUDA kernel in small shapes, and an engine without graphs: what `make sanitize` runs.
+
+Memcheck slows kernels down many times and sees allocations only if torch does not cache them,
+which rules graphs out.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm import LLM
+from tests.devices import NEEDS_GPU
+from tests.kernels.interpreted import fused_cases, paged_attention_cases, sampling_cases
+from tests.test_equals_transformers import GREEDY, make_prompts
+from tests.test_sampled_requests import mixed_params
+
+pytestmark = NEEDS_GPU
+
+DTYPES = [torch.bfloat16, torch.float32]
+FUSED_CHECKS = [check for name, check in vars(fused_cases).items() if name.startswith("check_")]
+SAMPLING_CASES = [
+    case
+    for case in sampling_cases.CASES["rest"]
+    if case.func is not sampling_cases.check_kind  # type: ignore[attr-defined]
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("check", FUSED_CHECKS, ids=lambda check: check.__name__)
+def test_fused(check: Any, dtype: torch.dtype) -> None:
+    check(*[dtype] * ("dtype" in signature(check).parameters), "cuda")
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_attention(kind: str) -> None:
+    """Whole and split contexts, and what combines them; heads of every size and in every dtype."""
+    drawn = paged_attention_cases.sample(kind, 5, DTYPES, paged_attention_cases.SMALL)
+    for case in paged_attention_cases.edge_cases(kind) + drawn:
+        paged_attention_cases.verify(case, kind, "cuda")
+
+
+@pytest.mark.parametrize("case", SAMPLING_CASES, ids=lambda case: case.func.__name__)
+def test_sampling(case: Any) -> None:
+    case.func(*case.args[:-1], "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sampling_with_every_cut(dtype: torch.dtype) -> None:
+    sampling_cases.check_both_searches(dtype, "cuda")
+    for kind in ("usual", "flat", "masked"):
+        logits = sampling_cases.KINDS[kind](9, 5003).to(dtype)
+        batch = sampling_cases.make_batch(logits, sampling_cases.make_rows(9, 0), "cuda")
+        sampling_cases.check_full(batch, max_different=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_engine_without_graphs(tiny: Any, dtype: str) -> None:
+    """Chunks, prefix hits, preemption, one row and several, every kind of sampling."""
+    prompts = make_prompts()
+    with LLM(
+        tiny("qwen3").path,
+        device="cuda",
+        dtype=dtype,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kvcache_block_size=16,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        num_kvcache_blocks=10,
+    ) as llm:
+        for params in (mixed_params(len(prompts)), [GREEDY] * len(prompts)):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert all(output.token_ids for output in outputs)
+        assert llm.engine.core.scheduler.num_preemptions > 0

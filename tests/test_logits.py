@@ -1,0 +1,114 @@
+"""Logits in every dtype are as near to the exact ones as those of transformers on that device."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from nanovllm import LLM
+from tests.checkpoints import SIZES, VARIANTS, TinyCheckpoint, make_checkpoint
+from tests.devices import DEVICES
+from tests.forced_tokens import Ids, forced_logits
+
+WIDE = Qwen3Config(  # heads as large as those of real models
+    **{
+        **SIZES,
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "initializer_range": 0.08,
+    },
+    head_dim=128,
+)
+PROMPT_LENS = (1, 2, 15, 16, 17, 48, 70, 130)
+NUM_NEW = 12
+# How much worse than transformers' own error the root mean square and the largest may be.
+FACTORS = {"float32": 3.0, "float16": 1.5, "bfloat16": 1.5}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"enforce_eager": True},
+    "alone": {"max_num_seqs": 1},  # on CUDA: the kernels for one row
+    "chunked": {"max_num_batched_tokens": 23},
+    "padded": {"max_num_seqs": 30},  # on CUDA: 16 rows and more, in graphs of 16 and 24
+}
+CASES = [
+    *(("wide", "bfloat16", mode) for mode in MODES),
+    ("wide", "float16", "plain"),
+    ("wide", "float16", "alone"),
+    ("wide", "float32", "plain"),
+    ("qwen3-tied", "bfloat16", "alone"),
+    ("llama-mha-bias", "bfloat16", "plain"),
+    ("llama-tied-rope", "float16", "alone"),
+]
+
+
+@cache
+def checkpoint(root: Path, name: str) -> TinyCheckpoint:
+    config = WIDE if name == "wide" else VARIANTS[name]
+    return make_checkpoint(root / f"logits-{name}", config, seed=3)
+
+
+@cache
+def make_sequences(vocab_size: int) -> tuple[Ids, Ids]:
+    """Prompts and what is to follow them; some prompts begin alike, two are equal."""
+    rng = random.Random(4)
+    lens = PROMPT_LENS * 2
+    prompts = [rng.choices(range(vocab_size), k=length) for length in lens]
+    prompts += [[*prompts[6][:50], 3], prompts[6][:64], prompts[5]]
+    return prompts, [rng.choices(range(vocab_size), k=NUM_NEW) for _ in prompts]
+
+
+@cache
+def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple[Tensor, Tensor]:
+    """Exact logits of the rounded weights, and those that transformers computes in `dtype`."""
+    model, path = checkpoint(root, name).model, checkpoint(root, name).path
+    rounded = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+    exact = copy.deepcopy(model).double().to(device)
+    exact.load_state_dict(rounded.state_dict())
+    prompts, answers = make_sequences(rounded.config.vocab_size)
+    both: tuple[list[Tensor], list[Tensor]] = ([], [])
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([prompt + answer[:-1]], device=device)
+            for model, logits in zip((exact, rounded), both, strict=True):
+                logits.append(model(ids).logits[0, len(prompt) - 1 :].double().cpu())
+    return torch.cat(both[0]), torch.cat(both[1])
+
+
+@pytest.mark.usefixtures("one_thread")
+@DEVICES
+@pytest.mark.parametrize(("name", "dtype", "mode"), CASES)
+def test_as_exact_as_transformers(
+    checkpoint_root: Path, name: str, dtype: str, mode: str, device: str
+) -> None:
+    exact, theirs = transformers_logits(checkpoint_root, name, device, dtype)
+    prompts, answers = make_sequences(exact.shape[1])
+    options = {"max_model_len": 160, "max_num_seqs": 8, "kvcache_block_size": 16, **MODES[mode]}
+    path = checkpoint(checkpoint_root, name).path
+    with LLM(
+        path,
+        dtype=dtype,
+        device=device,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.2,
+        **options,
+    ) as llm:
+        for _ in range(2):  # the second time every prompt is cached
+            ours = torch.cat(forced_logits(llm, prompts, answers))
+            assert_as_exact(ours - exact, theirs - exact, FACTORS[dtype])
+
+
+def assert_as_exact(ours: Tensor, theirs: Tensor, factor: float) -> None:
+    """Compare errors: their root mean square, and the largest one."""
+    assert ours.isfinite().all()
+    assert ours.square().mean().sqrt() <= factor * theirs.square().mean().sqrt()
+    assert ours.abs().max() <= 2 * factor * theirs.abs().max()

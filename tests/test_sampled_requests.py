@@ -1,0 +1,152 @@
+"""Sampling through the engine, on every device: company, cuts, min_tokens, exact probabilities."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import VOCAB_SIZE
+from tests.devices import DEVICES
+from tests.layers.test_sampler import Row, chi_square, chi_square_limit, reference
+from tests.test_equals_transformers import MAX_TOKENS, make_prompts
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), DEVICES]
+
+OPTIONS = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    "gpu_memory_utilization": 0.2,
+    "skip_tokenizer_init": True,
+}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "min_p": 0.02},
+    {"temperature": 0.9, "top_k": 7},
+    {"temperature": 1.5, "top_p": 0.7},
+    {"temperature": 2.0, "top_k": 40, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": list(range(0, VOCAB_SIZE, 3))},
+]
+
+
+def mixed_params(num_prompts: int) -> list[SamplingParams]:
+    """Every kind of sampling, each request with a seed of its own."""
+    return [
+        SamplingParams(**KINDS[i % len(KINDS)], seed=i, max_tokens=12, ignore_eos=True)
+        for i in range(num_prompts)
+    ]
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny: Any, device: str) -> None:
+    prompts = make_prompts()
+    params = mixed_params(len(prompts))
+    with LLM(tiny("qwen3").path, device=device, **OPTIONS) as llm:
+        together = generate(llm, prompts, params)
+        alone = [generate(llm, [p], param)[0] for p, param in zip(prompts, params, strict=True)]
+        reversed_order = generate(llm, prompts[::-1], params[::-1])[::-1]
+    assert together == alone == reversed_order
+    assert len({tuple(tokens) for tokens in together}) > len(prompts) - 3
+    greedy = slice(0, None, len(KINDS))
+    want = [tiny("qwen3").generate(prompt, 12) for prompt in prompts[greedy]]
+    assert together[greedy] == want
+
+
+def test_cuts_that_leave_one_token_are_greedy(tiny: Any, device: str) -> None:
+    """Beside rows that are cut less, and not at all."""
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    cuts: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"min_p": 1.0},
+        {"temperature": 1e-4},
+        {"temperature": 2.0},  # free
+        {"temperature": 1.0, "top_p": 0.9},  # free
+    ]
+    params = [
+        SamplingParams(**cuts[i % len(cuts)], max_tokens=MAX_TOKENS, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with LLM(checkpoint.path, device=device, **OPTIONS) as llm:
+        outputs = generate(llm, prompts, params)
+    for i, prompt in enumerate(prompts):
+        is_free = i % len(cuts) >= 5
+        assert is_free or outputs[i] == checkpoint.generate(prompt, MAX_TOKENS), params[i]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_min_tokens_rule_out_stop_tokens(tiny: Any, device: str, max_num_seqs: int) -> None:
+    """Greedy, beside rows without a minimum, as transformers does it with min_new_tokens."""
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[:10]
+    stop_token_ids = list(range(0, VOCAB_SIZE, 2))
+    minimums = [0, 1, 5, 11, 20, 0, 3, 7, 2, 19]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            min_tokens=minimum,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=True,
+        )
+        for minimum in minimums
+    ]
+    options = {**OPTIONS, "max_num_seqs": max_num_seqs}
+    with LLM(checkpoint.path, device=device, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, minimum, output in zip(prompts, minimums, outputs, strict=True):
+        wanted = checkpoint.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=MAX_TOKENS,
+            min_new_tokens=minimum,
+            eos_token_id=stop_token_ids,
+            pad_token_id=0,
+        )
+        assert output.token_ids == wanted[0, len(prompt) :].tolist()
+        assert len(output.token_ids) >= max(minimum, 1)
+        assert output.finish_reason == ("stop" if output.token_ids[-1] % 2 == 0 else "length")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [Row(temperature=12.0), Row(12.0, top_k=20), Row(12.0, top_p=0.8), Row(12.0, min_p=0.01)],
+    ids=str,
+)
+def test_tokens_follow_the_exact_probabilities(tiny: Any, device: str, row: Row) -> None:
+    """1,500 requests with the same prompt and a seed each; logits are spread, hence the heat."""
+    checkpoint = tiny("llama")
+    prompt = random.Random(7).choices(range(VOCAB_SIZE), k=20)
+    with torch.inference_mode():
+        logits = checkpoint.model(torch.tensor([prompt])).logits[0, -1]
+    params = [
+        SamplingParams(
+            temperature=row.temperature,
+            top_k=row.top_k,
+            top_p=row.top_p,
+            min_p=row.min_p,
+            seed=seed,
+            max_tokens=1,
+            ignore_eos=True,
+        )
+        for seed in range(1500)
+    ]
+    options = {**OPTIONS, "max_num_seqs": 64}
+    with LLM(checkpoint.path, device=device, **options) as llm:
+        tokens = [ids[0] for ids in generate(llm, [prompt] * len(params), params)]
+    probs = reference(logits.tolist(), row)
+    counts = np.bincount(tokens, minlength=VOCAB_SIZE)
+    assert counts[probs == 0].sum() == 0
+    statistic, degrees = chi_square(counts, probs)
+    assert degrees >= 4
+    assert statistic < chi_square_limit(degrees)
