@@ -16,8 +16,8 @@ def create_attention(
     platform: Platform,
     ops: Ops,
     block_size: int,
-    name: str = "auto",
-    dtype: torch.dtype = torch.float32,
+    name: str,
+    dtype: torch.dtype,
 ) -> AttentionBackend:
     if name == "sdpa":
         return SdpaAttention(block_size)

@@ -104,7 +104,7 @@ def few_rows_linear(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to ROWS
 def _few_rows(  # type: ignore[no-untyped-def]
     y,
     x,
@@ -132,7 +132,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     line_places = weight + first + lines.to(tl.int64)[:, None] * NUM_IN
     is_line = (outs < num_out)[:, None]
     inputs = tl.arange(0, TILE)
-    if OVERLAP:
+    if OVERLAP and IS_EVEN:
         # The weight does not depend on the kernels before this one: it is on its way meanwhile.
         for begin in tl.range(0, min(PART, NUM_PREFETCHED), LINE_ELEMENTS):
             prefetch_lines(line_places + begin)
