@@ -288,34 +288,31 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     # Every query sees the keys full_lo .. full_hi: only tiles that reach beyond them need a mask.
     full_lo, full_hi = _window_start(highest, WINDOW), lowest + 1
     k_heads, v_heads = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
-    masked_lo = lo
-    if QUERIES > 1 and WINDOW is None:  # tiles of keys that are all there load faster
-        masked_lo = tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE
-        for tile_start in tl.range(lo, masked_lo, TILE):
+    whole = lo
+    if QUERIES > 1 and WINDOW is None:  # first the tiles whose keys are all there
+        whole = tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE
+        for tile_start in tl.range(lo, whole, TILE):
             keys = tile_start + tl.arange(0, TILE)
             places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
             block_ids = _block_ids(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-            k = _load_keys(k_heads, places, dims, None, HEAD_DIM)
-            scores = tl.dot(q_tile, k.T, input_precision="ieee")
-            if tile_start + TILE > full_hi:
-                scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
-            weights, alpha, line_max, line_sum = _weigh(scores, scale, line_max, line_sum)
-            v = _load_keys(v_heads, places, dims, None, HEAD_DIM)
+            k = _load_tile(k_heads, places, dims, None, HEAD_DIM)
+            is_partial = tile_start + TILE > full_hi
+            weights, alpha, line_max, line_sum = _weigh(
+                q_tile, k, keys, positions, is_partial, line_max, line_sum, scale, WINDOW
+            )
+            v = _load_tile(v_heads, places, dims, None, HEAD_DIM)
             acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    for tile_start in tl.range(masked_lo, hi, TILE):
+    for tile_start in tl.range(whole, hi, TILE):
         keys = tile_start + tl.arange(0, TILE)
         is_key = (keys >= first) & (keys <= highest)
         places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
         block_ids = _block_ids(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-        k = _load_keys(k_heads, places, dims, is_key, HEAD_DIM)
-        scores = tl.dot(q_tile, k.T, input_precision="ieee")
-        if (tile_start < full_lo) | (tile_start + TILE > full_hi):
-            is_seen = keys[None, :] <= positions[:, None]
-            if WINDOW is not None:
-                is_seen &= keys[None, :] > positions[:, None] - WINDOW
-            scores = tl.where(is_seen, scores, float("-inf"))
-        weights, alpha, line_max, line_sum = _weigh(scores, scale, line_max, line_sum)
-        v = _load_keys(v_heads, places, dims, is_key, HEAD_DIM)
+        k = _load_tile(k_heads, places, dims, is_key, HEAD_DIM)
+        is_partial = (tile_start < full_lo) | (tile_start + TILE > full_hi)
+        weights, alpha, line_max, line_sum = _weigh(
+            q_tile, k, keys, positions, is_partial, line_max, line_sum, scale, WINDOW
+        )
+        v = _load_tile(v_heads, places, dims, is_key, HEAD_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     if SPLITS == 1:
@@ -370,8 +367,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_keys(heads, places, dims, is_key, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load keys or values [TILE, DIM_PAD]; those that are not keys are zeros, not what is there."""
+def _load_tile(heads, places, dims, is_key, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load keys or values [TILE, DIM_PAD]; what is not a key is zeros, whatever is there."""
     tile = heads + (places[:, None] + dims[None, :])
     is_dim = (dims < HEAD_DIM)[None, :]
     if is_key is not None:
@@ -384,8 +381,16 @@ def _load_keys(heads, places, dims, is_key, HEAD_DIM: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _weigh(scores, scale, line_max, line_sum):  # type: ignore[no-untyped-def]
-    """One step of the softmax: weights, what earlier sums are worth now, new maximum and sum."""
+def _weigh(  # type: ignore[no-untyped-def]
+    q_tile, k, keys, positions, is_partial, line_max, line_sum, scale, WINDOW: tl.constexpr
+):
+    """Take a tile into the softmax: its weights, what earlier ones are worth now, maximum, sum."""
+    scores = tl.dot(q_tile, k.T, input_precision="ieee")
+    if is_partial:
+        is_seen = keys[None, :] <= positions[:, None]
+        if WINDOW is not None:
+            is_seen &= keys[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(is_seen, scores, float("-inf"))
     new_max = tl.maximum(line_max, tl.max(scores, 1) * scale)
     # A line that has seen nothing yet: -inf minus -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
