@@ -90,6 +90,20 @@ class TritonAttention:
         rows = DecodeRows(slots, context_lens, None, order, max_context)
         return TritonPlan(block_table, rows, None)
 
+    def chunk_plan(
+        self,
+        block_table: Tensor,
+        singles: Tensor,
+        prompts: Tensor,
+        max_context: int,
+        max_query_len: int,
+    ) -> TritonPlan:
+        slots, tokens, context_lens = singles
+        decode = DecodeRows(slots, context_lens, tokens, None, max_context)
+        slots, query_starts, query_lens, context_lens = prompts
+        prefill = PrefillRows(slots, query_starts, query_lens, context_lens, max_query_len)
+        return TritonPlan(block_table, decode, prefill)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: TritonPlan
     ) -> Tensor:

@@ -249,6 +249,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         if order is not None:
             row = tl.load(order + row)
     else:
+        wait_for_inputs(OVERLAP)  # a grid of programs that all return would not have waited
         pair, tile = _tile_order(PAIRS)
         row, kv_head, skipped = pair // KV_HEADS, pair % KV_HEADS, tile * QUERIES
         num_queries = tl.load(query_lens + row)
@@ -268,7 +269,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     block_ids = _block_ids(blocks, lo, length, BLOCK_SIZE, TILE)
-    wait_for_inputs(OVERLAP)
+    if query_lens is None:
+        wait_for_inputs(OVERLAP)
     if SPLITS > 1:  # noqa: SIM102 - one is known when compiling, the other is not
         if lo >= hi:
             return

@@ -85,6 +85,13 @@ class MemoryAccount:
         )
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A place on a CUDA device, as torch and other libraries tell each other of one."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
 class CudaPlatform:
     """All work is queued on one stream, in order: that is what makes reuse of blocks safe."""
 
@@ -173,26 +180,18 @@ class CudaPlatform:
                 graph.capture_end()
         return graph.replay, output
 
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """Return the same memory as a tensor that does not keep it from being handed out again."""
+        assert tensor.is_contiguous()
+        place = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.itemsize}",  # the interface has no bfloat16
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+        return torch.as_tensor(DeviceMemory(place), device=self.device).view(tensor.dtype)
+
     def _account(self) -> MemoryAccount:
         free, total = torch.cuda.mem_get_info(self.device)
         held = total - free
         return MemoryAccount(total, self.utilization, held, self._step_bytes, self._graph_bytes)
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """A place on a CUDA device, as torch and other libraries tell each other of one."""
-
-    __cuda_array_interface__: dict[str, Any]
-
-
-def borrow(tensor: Tensor) -> Tensor:
-    """Return the same memory as a tensor that does not keep it from being handed out again."""
-    assert tensor.is_contiguous()
-    place = {
-        "shape": tuple(tensor.shape),
-        "typestr": f"<i{tensor.itemsize}",  # the interface has no bfloat16
-        "data": (tensor.data_ptr(), False),
-        "version": 2,
-    }
-    return torch.as_tensor(DeviceMemory(place), device=tensor.device).view(tensor.dtype)

@@ -7,11 +7,12 @@ import sys
 import torch
 
 from nanovllm.attention import create_attention
-from nanovllm.attention.base import GraphedAttention
+from nanovllm.attention.base import ChunkAttention, GraphedAttention
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.triton_ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.graphed_chunks import GraphedChunks
 from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
 from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.model_runner import Steps
@@ -39,8 +40,12 @@ class CudaBackend:
         sampler, attention = self.sampler(eager.buffers), self._graphed_attention()
         if attention is None:
             return Steps(eager, sampler)
-        max_model_len = self.config.max_model_len
-        graphed = GraphedSteps(eager, attention, sampler, self.platform, max_model_len)
+        config, platform, chunks = self.config, self.platform, None
+        if isinstance(attention, ChunkAttention):
+            chunks = GraphedChunks(
+                eager, attention, platform, config.max_num_batched_tokens, config.max_model_len
+            )
+        graphed = GraphedSteps(eager, attention, sampler, platform, config.max_model_len, chunks)
         graphed.capture(show_progress=sys.stderr.isatty())
         return Steps(graphed, graphed.sample)
 

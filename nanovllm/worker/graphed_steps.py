@@ -17,8 +17,9 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.fused import gather_decode
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.platforms.cuda import CudaPlatform, borrow
+from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
+from nanovllm.worker.graphed_chunks import GraphedChunks
 from nanovllm.worker.input_buffers import VARIANTS
 from nanovllm.worker.triton_sampler import TritonSampler
 
@@ -55,8 +56,10 @@ class GraphedSteps:
         sampler: TritonSampler,
         platform: CudaPlatform,
         max_model_len: int,
+        chunks: GraphedChunks | None,
     ) -> None:
         self.eager = eager
+        self.chunks = chunks
         self.attention = attention
         self.sampler = sampler
         self.platform = platform
@@ -75,14 +78,19 @@ class GraphedSteps:
         self._graphs: dict[int, StepGraphs] = {}
 
     def capture(self, show_progress: bool) -> None:
-        """Record every batch size, the largest first: the others work in its memory."""
-        sizes = tqdm(self.sizes[::-1], "Capturing graphs", disable=not show_progress, leave=False)
-        for size in sizes:
-            self._graphs[size] = self._capture(size)
+        """Record every size, the largest first: the others work in its memory."""
+        chunk_sizes = [] if self.chunks is None else self.chunks.sizes
+        sizes = [*chunk_sizes[::-1], *self.sizes[::-1]]
+        for size in tqdm(sizes, "Capturing graphs", disable=not show_progress, leave=False):
+            if isinstance(size, int):
+                self._graphs[size] = self._capture(size)
+            elif self.chunks is not None:
+                self.chunks.capture(size)
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if not is_decode(plan):
-            return self.eager(plan)
+            step = None if self.chunks is None else self.chunks(plan)
+            return self.eager(plan) if step is None else step
         num_rows = len(plan.slots)
         self._send_slots(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
@@ -107,7 +115,7 @@ class GraphedSteps:
             for variant in VARIANTS
         }
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
-        return StepGraphs(run_model, borrow(logits), samplers)
+        return StepGraphs(run_model, self.platform.borrow(logits), samplers)
 
     def _step_logits(self, logits: Tensor, num_rows: int, size: int) -> StepLogits:
         return StepLogits(

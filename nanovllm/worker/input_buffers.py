@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -72,23 +73,26 @@ class InputBuffers:
         caches: list[LayerCache],
     ) -> ForwardBatch:
         ends = np.cumsum(plan.counts)
-        row_ids = np.repeat(np.arange(len(plan.slots)), plan.counts)
-        positions = np.arange(len(row_ids)) + (plan.starts - (ends - plan.counts))[row_ids]
-        is_whole = len(ends) == len(row_ids) and plan.num_logits.all()
         upload = self.platform.upload
-        token_slots = upload(plan.slots[row_ids].astype(np.int64))
-        token_positions = upload(positions)
-        block_ids = self.block_table[token_slots, token_positions // self.block_size].long()
+        slots, positions = (upload(column) for column in tokens_of(plan))
+        input_ids, kv_slots = self.look_up(slots, positions)
+        is_whole = len(ends) == len(slots) and plan.num_logits.all()
         return ForwardBatch(
-            input_ids=self.tokens[token_slots, token_positions],
-            positions=token_positions,
-            kv_slots=block_ids * self.block_size + token_positions % self.block_size,
+            input_ids=input_ids,
+            positions=positions,
+            kv_slots=kv_slots,
             logits_index=None if is_whole else upload(ends[plan.num_logits > 0] - 1),
             attention=attention.plan(
                 BatchRows(plan.slots, plan.starts, plan.counts, self.block_table), dtype
             ),
             caches=caches,
         )
+
+    def look_up(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens at some positions, and where in the cache their keys go."""
+        block_ids = self.block_table[slots, positions // self.block_size].long()
+        kv_slots = block_ids * self.block_size + positions % self.block_size
+        return self.tokens[slots, positions], kv_slots
 
     def mask_stop_tokens(self, logits: Tensor, plan: StepPlan) -> None:
         """Rule out every stop token in rows that have not reached their min_tokens."""
@@ -148,3 +152,10 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Slots of the sampled rows, and the position of the token each one samples."""
     is_sampled = plan.num_logits > 0
     return plan.slots[is_sampled], (plan.starts + plan.counts)[is_sampled]
+
+
+def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Slot and position of every token that a step runs."""
+    row_ids = np.repeat(np.arange(len(plan.slots)), plan.counts)
+    firsts = plan.starts - (np.cumsum(plan.counts) - plan.counts)
+    return plan.slots[row_ids].astype(np.int64), np.arange(len(row_ids)) + firsts[row_ids]

@@ -102,6 +102,19 @@ def test_eager_and_graphed_steps_alternate(tiny: Any) -> None:
     assert outputs[1:] == outputs[:1] * 3
 
 
+def test_short_prompts_are_graphs_too(tiny: Any) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+
+    def fail(plan: StepPlan) -> StepLogits:
+        raise AssertionError(f"eager step of {plan.counts.sum()} tokens")
+
+    with LLM(checkpoint.path, **OPTIONS) as llm:
+        runner_of(llm).forward.eager = fail
+        for batch in (prompts[:1], prompts):
+            assert generate(llm, batch, GREEDY) == want[: len(batch)]
+
+
 def test_more_rows_than_a_thousand(tiny: Any) -> None:
     checkpoint, prompts = tiny("qwen3"), make_prompts()[:5]
     want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]

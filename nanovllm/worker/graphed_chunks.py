@@ -1,0 +1,129 @@
+"""Small steps with prompts in them, on CUDA: one graph per number of tokens, padded up to it.
+
+Launching a layer's kernels one by one takes the host longer than a few hundred tokens take the
+device, so the first token of a short prompt, and every answer that runs beside it, would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import ChunkAttention
+from nanovllm.engine.step import StepPlan
+from nanovllm.layers.build import ForwardBatch
+from nanovllm.platforms.cuda import CudaPlatform
+from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.input_buffers import tokens_of
+
+MAX_TOKENS = 1024  # more keep the device busy for longer than the host takes
+MAX_PROMPTS = 16  # rows of more than one token
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSize:
+    """What a graph has room for. Its last token is always padding: rows that are point to it."""
+
+    num_tokens: int
+    num_rows: int
+
+    def fits(self, num_tokens: int, num_rows: int) -> bool:
+        return num_tokens < self.num_tokens and num_rows <= self.num_rows
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the columns: two per token, four per single token, four per prompt, one of logits."""
+        return 2 * self.num_tokens, 3 * self.num_rows, 4 * MAX_PROMPTS, self.num_rows
+
+
+def chunk_sizes(max_tokens: int, max_rows: int) -> list[ChunkSize]:
+    """Powers of two, up to one that holds the largest step; rows cost logits, so they are fewer."""
+    sizes, num_tokens = [], 16
+    while num_tokens <= MAX_TOKENS:
+        sizes.append(ChunkSize(num_tokens, min(max_rows, max(16, num_tokens // 4))))
+        if num_tokens > max_tokens:
+            break
+        num_tokens *= 2
+    return sizes
+
+
+class GraphedChunks:
+    """Replays steps that fit a size."""
+
+    def __init__(
+        self,
+        eager: EagerForward,
+        attention: ChunkAttention,
+        platform: CudaPlatform,
+        max_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.eager = eager
+        self.attention = attention
+        self.platform = platform
+        self.max_model_len = max_model_len
+        self.num_slots = eager.buffers.num_slots
+        self.sizes = chunk_sizes(max_tokens, self.num_slots)
+        longest = max(sum(size.lengths) for size in self.sizes)
+        self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
+        self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
+
+    def capture(self, size: ChunkSize) -> None:
+        """Record a size, with columns of zeros: no sequence is there yet that they could harm."""
+        replay, logits = self.platform.record(partial(self._run_model, size))
+        self._graphs[size] = replay, self.platform.borrow(logits)
+
+    def __call__(self, plan: StepPlan) -> StepLogits | None:
+        """Run a step, or return None if it is too large."""
+        num_tokens, num_prompts = int(plan.counts.sum()), int((plan.counts > 1).sum())
+        sizes = (size for size in self.sizes if size.fits(num_tokens, len(plan.slots)))
+        size = next(sizes, None)
+        if size is None or num_prompts > MAX_PROMPTS:
+            return None
+        columns = chunk_columns(size, plan, self.num_slots)
+        self._columns[: len(columns)].copy_(self.platform.upload(columns))
+        replay, logits = self._graphs[size]
+        replay()
+        return self.eager.step_logits(logits[: int((plan.num_logits > 0).sum())], plan)
+
+    def _run_model(self, size: ChunkSize) -> Tensor:
+        eager, buffers = self.eager, self.eager.buffers
+        parts = self._columns[: sum(size.lengths)].split(size.lengths)
+        slots, positions = parts[0].long().view(2, -1)
+        input_ids, kv_slots = buffers.look_up(slots, positions)
+        plan = self.attention.chunk_plan(
+            buffers.block_table,
+            parts[1].view(3, -1),
+            parts[2].view(4, -1),
+            self.max_model_len,
+            size.num_tokens,
+        )
+        kv_slots = torch.where(slots == self.num_slots, -1, kv_slots)
+        batch = ForwardBatch(input_ids, positions, kv_slots, parts[3].long(), plan, eager.caches)
+        return eager.model(batch)
+
+
+def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
+    """Lay a plan out as `ChunkSize.lengths` says; padding is the slot that no sequence has."""
+    token_slots, positions = tokens_of(plan)
+    ends = np.cumsum(plan.counts)
+    columns = np.stack((plan.slots, ends - plan.counts, plan.counts, plan.starts + plan.counts))
+    is_single = plan.counts == 1
+    tokens = np.zeros((2, size.num_tokens), np.int32)
+    singles = np.zeros((3, size.num_rows), np.int32)  # slot, token, context
+    prompts = np.zeros((4, MAX_PROMPTS), np.int32)  # slot, first token, tokens, context
+    logits_index = np.zeros(size.num_rows, np.int32)
+    tokens[0] = singles[0] = padding
+    singles[1] = size.num_tokens - 1
+    tokens[:, : len(token_slots)] = token_slots, positions
+    singles[:, : is_single.sum()] = columns[[0, 1, 3]][:, is_single]
+    prompts[:, : (~is_single).sum()] = columns[:, ~is_single]
+    wanted = ends[plan.num_logits > 0] - 1
+    logits_index[: len(wanted)] = wanted
+    return np.concatenate([part.ravel() for part in (tokens, singles, prompts, logits_index)])

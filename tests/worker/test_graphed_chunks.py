@@ -1,0 +1,165 @@
+"""Steps with prompts, padded to the size of a graph; here a function runs again in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nanovllm import LLM
+from nanovllm.attention.base import LayerCache
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.paged_attention import reference_attention
+from nanovllm.kernels.reference import TorchOps
+from nanovllm.worker import backends
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
+from nanovllm.worker.graphed_chunks import (
+    MAX_PROMPTS,
+    MAX_TOKENS,
+    ChunkSize,
+    GraphedChunks,
+    chunk_columns,
+    chunk_sizes,
+)
+from tests.test_equals_transformers import GREEDY, make_prompts
+from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    block_table: Tensor
+    singles: Tensor
+    prompts: Tensor
+
+
+class ReferenceChunks(SdpaAttention):
+    """The attention kernels' reference over the rows of a chunk, padding and all."""
+
+    def chunk_plan(
+        self, block_table: Tensor, singles: Tensor, prompts: Tensor, *limits: int
+    ) -> ChunkRows:
+        return ChunkRows(block_table, singles, prompts)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+        if not isinstance(plan, ChunkRows):
+            return super().attend(q, k, v, cache, plan)
+        slots, tokens, context_lens = plan.singles
+        columns = torch.stack((slots, tokens, torch.ones_like(tokens), context_lens))
+        out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
+        for rows in (columns, plan.prompts):
+            part = reference_attention(
+                q, cache.k, cache.v, plan.block_table, *rows, q.shape[-1] ** -0.5, None
+            )
+            for _, start, count, length in rows.T.tolist():
+                if length:
+                    out[start : start + count] = part[start : start + count]
+        return out
+
+
+class RunAgain:
+    """A platform whose graphs are functions; what they return is written to where it was."""
+
+    def __init__(self, platform: Any) -> None:
+        self.upload, self.device = platform.upload, platform.device
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        output = run()
+
+        def replay() -> None:
+            output.copy_(run())
+
+        return replay, output
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
+    columns = np.array(rows, np.int32).reshape(-1, 4).T
+    return StepPlan(*columns, [], [], [], 0)
+
+
+def test_columns() -> None:
+    """Slots 7, 2 and 4 run three tokens, one and two; the first of them needs no logits."""
+    plan = make_plan([(7, 10, 3, 0), (2, 40, 1, 1), (4, 0, 2, 1)])
+    size = ChunkSize(num_tokens=8, num_rows=5)
+    tokens, singles, prompts, logits = np.split(
+        chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
+    )
+    assert tokens.reshape(2, 8).tolist() == [
+        [7, 7, 7, 2, 4, 4, 9, 9],
+        [10, 11, 12, 40, 0, 1, 0, 0],
+    ]
+    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [3, 7, 7, 7, 7], [41, 0, 0, 0, 0]]
+    rest = [0] * (MAX_PROMPTS - 2)
+    assert prompts.reshape(4, MAX_PROMPTS).tolist() == [
+        [7, 4, *rest],
+        [0, 4, *rest],
+        [3, 2, *rest],
+        [13, 2, *rest],
+    ]
+    assert logits.tolist() == [3, 5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 15, 16, 100, 1023, 1024, 16384])
+@pytest.mark.parametrize("max_rows", [1, 16, 512])
+def test_sizes(max_tokens: int, max_rows: int) -> None:
+    sizes = chunk_sizes(max_tokens, max_rows)
+    assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
+    assert sizes[-1].num_tokens <= MAX_TOKENS
+    assert sizes[-1].fits(min(max_tokens, MAX_TOKENS - 1), 1)
+    assert len(sizes) == 1 or not sizes[-2].fits(min(max_tokens, MAX_TOKENS - 1), 1)
+    assert all(size.num_rows <= max_rows for size in sizes)
+
+
+@pytest.mark.parametrize("max_tokens", [9, 40, 4096])
+def test_padded_steps_equal_transformers(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    monkeypatch.setattr(backends, "create_cpu_ops", lambda dtype: TorchOps())
+    monkeypatch.setattr(backends, "create_attention", lambda *_: ReferenceChunks(16))
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128}
+    with LLM(
+        checkpoint.path, skip_tokenizer_init=True, max_num_batched_tokens=max_tokens, **options
+    ) as llm:
+        executor: Any = llm.engine.core.executor
+        runner = executor._worker.runner
+        eager: EagerForward = runner.forward
+        platform: Any = RunAgain(runner.platform)
+        attention: Any = eager.attention
+        with torch.inference_mode():
+            chunks = GraphedChunks(eager, attention, platform, max_tokens, 128)
+            for size in chunks.sizes[::-1]:
+                chunks.capture(size)
+        num_chunks = 0
+
+        def forward(plan: StepPlan) -> StepLogits:
+            nonlocal num_chunks
+            step = None if is_decode(plan) else chunks(plan)
+            num_chunks += step is not None
+            return eager(plan) if step is None else step
+
+        runner.forward = forward
+        want = [checkpoint.generate(prompt, NUM_NEW) for prompt in prompts]
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.token_ids for output in outputs] == want
+    assert num_chunks > 5
+
+
+def test_what_does_not_fit_is_left_to_others(tiny: Any) -> None:
+    size = ChunkSize(16, 4)
+    assert size.fits(15, 4)
+    assert not size.fits(16, 1)
+    assert not size.fits(10, 5)
