@@ -12,7 +12,7 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 	--target-processes application-only --padding 512
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu sanitize lint format lock clean
+.PHONY: help demo test test-slow test-gpu sanitize report lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
 
 sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(BIN)/python -m pytest tests/test_gpu_small.py
+
+report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on a GPU
+	$(BIN)/python -m benchmarks.gpu_report --json benchmarks/out/report.jsonl
+	$(BIN)/python -m benchmarks.tables benchmarks/out/report.jsonl
 
 lint: $(VENV)/.installed-dev ## Check style and types
 	$(BIN)/ruff check .

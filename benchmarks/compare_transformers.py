@@ -42,6 +42,7 @@ from nanovllm.bench.workloads import Workload, mixed, uniform
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
+from nanovllm.cli.start import configure_logging
 from nanovllm.config import EngineConfig
 
 FIRST_TOKEN_PROMPT_LEN = 512
@@ -70,6 +71,7 @@ class Measured:
 
 def main() -> int:
     args = parse_args()
+    configure_logging(args.verbose)
     if args.json:
         append(args.json, "")
     ours = in_own_process(run_nanovllm, args)

@@ -9,30 +9,14 @@ Needs matplotlib (pip install matplotlib), which nothing else here does.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import PEERS
+from benchmarks.records import Record, newest_by_case, read_records
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
 
-# The others were measured separately, on the same kind of machine: one H200, torch 2.11.0+cu130,
-# random bf16 weights in the same shapes, the same requests, best of two runs.
-PEERS: dict[str, dict[str, dict[str, float]]] = {
-    "qwen3-0.6b": {
-        "nano": {"nano-vllm + FA3": 19391, "vLLM 0.25.1": 19878, "mini-sglang": 21258},
-        "bs1": {"nano-vllm + FA3": 2.38, "vLLM 0.25.1": 2.44, "mini-sglang": 1.75},
-        "bs64": {"nano-vllm + FA3": 3.36, "vLLM 0.25.1": 3.89, "mini-sglang": 2.73},
-        "bs256": {"vLLM 0.25.1": 7.98, "mini-sglang": 5.94},
-        "prefill": {"vLLM 0.25.1": 326559, "mini-sglang": 416054},
-    },
-    "qwen3-8b": {
-        "nano": {"nano-vllm + FA3": 8233, "vLLM 0.25.1": 8971},
-        "bs1": {"nano-vllm + FA3": 6.08, "vLLM 0.25.1": 5.24},
-        "bs64": {"nano-vllm + FA3": 7.86, "vLLM 0.25.1": 7.19},
-    },
-}
 TITLES = {
     "nano": "256 mixed requests",
     "bs1": "decode, batch 1",
@@ -55,21 +39,16 @@ def main() -> int:
     return 0
 
 
-def newest(path: str, model: str) -> dict[str, dict[str, Any]]:
+def newest(path: str, model: str) -> dict[str, Record]:
     """The last record of each case that can be drawn, in the order of TITLES."""
-    try:
-        records = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read results from {path}: {error}") from error
-    of_model = [record for record in records if str(record.get("model")).lower() == model]
-    last = {record["case"]: record for record in of_model}
+    last = newest_by_case(read_records(path), model)
     found = {case: last[case] for case in TITLES if case in last}
     if not found:
         raise ConfigError(f"{path} has no result of {model} for any of {', '.join(TITLES)}")
     return found
 
 
-def draw(records: dict[str, dict[str, Any]], model: str, out: str) -> None:
+def draw(records: dict[str, Record], model: str, out: str) -> None:
     try:
         import matplotlib
     except ImportError as error:
@@ -89,7 +68,7 @@ def draw(records: dict[str, dict[str, Any]], model: str, out: str) -> None:
     plt.close(figure)
 
 
-def draw_panel(axis: Any, record: dict[str, Any], peers: dict[str, float], title: str) -> None:
+def draw_panel(axis: Any, record: Record, peers: dict[str, float], title: str) -> None:
     values = {"nanovllm": record["value"], **peers}
     bars = axis.bar(list(values), list(values.values()), width=0.7)
     for index, bar in enumerate(bars):

@@ -22,10 +22,11 @@ from typing import Any
 
 from nanovllm.bench.models import model_path
 from nanovllm.bench.options import add_engine_options
-from nanovllm.bench.report import installed
+from nanovllm.bench.report import append, installed
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
+from nanovllm.cli.start import configure_logging
 
 BARS = {"cold": 60.0, "warm": 15.0}
 PHASES = ("imports", "weights", "largest step", "graphs", "the rest", "first token")
@@ -43,9 +44,12 @@ class Start:
 
 def main() -> int:
     args = parse_args()
+    configure_logging(args.verbose)
     if args.measure:
         print(json.dumps(asdict(measure(args))))
         return 0
+    if args.json:
+        append(args.json, "")
     starts: dict[str, Start] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -54,6 +58,8 @@ def main() -> int:
             if kind == "cold":
                 drop_from_memory(folder / "model")
             starts[kind] = start_process(folder)
+            if args.json:
+                append(args.json, start_line(args.model, kind, starts[kind]))
     start = starts["warm"]
     print(f"{args.model}, random weights, {start.dtype}, {start.device}, {versions()}")
     print(f"\n{table({kind: start.spans for kind, start in starts.items()})}")
@@ -165,6 +171,22 @@ def table(starts: dict[str, Spans]) -> str:
     return "\n".join([*lines, f"| process start to first token | {' | '.join(totals)} |"])
 
 
+def start_line(model: str, kind: str, start: Start) -> str:
+    """A line of JSON like the other benchmarks'."""
+    seconds = sum(start.spans.values())
+    record = {
+        "case": f"start-{kind}",
+        "unit": "s",
+        "runs": [seconds],
+        "floor": None,
+        "value": seconds,
+        "model": model,
+        **asdict(start),
+        "versions": installed(),
+    }
+    return json.dumps(record) + "\n"
+
+
 def versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in installed().items())
 
@@ -172,6 +194,8 @@ def versions() -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_engine_options(parser)
+    text = "append each start as a line of JSON (default: none)"
+    parser.add_argument("--json", metavar="FILE", help=text)
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(dashed(sys.argv[1:]))

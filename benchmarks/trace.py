@@ -11,9 +11,10 @@ import argparse
 import json
 import sys
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanovllm.bench.commands import open_llm
 from nanovllm.bench.options import add_engine_options, at_least
+from nanovllm.bench.report import Setup, append, installed
 from nanovllm.bench.runner import add_workload, check_fits
 from nanovllm.bench.workloads import uniform
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
+from nanovllm.cli.start import configure_logging
 from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 NUM_WARM_UP = 20
-NUM_SHOWN = 15
+NUM_SHOWN, NUM_GAPS = 15, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +58,77 @@ class Summary:
     kernels: dict[str, list[float]]  # durations by name
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A window of steady decode steps."""
+
+    num_seqs: int
+    num_steps: int
+    step_ms: float  # without the profiler
+    profiled_ms: float
+    summary: Summary
+
+
 def main() -> int:
     args = parse_args()
+    configure_logging(args.verbose)
     if not torch.cuda.is_available():
         raise ConfigError("the trace is of a GPU, and this machine has no CUDA device")
+    if args.json:
+        append(args.json, "")
     with open_llm(args) as llm:
-        num_steps = 2 * args.steps + NUM_WARM_UP
-        vocab_size = llm.engine.model_config.vocab_size
-        workload = uniform(vocab_size, args.batch, args.prompt_len, num_steps + 10)
-        check_fits(llm, workload)
-        add_workload(llm, workload, "trace")
-        start_decoding(llm, workload.num_prompt_tokens)
-        bare = time_steps(llm, args.steps)
-        activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * args.host
-        with profile(activities=activities) as profiler:
-            profiled = time_steps(llm, args.steps)
-            torch.cuda.synchronize()
-    profiler.export_chrome_trace(args.out)
-    print(f"batch {args.batch}, {args.steps} steps: {bare:.3f} ms a step", end="")
-    print(f", {profiled:.3f} under the profiler; trace in {args.out}")
-    print(report(summarise(read_activities(args.out)), args.steps))
+        info = llm.engine.info
+        trace = record_trace(llm, args.batch, args.prompt_len, args.steps, args.out, args.host)
+    print(f"batch {args.batch}, {args.steps} steps: {trace.step_ms:.3f} ms a step", end="")
+    print(f", {trace.profiled_ms:.3f} under the profiler; trace in {args.out}")
+    print(report(trace.summary, args.steps))
+    if args.json:
+        setup = Setup(args.model, info.device, info.dtype, None, args.enforce_eager)
+        append(args.json, trace_line(setup, trace))
     return 0
+
+
+def record_trace(
+    llm: LLM, num_seqs: int, prompt_len: int, num_steps: int, path: str, has_host: bool = False
+) -> Trace:
+    """Time steady steps, then record as many to a file; the engine is left without sequences."""
+    vocab_size = llm.engine.model_config.vocab_size
+    workload = uniform(vocab_size, num_seqs, prompt_len, 2 * num_steps + NUM_WARM_UP + 10)
+    check_fits(llm, workload)
+    add_workload(llm, workload, uuid.uuid4().hex)
+    start_decoding(llm, workload.num_prompt_tokens)
+    bare = time_steps(llm, num_steps)
+    activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * has_host
+    with profile(activities=activities) as profiler:
+        profiled = time_steps(llm, num_steps)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(path)
+    while not llm.is_finished():
+        llm.step()
+    return Trace(num_seqs, num_steps, bare, profiled, summarise(read_activities(path)))
+
+
+def trace_line(setup: Setup, trace: Trace) -> str:
+    """A line of JSON like the other benchmarks': the share of time in which the GPU waits."""
+    summary = trace.summary
+    share = 100 * (1 - summary.busy / summary.window)
+    totals = {name: sum(times) for name, times in summary.kernels.items()}
+    record = {
+        "case": f"trace-bs{trace.num_seqs}",
+        "unit": "% idle",
+        "runs": [share],
+        "floor": None,
+        "value": share,
+        "step_ms": trace.step_ms,
+        "profiled_ms": trace.profiled_ms,
+        "window_us": summary.window / trace.num_steps,
+        "busy_us": summary.busy / trace.num_steps,
+        "gaps_us": _per_step(_largest(summary.gaps, NUM_GAPS), trace.num_steps),
+        "kernels_us": _per_step(_largest(totals, NUM_SHOWN), trace.num_steps),
+        **asdict(setup),
+        "versions": installed(),
+    }
+    return json.dumps(record) + "\n"
 
 
 def start_decoding(llm: LLM, num_prompt_tokens: int) -> None:
@@ -128,7 +181,7 @@ def report(summary: Summary, num_steps: int) -> str:
         _line(summary.busy, summary, num_steps, num_kernels, "GPU busy"),
         _line(gap, summary, num_steps, None, "gaps between activities"),
     ]
-    for name, total in _largest(summary.gaps, 5):
+    for name, total in _largest(summary.gaps, NUM_GAPS):
         lines.append(_line(total, summary, num_steps, None, f"  before {name}"))
     lines.append("activities by time:")
     for name, total in _largest({name: sum(t) for name, t in summary.kernels.items()}, NUM_SHOWN):
@@ -138,6 +191,10 @@ def report(summary: Summary, num_steps: int) -> str:
 
 def _largest(totals: dict[str, float], count: int) -> list[tuple[str, float]]:
     return sorted(totals.items(), key=lambda item: -item[1])[:count]
+
+
+def _per_step(totals: list[tuple[str, float]], num_steps: int) -> dict[str, float]:
+    return {name: round(total / num_steps, 3) for name, total in totals}
 
 
 def _line(total: float, summary: Summary, num_steps: int, calls: int | None, name: str) -> str:
@@ -154,6 +211,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=at_least(1), default=50, help="to record (default: %(default)s)")
     add("--out", default="trace.json", help="the trace to write (default: %(default)s)")
     add("--host", action="store_true", help="record torch's operators too, which slows the host")
+    add("--json", metavar="FILE", help="append the summary as a line of JSON (default: none)")
     add_engine_options(parser)
     return parser.parse_args(dashed(sys.argv[1:]))
 

@@ -59,23 +59,3 @@ class GraphedAttention(AttentionBackend, Protocol):
         The plan reads the tensors anew whenever the graph runs. A context of length 0 is padding;
         `order`, if any, lists the rows as they should start; `max_context` bounds the lengths.
         """
-
-
-@runtime_checkable
-class ChunkAttention(AttentionBackend, Protocol):
-    """A backend whose mixed steps a CUDA graph can repeat."""
-
-    def chunk_plan(
-        self,
-        block_table: Tensor,
-        singles: Tensor,
-        prompts: Tensor,
-        max_context: int,
-        max_query_len: int,
-    ) -> Any:
-        """Plan rows of one token and rows of any number, from device tensors alone.
-
-        singles [3, rows] has each one's slot, token and context length, 0 being padding, for which
-        zeros are written; prompts [4, rows] slot, first token, number of tokens, which may be 0,
-        and context length.
-        """

@@ -98,6 +98,12 @@ class TritonAttention:
         max_context: int,
         max_query_len: int,
     ) -> TritonPlan:
+        """Plan rows of one token and rows of any number, from device tensors alone.
+
+        singles [3, rows] has each one's slot, token and context length, 0 being padding, for which
+        zeros are written; prompts [4, rows] slot, first token, number of tokens, which may be 0,
+        and context length.
+        """
         slots, tokens, context_lens = singles
         decode = DecodeRows(slots, context_lens, tokens, None, max_context)
         slots, query_starts, query_lens, context_lens = prompts

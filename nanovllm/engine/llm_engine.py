@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,10 +82,12 @@ class LLMEngine:
         self._pieces: list[StreamPiece] = []
         self._num_added = 0
         self._is_closed = False
-        # Else a full collection walks all that was imported: 60 ms or more, amid a step.
-        gc.collect(1)  # what is young; a full one would take as long as it saves
-        gc.freeze()
-        self._unfreeze = weakref.finalize(self, gc.unfreeze)
+        self._unfreeze: Callable[[], object] | None = None
+        if gc.get_freeze_count() == 0:  # if not, the application has seen to it, and undoes it
+            # Else a full collection walks all that was imported: 60 ms or more, amid a step.
+            gc.collect()
+            gc.freeze()
+            self._unfreeze = weakref.finalize(self, gc.unfreeze)
 
     def add_request(
         self,
@@ -147,8 +150,9 @@ class LLMEngine:
     def close(self) -> None:
         """Free the model and the cache; a second call does nothing."""
         self._is_closed = True
+        if self._unfreeze is not None:
+            self._unfreeze()
         self.core.executor.close()
-        self._unfreeze()
 
     def _update(self, seq: Sequence) -> None:
         """Detokenise and stream what is new in a sequence, and answer the request if it is over."""

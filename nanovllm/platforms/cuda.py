@@ -160,6 +160,7 @@ class CudaPlatform:
 
     def release(self) -> None:
         torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()  # one per stream, and the capture stream is gone
         torch.cuda.empty_cache()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -173,7 +174,8 @@ class CudaPlatform:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which empties the allocator's caches before each of many captures.
         with torch.cuda.stream(self._capture_stream):
-            graph.capture_begin(pool=self._graph_pool)
+            # Other threads may use the device meanwhile: an error is theirs only if they capture.
+            graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
             try:
                 output = run()
             finally:

@@ -7,7 +7,8 @@ import sys
 import torch
 
 from nanovllm.attention import create_attention
-from nanovllm.attention.base import ChunkAttention, GraphedAttention
+from nanovllm.attention.base import GraphedAttention
+from nanovllm.attention.triton_paged import TritonAttention
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.triton_ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
@@ -41,7 +42,7 @@ class CudaBackend:
         if attention is None:
             return Steps(eager, sampler)
         config, platform, chunks = self.config, self.platform, None
-        if isinstance(attention, ChunkAttention):
+        if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(
                 eager, attention, platform, config.max_num_batched_tokens, config.max_model_len
             )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import ChunkAttention
+from nanovllm.attention.triton_paged import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
@@ -33,12 +33,13 @@ class ChunkSize:
     num_tokens: int
     num_rows: int
 
-    def fits(self, num_tokens: int, num_rows: int) -> bool:
-        return num_tokens < self.num_tokens and num_rows <= self.num_rows
+    def fits(self, plan: StepPlan) -> bool:
+        has_room = plan.counts.sum() < self.num_tokens and len(plan.slots) <= self.num_rows
+        return bool(has_room and (plan.counts > 1).sum() <= MAX_PROMPTS)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the columns: two per token, four per single token, four per prompt, one of logits."""
+        """Of the columns: two per token, three per single token, four per prompt, one of logits."""
         return 2 * self.num_tokens, 3 * self.num_rows, 4 * MAX_PROMPTS, self.num_rows
 
 
@@ -59,7 +60,7 @@ class GraphedChunks:
     def __init__(
         self,
         eager: EagerForward,
-        attention: ChunkAttention,
+        attention: TritonAttention,
         platform: CudaPlatform,
         max_tokens: int,
         max_model_len: int,
@@ -81,10 +82,8 @@ class GraphedChunks:
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:
         """Run a step, or return None if it is too large."""
-        num_tokens, num_prompts = int(plan.counts.sum()), int((plan.counts > 1).sum())
-        sizes = (size for size in self.sizes if size.fits(num_tokens, len(plan.slots)))
-        size = next(sizes, None)
-        if size is None or num_prompts > MAX_PROMPTS:
+        size = next((size for size in self.sizes if size.fits(plan)), None)
+        if size is None:
             return None
         columns = chunk_columns(size, plan, self.num_slots)
         self._columns[: len(columns)].copy_(self.platform.upload(columns))

@@ -27,14 +27,17 @@ DRIVER_BYTES = 1 << 29  # what graphs take beside their logits
 
 
 def graph_bytes(num_slots: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return what all graphs take: they share the memory of the largest one's logits."""
+    """Return what all graphs take: their logits share the memory of the largest one's."""
     return num_slots * vocab_size * dtype.itemsize + DRIVER_BYTES
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Every size up to 16, then steps that waste an eighth or so at most; always max_rows."""
-    sizes = [*range(1, 17), *range(24, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
-    return [*(size for size in sizes if size < max_rows), max_rows]
+    """Every size up to 16, then steps of an eighth of the power of two below; always max_rows."""
+    sizes, size = [], 1
+    while size < max_rows:
+        sizes.append(size)
+        size += max(1, (1 << size.bit_length()) // 16)
+    return [*sizes, max_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,12 @@ class GraphedSteps:
         self._graphs: dict[int, StepGraphs] = {}
 
     def capture(self, show_progress: bool) -> None:
-        """Record every size, the largest first: the others work in its memory."""
-        chunk_sizes = [] if self.chunks is None else self.chunks.sizes
-        sizes = [*chunk_sizes[::-1], *self.sizes[::-1]]
-        for size in tqdm(sizes, "Capturing graphs", disable=not show_progress, leave=False):
-            if isinstance(size, int):
-                self._graphs[size] = self._capture(size)
-            elif self.chunks is not None:
-                self.chunks.capture(size)
+        """Record every size, those with the most logits first: the others use their memory."""
+        captures = [partial(self._capture, size) for size in self.sizes[::-1]]
+        if self.chunks is not None:
+            captures += [partial(self.chunks.capture, size) for size in self.chunks.sizes[::-1]]
+        for capture in tqdm(captures, "Capturing graphs", disable=not show_progress, leave=False):
+            capture()
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if not is_decode(plan):
@@ -107,7 +108,7 @@ class GraphedSteps:
         # The copy to the host is queued behind this replay and before the next: nothing is lost.
         return tokens[: len(plan.slots)]
 
-    def _capture(self, size: int) -> StepGraphs:
+    def _capture(self, size: int) -> None:
         run_model, logits = self.platform.record(partial(self._run_model, size))
         step = self._step_logits(logits, size, size)
         samplers = {
@@ -115,7 +116,7 @@ class GraphedSteps:
             for variant in VARIANTS
         }
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
-        return StepGraphs(run_model, self.platform.borrow(logits), samplers)
+        self._graphs[size] = StepGraphs(run_model, self.platform.borrow(logits), samplers)
 
     def _step_logits(self, logits: Tensor, num_rows: int, size: int) -> StepLogits:
         return StepLogits(

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare_transformers import Floor, Measured, split, table
-from benchmarks.plot import PEERS, TITLES, draw, newest
+from benchmarks.peers import PEERS
+from benchmarks.plot import TITLES, draw, newest
 from benchmarks.startup import PHASES
-from benchmarks.trace import Activity, read_activities, report, summarise
+from benchmarks.trace import Activity, Trace, read_activities, report, summarise, trace_line
+from nanovllm.bench.report import Setup
 from nanovllm.bench.workloads import Workload
 from nanovllm.errors import ConfigError
 from tests.bench.test_commands import CONFIG
@@ -66,8 +68,12 @@ def test_the_table_says_how_much_better() -> None:
 @pytest.mark.slow
 def test_startup_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    result = script("startup", "--model", str(tmp_path), "--device", "cpu", "--max-model-len=512")
+    options = ["--device", "cpu", "--max-model-len=512", "--json", str(tmp_path / "starts.jsonl")]
+    result = script("startup", "--model", str(tmp_path), *options)
     assert (result.returncode, result.stderr) == (0, "")
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [start["case"] for start in starts] == ["start-cold", "start-warm"]
+    assert all(sum(start["spans"].values()) == start["value"] for start in starts)
     rows = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in rows[0]] == ["seconds", "cold", "warm"]
     assert [row[0].strip() for row in rows[2:-1]] == [*PHASES]
@@ -108,6 +114,21 @@ def test_busy_time_and_gaps(tmp_path: Path) -> None:
     assert lines[2][:2] == ["5.0", "10.0%"]
     assert lines[3] == ["5.0", "10.0%", "before", "copy"]
     assert lines[5] == ["35.0", "70.0%", "1.0", "gemm"]
+
+
+def test_a_trace_as_json() -> None:
+    activities = [Activity("gemm", 0.0, 30.0), Activity("copy", 40.0, 60.0)]
+    trace = Trace(64, 2, step_ms=0.02, profiled_ms=0.03, summary=summarise(activities))
+    line = trace_line(Setup("m", "cuda", "bfloat16", None), trace)
+    assert line.endswith("}\n")
+    record = json.loads(line)
+    assert (record["case"], record["model"], record["unit"]) == ("trace-bs64", "m", "% idle")
+    assert record["value"] == pytest.approx(100 / 6)
+    assert (record["window_us"], record["busy_us"]) == (30.0, 25.0)
+    assert (record["gaps_us"], record["kernels_us"]) == (
+        {"copy": 5.0},
+        {"gemm": 15.0, "copy": 10.0},
+    )
 
 
 def test_an_empty_trace_is_an_error() -> None:

@@ -24,6 +24,13 @@ def path(tiny: Callable[[str], TinyCheckpoint]) -> Path:
     return tiny("qwen3").path
 
 
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -84,3 +91,23 @@ def test_an_engine_that_is_dropped_leaves_nothing_frozen(path: Path, device: str
     with pytest.raises(ConfigError):
         make_llm(path, "cpu", attention_backend="triton")
     assert gc.get_freeze_count() == 0
+
+
+def test_garbage_is_not_frozen(path: Path, device: str) -> None:
+    class Node: ...
+
+    node: Any = Node()
+    node.itself = node
+    gc.collect()  # it is old now
+    reference = weakref.ref(node)
+    del node
+    with make_llm(path, device):
+        assert reference() is None
+
+
+def test_what_the_application_froze_stays_frozen(path: Path, device: str) -> None:
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    with make_llm(path, device):
+        assert gc.get_freeze_count() <= num_frozen
+    assert gc.get_freeze_count() > num_frozen // 2

@@ -17,8 +17,7 @@ from nanovllm import LLM
 from nanovllm.attention.base import LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.paged_attention import reference_attention
-from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.reference import TorchOps, reference_attention
 from nanovllm.worker import backends
 from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 from nanovllm.worker.graphed_chunks import (
@@ -117,8 +116,8 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     sizes = chunk_sizes(max_tokens, max_rows)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_tokens <= MAX_TOKENS
-    assert sizes[-1].fits(min(max_tokens, MAX_TOKENS - 1), 1)
-    assert len(sizes) == 1 or not sizes[-2].fits(min(max_tokens, MAX_TOKENS - 1), 1)
+    largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS - 1), 1)])
+    assert [size.fits(largest) for size in sizes] == [*[False] * (len(sizes) - 1), True]
     assert all(size.num_rows <= max_rows for size in sizes)
 
 
@@ -158,8 +157,19 @@ def test_padded_steps_equal_transformers(
     assert num_chunks > 5
 
 
-def test_what_does_not_fit_is_left_to_others(tiny: Any) -> None:
-    size = ChunkSize(16, 4)
-    assert size.fits(15, 4)
-    assert not size.fits(16, 1)
-    assert not size.fits(10, 5)
+@pytest.mark.parametrize(
+    ("num_rows", "count", "is_run"),
+    [
+        (2, 100, True),
+        (1, MAX_TOKENS - 1, True),
+        (1, MAX_TOKENS, False),
+        (MAX_PROMPTS, 2, True),
+        (MAX_PROMPTS + 1, 2, False),
+        (17, 1, True),  # in the next size, which has the rows
+        (300, 1, False),
+    ],
+)
+def test_what_does_not_fit_is_left_to_others(num_rows: int, count: int, is_run: bool) -> None:
+    plan = make_plan([(i, 0, count, 0) for i in range(num_rows)])
+    sizes = [size for size in chunk_sizes(16384, 512) if size.fits(plan)]
+    assert bool(sizes) == is_run

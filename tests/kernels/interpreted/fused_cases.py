@@ -135,8 +135,13 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
         for ops in (TritonOps(), TorchOps()):
             first = ops.pack_linear(weight, bias, False, has_room=False)
             second = ops.pack_linear(after_weight, None, True, has_room=False)
+            summands = first.summands(x)
+            last = summands[..., [-1], :], residual[[-1]]  # as of a prompt, for its logits
             results.append(
-                second.after_norm(first.summands(x), residual.clone(), norm, upcoming=first)
+                (
+                    *second.after_norm(*last, norm),
+                    *second.after_norm(summands, residual.clone(), norm, upcoming=first),
+                )
             )
         for got, want in zip(*results, strict=True):
             assert_close(got, want)

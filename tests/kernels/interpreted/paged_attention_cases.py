@@ -19,8 +19,8 @@ from nanovllm.kernels.paged_attention import (
     paged_decode,
     paged_prefill,
     partial_size,
-    reference_attention,
 )
+from nanovllm.kernels.reference import reference_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 GARBAGE = {torch.float32: 1e30, torch.float16: 6e4, torch.bfloat16: 1e30}
