@@ -9,7 +9,7 @@ from nanovllm.attention import create_attention
 from nanovllm.attention.base import AttentionBackend, BatchRows, GraphedAttention, LayerCache
 from nanovllm.kernels.reference import TorchOps
 from nanovllm.platforms.cuda import CudaPlatform
-from tests.attention.test_cpu import MIXES, Case, make_case
+from tests.attention.cases import MIXES, Case, make_case
 
 pytestmark = [
     pytest.mark.gpu,

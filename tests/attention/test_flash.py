@@ -17,7 +17,7 @@ from nanovllm.kernels.reference import TorchOps
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.cpu import CpuPlatform
 from tests.attention import stand_in_flash
-from tests.attention.test_cpu import MIXES, Backend, make_case
+from tests.attention.cases import MIXES, Backend, make_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,6 +13,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
+pytest.importorskip("gguf")
+
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.errors import CheckpointError
 from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf

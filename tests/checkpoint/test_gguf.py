@@ -4,9 +4,12 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
+
+pytest.importorskip("gguf")
+
+import gguf
 
 from nanovllm.checkpoint.gguf import iter_tensors, read_config, read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf

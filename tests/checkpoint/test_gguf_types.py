@@ -4,9 +4,12 @@ import struct
 from importlib.util import find_spec
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
+
+pytest.importorskip("gguf")
+
+import gguf
 
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import TENSOR_TYPES, iter_tensors, read_config

@@ -6,10 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import regex
 from transformers import PreTrainedTokenizerBase
+
+pytest.importorskip("gguf")
+
+import gguf
 
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
 from nanovllm.checkpoint.gguf_file import field, open_gguf

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("numba")
+
 from nanovllm.kernels import create_cpu_ops, numba_launch
 from nanovllm.kernels.base import PackedLinear
 from nanovllm.kernels.numba_launch import Launcher, find_openmp, float_bits

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("numba")
+
 from nanovllm.config import RopeConfig
 from nanovllm.kernels.base import PackedLinear, QKNormWeights
 from nanovllm.kernels.numba_launch import Launcher

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+pytest.importorskip("gguf")
+
+import gguf
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError

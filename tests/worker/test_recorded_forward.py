@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("numba")
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS

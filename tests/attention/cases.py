@@ -1,0 +1,140 @@
+"""Rows of many kinds over a paged cache, and what attention should give for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
+from nanovllm.attention.cpu import QUERY_TILE
+from nanovllm.kernels.base import Ops
+
+GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
+Rows = list[tuple[int, int]]  # (start, count)
+
+MIXES: dict[str, Rows] = {
+    "one decode": [(40, 1)],
+    "one single-token prompt": [(0, 1)],
+    "single-token prompts": [(0, 1)] * 5,
+    "equal decodes": [(63, 1)] * 4,
+    "decodes around block borders": [(p, 1) for p in (14, 15, 16, 17, 31, 32, 47, 48, 49)],
+    "decodes of very different lengths": [(n, 1) for n in (3, 900, 0, 1000, 40, 870, 5, 1200)],
+    "prefill": [(0, 50)],
+    "prefills": [(0, 7), (0, 16), (0, 48), (0, 2)],
+    "chunk after a prefix": [(32, 20)],
+    "chunk inside a block": [(5, 3), (19, 40)],
+    "chunk over several tiles": [(24, 2 * QUERY_TILE + 3)],
+    "long prefill": [(0, QUERY_TILE + 9)],
+    "everything": [(7, 1), (0, 33), (900, 1), (48, 21), (0, 1), (0, 2), (16, 1), (31, 2)],
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend with the operations that fill the cache for it."""
+
+    ops: Ops
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step's tensors beside the whole history of every row."""
+
+    rows: BatchRows
+    cache: LayerCache
+    qkv: Tensor  # [tokens, q + k + v heads, dim]
+    histories: list[tuple[Tensor, Tensor]]  # each row's k and v, [start + count, kv_heads, dim]
+
+    def run(self, backend: Backend) -> Tensor:
+        plan = backend.attention.plan(self.rows, self.qkv.dtype)
+        self.write(backend.ops)
+        return backend.attention.attend(*self.heads(), self.cache, plan)
+
+    def write(self, ops: Ops) -> None:
+        """Store k and v as a layer does, with a rotation that turns nothing."""
+        rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
+        positions = torch.zeros(len(self.qkv), dtype=torch.int64)
+        cache, slots = self.cache, self.kv_slots()
+        ops.rope_write(self.qkv, None, rope, positions, cache.k, cache.v, slots)
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as views, as in a layer."""
+        num_kv_heads = self.cache.k.shape[2]
+        return self.qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+
+    def kv_slots(self) -> Tensor:
+        block_size = self.cache.k.shape[1]
+        slots = [
+            table[position // block_size] * block_size + position % block_size
+            for start, count, table in zip(
+                self.rows.starts, self.rows.counts, self.rows.block_table.numpy(), strict=True
+            )
+            for position in range(start, start + count)
+        ]
+        return torch.tensor(slots, dtype=torch.int64)
+
+    def reference(self) -> Tensor:
+        """Every query alone, in float64, over the history up to itself."""
+        queries, outputs, offset = self.heads()[0].double(), [], 0
+        for (k, v), start, count in zip(
+            self.histories, self.rows.starts, self.rows.counts, strict=True
+        ):
+            for i in range(count):
+                end = start + i + 1
+                query = queries[offset + i]
+                size = len(query) // k.shape[1]
+                keys = k[:end].double().repeat_interleave(size, dim=1)
+                values = v[:end].double().repeat_interleave(size, dim=1)
+                scores = torch.einsum("hd,thd->ht", query, keys) / math.sqrt(query.shape[-1])
+                outputs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+            offset += count
+        return torch.stack(outputs)
+
+
+def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:
+    """Rows whose slots are the lines of `tables`, in order."""
+    slots = np.arange(len(starts), dtype=np.int32)
+    return BatchRows(slots, starts, counts, torch.from_numpy(np.ascontiguousarray(tables)))
+
+
+def make_case(
+    mix: Rows,
+    *,
+    block_size: int = 16,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    unused: float = GARBAGE,
+    seed: int = 0,
+) -> Case:
+    """Put random histories into shuffled blocks; what no row has written holds `unused`."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    starts, counts = np.array(mix, np.int32).T
+    widths = -(-(starts + counts) // block_size)
+    block_ids = rng.permutation(np.arange(1, widths.sum() + 4))  # block 0 stays unused
+    tables = rng.integers(0, len(block_ids), (len(mix), widths.max() + 2)).astype(np.int32)
+    shape = (len(block_ids) + 1, block_size, num_kv_heads, head_dim)
+    cache = LayerCache(*(torch.full(shape, unused, dtype=dtype) for _ in range(2)))
+
+    num_qkv_heads = num_heads + 2 * num_kv_heads
+    qkv = torch.randn(int(counts.sum()), num_qkv_heads, head_dim, generator=generator).to(dtype)
+    _, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    histories, first, offset = [], 0, 0
+    for row, (start, count) in enumerate(mix):
+        tables[row, : widths[row]] = block_ids[first : first + widths[row]]
+        past = torch.randn(2, start, num_kv_heads, head_dim, generator=generator).to(dtype)
+        positions = np.arange(start)
+        blocks = torch.from_numpy(tables[row, positions // block_size].astype(np.int64))
+        cache.k[blocks, torch.from_numpy(positions % block_size)] = past[0]
+        cache.v[blocks, torch.from_numpy(positions % block_size)] = past[1]
+        new = slice(offset, offset + count)
+        histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
+        first, offset = first + widths[row], offset + count
+    return Case(batch_rows(starts, counts, tables), cache, qkv, histories)
