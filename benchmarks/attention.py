@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanovllm.config import EngineConfig
 from nanovllm.kernels.paged_attention import (
     DecodeConfig,
     PrefillConfig,
@@ -28,7 +29,8 @@ from nanovllm.kernels.paged_attention import (
     prefill_config,
 )
 
-BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, DTYPE = 256, 8, 128, torch.bfloat16
+BLOCK_SIZE = EngineConfig("").kvcache_block_size
+NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
 SCALE = HEAD_DIM**-0.5
 NUM_REPLAYS = 20
 MAX_SECONDS = 90.0  # no configuration is begun after that

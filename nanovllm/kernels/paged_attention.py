@@ -254,7 +254,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     line_sum = tl.zeros((LINES,), tl.float32)
     # Every query sees the keys full_lo .. full_hi: only tiles that reach beyond them need a mask.
     full_lo, full_hi = _window_start(highest, WINDOW), lowest + 1
-    k_heads, v_heads = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    k_cache += kv_head * HEAD_DIM
+    v_cache += kv_head * HEAD_DIM
     whole = lo
     if QUERIES > 1 and WINDOW is None:  # first the tiles whose keys are all there
         whole = tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE
@@ -262,25 +263,21 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             keys = tile_start + tl.arange(0, TILE)
             places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
             block_ids = _block_ids(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-            k = _load_tile(k_heads, places, dims, None, HEAD_DIM)
             is_partial = tile_start + TILE > full_hi
-            weights, alpha, line_max, line_sum = _weigh(
-                q_tile, k, keys, positions, is_partial, line_max, line_sum, scale, WINDOW
+            acc, line_max, line_sum = _attend_tile(
+                *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims),
+                *(keys, None, positions, is_partial, scale, WINDOW, HEAD_DIM),
             )
-            v = _load_tile(v_heads, places, dims, None, HEAD_DIM)
-            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     for tile_start in tl.range(whole, hi, TILE):
         keys = tile_start + tl.arange(0, TILE)
         is_key = (keys >= first) & (keys <= highest)
         places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
         block_ids = _block_ids(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-        k = _load_tile(k_heads, places, dims, is_key, HEAD_DIM)
         is_partial = (tile_start < full_lo) | (tile_start + TILE > full_hi)
-        weights, alpha, line_max, line_sum = _weigh(
-            q_tile, k, keys, positions, is_partial, line_max, line_sum, scale, WINDOW
+        acc, line_max, line_sum = _attend_tile(
+            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims),
+            *(keys, is_key, positions, is_partial, scale, WINDOW, HEAD_DIM),
         )
-        v = _load_tile(v_heads, places, dims, is_key, HEAD_DIM)
-        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     if SPLITS == 1:
         line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a row without context: zeros
@@ -348,10 +345,25 @@ def _load_tile(heads, places, dims, is_key, HEAD_DIM: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _weigh(  # type: ignore[no-untyped-def]
-    q_tile, k, keys, positions, is_partial, line_max, line_sum, scale, WINDOW: tl.constexpr
+def _attend_tile(  # type: ignore[no-untyped-def]
+    acc,
+    line_max,
+    line_sum,
+    q_tile,
+    k_cache,
+    v_cache,
+    places,
+    dims,
+    keys,
+    is_key,
+    positions,
+    is_partial,
+    scale,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    """Take a tile into the softmax: its weights, what earlier ones are worth now, maximum, sum."""
+    """Take a tile of keys and values into the softmax so far."""
+    k = _load_tile(k_cache, places, dims, is_key, HEAD_DIM)
     scores = tl.dot(q_tile, k.T, input_precision="ieee")
     if is_partial:
         is_seen = keys[None, :] <= positions[:, None]
@@ -363,7 +375,9 @@ def _weigh(  # type: ignore[no-untyped-def]
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - shift[:, None])
     alpha = tl.exp2(line_max - shift)
-    return weights, alpha, new_max, line_sum * alpha + tl.sum(weights, 1)
+    v = _load_tile(v_cache, places, dims, is_key, HEAD_DIM)
+    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, new_max, line_sum * alpha + tl.sum(weights, 1)
 
 
 @triton.jit

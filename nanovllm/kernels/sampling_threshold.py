@@ -73,16 +73,12 @@ def find_floors(
         BLOCK=triton.next_power_of_2(num_groups),
         num_warps=8,
     )
+    found = (
+        *(workspace.candidates, workspace.num_candidates, workspace.masses),
+        *(logits, logits.stride(0), *parameters, workspace.peaks, workspace.pivots, vocab_size),
+    )
     _gather_kernel[(num_rows, split.num_splits)](
-        workspace.candidates,
-        workspace.num_candidates,
-        workspace.masses,
-        logits,
-        logits.stride(0),
-        *parameters,
-        workspace.peaks,
-        workspace.pivots,
-        vocab_size,
+        *found,
         split.num_tiles,
         split.num_splits,
         **sizes,
@@ -91,15 +87,7 @@ def find_floors(
     )
     _floor_kernel[(num_rows,)](
         workspace.floors,
-        workspace.candidates,
-        workspace.num_candidates,
-        workspace.masses,
-        logits,
-        logits.stride(0),
-        *parameters,
-        workspace.peaks,
-        workspace.pivots,
-        vocab_size,
+        *found,
         split.num_splits,
         **sizes,
         KEY_BITS=KEY_BITS[logits.dtype],

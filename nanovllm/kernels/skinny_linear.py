@@ -118,13 +118,7 @@ def _skinny(  # type: ignore[no-untyped-def]
         mask = is_out[:, None] & (after < NUM_IN)[None, :]
         next_tile = tl.load(lines + after[None, :], mask=mask, other=0.0)
         next_up = tl.load(up_lines + after[None, :], mask=mask, other=0.0) if IS_GATED else tile
-        values = tl.load(x + i, mask=is_in, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            values += tl.load(residual + i, mask=is_in, other=0.0)
-            rounded = values.to(y.dtype.element_ty)
-            is_first = is_in & (tl.program_id(0) + 0 * i == 0)
-            tl.store(total_out + i, rounded, mask=is_first)
-            values = rounded.to(tl.float32)
+        values = _add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL)
         if HAS_NORM:
             squares += tl.sum(values * values, 0)
             values *= tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
@@ -145,7 +139,26 @@ def _skinny(  # type: ignore[no-untyped-def]
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
     if upcoming is not None:
-        begin = tl.program_id(0).to(tl.int64) * share
-        place = upcoming.to(tl.pointer_type(tl.uint8)) + begin
-        if begin < upcoming_bytes:
-            prefetch_bytes(place, tl.minimum(share, upcoming_bytes - begin).to(tl.int32))
+        _prefetch_share(upcoming, share, upcoming_bytes)
+
+
+@triton.jit
+def _add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return some inputs in float32; the first program stores them where there is a residual."""
+    values = tl.load(x + i, mask=is_in, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + i, mask=is_in, other=0.0)
+        rounded = values.to(total_out.dtype.element_ty)
+        is_first = is_in & (tl.program_id(0) + 0 * i == 0)
+        tl.store(total_out + i, rounded, mask=is_first)
+        values = rounded.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _prefetch_share(upcoming, share, upcoming_bytes):  # type: ignore[no-untyped-def]
+    """Ask L2 for this program's share of a weight."""
+    begin = tl.program_id(0).to(tl.int64) * share
+    place = upcoming.to(tl.pointer_type(tl.uint8)) + begin
+    if begin < upcoming_bytes:
+        prefetch_bytes(place, tl.minimum(share, upcoming_bytes - begin).to(tl.int32))
