@@ -132,10 +132,10 @@ def _skinny(  # type: ignore[no-untyped-def]
         sums *= scale
         up_sums *= scale
     if HAS_BIAS:
-        sums += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)
+        sums += tl.load(bias + out, mask=is_out, other=0.0)
+    if HAS_BIAS and IS_GATED:
+        up_sums += tl.load(bias + num_out + out, mask=is_out, other=0.0)
     if IS_GATED:
-        if HAS_BIAS:
-            up_sums += tl.load(bias + num_out + out, mask=is_out, other=0.0).to(tl.float32)
         sums = sums / (1.0 + tl.exp(-sums)) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
     if upcoming is not None:
