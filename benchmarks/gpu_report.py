@@ -182,7 +182,7 @@ def traces(bench: Bench, num_steps: int) -> Iterator[str]:
         path = str(Path(folder) / "trace.json")
         for num_seqs in TRACED:
             found = trace.record_trace(bench.llm, num_seqs, 128, num_steps, path)
-            print(f"\nbatch {num_seqs}: {found.step_ms:.3f} ms a step, under the profiler:")
+            print(f"\nbatch {num_seqs}: {trace.heading(found)}:")
             print(trace.report(found.summary, num_steps), flush=True)
             yield trace.trace_line(bench.setup, found)
 

@@ -140,12 +140,16 @@ def trace_table(records: list[Record], old: str) -> str | None:
     rows = []
     for case in sorted(traces, key=lambda case: int(case.removeprefix("trace-bs"))):
         record = traces[case]
-        idle = record["window_us"] - record["busy_us"]
-        times = [record["step_ms"], record["busy_us"] / 1000, idle / 1000]
+        step, between, busy = record["step_ms"], record["between_ms"], record["busy_us"] / 1000
+        idle = record["window_us"] / 1000 - busy
+        cells = f"{step:.3f}", f"{between:.3f} ({between / step:.1%})", f"{busy:.3f}"
         batch = case.removeprefix("trace-bs")
-        rows.append([batch, *(f"{ms:.3f}" for ms in times), f"{record['value']:.1f}%"])
-    header = ["batch", "ms a step", "GPU busy, ms", "idle, ms", "idle"]
-    intro = "`python -m benchmarks.trace`, Qwen3-0.6B; all but the first number under the profiler:"
+        rows.append([batch, *cells, f"{idle:.3f} ({record['value']:.1f}%)"])
+    header = ["batch", "ms a step", "ms between steps", "profiled: ms busy", "ms idle"]
+    intro = (
+        "`python -m benchmarks.trace`, Qwen3-0.6B: a step, the time between two by CUDA events,\n"
+        "and what the profiler sees, which itself slows down the host and the kernels:"
+    )
     return "\n".join([intro, "", *markdown(header, rows), "", origin(traces, [])])
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,9 @@ from nanovllm.bench.workloads import uniform
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
 from nanovllm.cli.start import configure_logging
+from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
+from nanovllm.worker.model_runner import PendingStep
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -65,6 +69,7 @@ class Trace:
     num_seqs: int
     num_steps: int
     step_ms: float  # without the profiler
+    between_ms: float  # from the end of a step to the begin of the next, without the profiler
     profiled_ms: float
     summary: Summary
 
@@ -79,8 +84,7 @@ def main() -> int:
     with open_llm(args) as llm:
         info = llm.engine.info
         trace = record_trace(llm, args.batch, args.prompt_len, args.steps, args.out, args.host)
-    print(f"batch {args.batch}, {args.steps} steps: {trace.step_ms:.3f} ms a step", end="")
-    print(f", {trace.profiled_ms:.3f} under the profiler; trace in {args.out}")
+    print(f"batch {args.batch}, {args.steps} steps: {heading(trace)}; trace in {args.out}")
     print(report(trace.summary, args.steps))
     if args.json:
         setup = Setup(args.model, info.device, info.dtype, None, args.enforce_eager)
@@ -93,11 +97,12 @@ def record_trace(
 ) -> Trace:
     """Time steady steps, then record as many to a file; the engine is left without sequences."""
     vocab_size = llm.engine.model_config.vocab_size
-    workload = uniform(vocab_size, num_seqs, prompt_len, 2 * num_steps + NUM_WARM_UP + 10)
+    workload = uniform(vocab_size, num_seqs, prompt_len, 3 * num_steps + NUM_WARM_UP + 10)
     check_fits(llm, workload)
     add_workload(llm, workload, uuid.uuid4().hex)
     start_decoding(llm, workload.num_prompt_tokens)
     bare = time_steps(llm, num_steps)
+    between = time_between_steps(llm, num_steps)
     activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * has_host
     with profile(activities=activities) as profiler:
         profiled = time_steps(llm, num_steps)
@@ -105,7 +110,12 @@ def record_trace(
     profiler.export_chrome_trace(path)
     while not llm.is_finished():
         llm.step()
-    return Trace(num_seqs, num_steps, bare, profiled, summarise(read_activities(path)))
+    return Trace(num_seqs, num_steps, bare, between, profiled, summarise(read_activities(path)))
+
+
+def heading(trace: Trace) -> str:
+    times = f"{trace.step_ms:.3f} ms a step, {1000 * trace.between_ms:.1f} us between steps"
+    return f"{times}, {trace.profiled_ms:.3f} ms a step under the profiler"
 
 
 def trace_line(setup: Setup, trace: Trace) -> str:
@@ -120,6 +130,7 @@ def trace_line(setup: Setup, trace: Trace) -> str:
         "floor": None,
         "value": share,
         "step_ms": trace.step_ms,
+        "between_ms": trace.between_ms,
         "profiled_ms": trace.profiled_ms,
         "window_us": summary.window / trace.num_steps,
         "busy_us": summary.busy / trace.num_steps,
@@ -144,6 +155,30 @@ def time_steps(llm: LLM, num_steps: int) -> float:
     for _ in range(num_steps):
         llm.step()
     return 1000 * (time.perf_counter() - start) / num_steps
+
+
+def time_between_steps(llm: LLM, num_steps: int) -> float:
+    """Return the mean milliseconds that the device waits for the next step, by its own events."""
+    executor: Any = llm.engine.core.executor
+    runner = executor._worker.runner
+    run, events = runner.run, []
+
+    def timed(plan: StepPlan) -> PendingStep:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        pending: PendingStep = run(plan)
+        end.record()
+        events.append((begin, end))
+        return pending
+
+    runner.run = timed
+    try:
+        time_steps(llm, num_steps)
+    finally:
+        del runner.run
+    torch.cuda.synchronize()
+    gaps = [end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(events)]
+    return statistics.mean(gaps)
 
 
 def read_activities(path: str) -> list[Activity]:

@@ -114,7 +114,7 @@ class TritonAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: TritonPlan
     ) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        if plan.decode is not None:
+        if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
             self._decode(q, cache, plan.block_table, plan.decode, out)
         if plan.prefill is not None:
             rows = plan.prefill

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -179,7 +178,7 @@ class BlockManager:
         keys = seq.block_keys
         for index in range(len(keys), num_full):
             start = index * self.block_size
-            tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
+            tokens = seq.token_ids[start : start + self.block_size].tobytes()
             seed = (
                 keys[-1].hash if keys else xxhash.xxh3_64_intdigest((seq.cache_salt or "").encode())
             )

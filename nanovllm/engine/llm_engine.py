@@ -7,10 +7,12 @@ import gc
 import logging
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+FEW_FROZEN = 10_000  # since Python 3.12 a collection itself freezes some hundred immortal objects
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class LLMEngine:
         self._num_added = 0
         self._is_closed = False
         self._unfreeze: Callable[[], object] | None = None
-        if gc.get_freeze_count() == 0:  # if not, the application has seen to it, and undoes it
+        if gc.get_freeze_count() < FEW_FROZEN:  # else the application has seen to it, and undoes it
             # Else a full collection walks all that was imported: 60 ms or more, amid a step.
             gc.collect()
             gc.freeze()
@@ -158,7 +162,7 @@ class LLMEngine:
         """Detokenise and stream what is new in a sequence, and answer the request if it is over."""
         live = self._live[seq.seq_id]
         reason, num_tokens = seq.finish_reason, None
-        token_ids = seq.token_ids[seq.num_prompt_tokens + live.num_seen :]
+        token_ids = seq.token_ids[seq.num_prompt_tokens + live.num_seen :].tolist()
         for token_id in token_ids:
             live.num_seen += 1
             if live.detokenizer is not None and live.detokenizer.push(token_id):
@@ -189,7 +193,7 @@ class LLMEngine:
         return RequestOutput(
             seq_id=seq.seq_id,
             prompt=live.prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens].tolist(),
             text=text,
             token_ids=token_ids,
             finish_reason=reason,
@@ -198,21 +202,25 @@ class LLMEngine:
             duration=time.perf_counter() - seq.arrival_time,
         )
 
-    def _encode(self, prompt: str | list[int]) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: str | list[int]) -> tuple[str | None, array[int]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
                 )
             check_text("the prompt", prompt)
-            token_ids = self.tokenizer.encode(prompt)
+            ids: list[int] = self.tokenizer.encode(prompt)
         elif isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
-            token_ids = prompt
+            ids = prompt
         else:
             raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
-        if not token_ids:
+        if not ids:
             raise RequestError("the prompt is empty; give it at least one token")
-        low, high = min(token_ids), max(token_ids)
+        try:
+            token_ids = array("i", ids)
+            low, high = int(np.min(token_ids)), int(np.max(token_ids))
+        except OverflowError:  # not even an int of C
+            low, high = min(ids), max(ids)
         if low < 0 or high >= self.model_config.vocab_size:
             raise RequestError(
                 f"token id {low if low < 0 else high} is outside the model's vocabulary "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from array import array
+from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.sampling_params import SamplingParams
@@ -44,7 +46,7 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Iterable[int],
         params: SamplingParams,
         *,
         seed: int = 0,
@@ -53,7 +55,7 @@ class Sequence:
         is_streaming: bool = False,
     ) -> None:
         self.seq_id = seq_id
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids = array("i", prompt_token_ids)  # numpy and hashes read it as it is
         self.params = params
         self.seed = seed
         self.stop_token_ids = stop_token_ids
@@ -82,4 +84,4 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()

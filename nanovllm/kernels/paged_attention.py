@@ -19,7 +19,7 @@ LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware ha
 MIN_LINES = 16  # tl.dot takes no fewer
 MIN_SPLIT = 64  # keys that are worth a program of their own
 MAX_SPLITS = 32
-PROGRAMS_PER_SM = 4  # decode programs that run side by side on one multiprocessor
+PROGRAMS_PER_SM = 5  # decode programs that a multiprocessor should get
 # They may begin anywhere in an upload: a kernel for every alignment would be compiled anew.
 COLUMNS = ("slots", "context_lens", "query_starts", "query_lens", "query_index", "order")
 
@@ -62,8 +62,14 @@ def prefill_config(head_dim: int, dtype: torch.dtype, num_lines: int) -> Prefill
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Into how many programs to split a row's context to fill the device: a power of two."""
-    wanted = PROGRAMS_PER_SM * num_sms // max(1, num_rows * num_kv_heads)
+    """Into how many programs to split a row's context to fill the device: a power of two.
+
+    Where whole contexts nearly fill it, two splits still end more evenly than one.
+    """
+    num_pairs = max(1, num_rows * num_kv_heads)
+    wanted = PROGRAMS_PER_SM * num_sms // num_pairs
+    if num_pairs < PROGRAMS_PER_SM * num_sms:
+        wanted = max(wanted, 2)
     most = max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, MIN_SPLIT)))
     return 1 << (most.bit_length() - 1)
 
@@ -415,5 +421,14 @@ def _block_ids(  # type: ignore[no-untyped-def]
     blocks, tile_start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
     """The block of every key of a tile, or as a scalar the one that holds them all."""
-    keys = tile_start + tl.arange(0, TILE) if BLOCK_SIZE % TILE else tile_start
-    return tl.load(blocks + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
+    if BLOCK_SIZE % TILE == 0 or TILE % BLOCK_SIZE == 0:  # scalars, which take one load each
+        first = tile_start // BLOCK_SIZE
+        ids = tl.load(blocks + first, mask=tile_start < end, other=0)
+        for i in tl.static_range(1, TILE // BLOCK_SIZE):
+            is_used = tile_start + i * BLOCK_SIZE < end
+            block_id = tl.load(blocks + first + i, mask=is_used, other=0)
+            ids = tl.where(tl.arange(0, TILE) >= i * BLOCK_SIZE, block_id, ids)
+    else:
+        keys = tile_start + tl.arange(0, TILE)
+        ids = tl.load(blocks + keys // BLOCK_SIZE, mask=keys < end, other=0)
+    return ids.to(tl.int64)

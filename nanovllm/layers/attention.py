@@ -32,6 +32,7 @@ class SelfAttention(Layer):
         residual: Tensor | None,
         rope: Tensor,
         batch: ForwardBatch,
+        kept: Tensor | None = None,  # the tokens to go on with; None: all of them
     ) -> tuple[Tensor, Tensor]:
         qkv, residual = self.qkv_proj.after(norm, x, residual, upcoming=self.o_proj)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
@@ -39,5 +40,7 @@ class SelfAttention(Layer):
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        output = self.attention.attend(q, k, v, cache, batch.attention)
-        return self.o_proj.before_norm(output.view(len(qkv), -1)), residual
+        output = self.attention.attend(q, k, v, cache, batch.attention).view(len(qkv), -1)
+        if kept is not None:
+            output, residual = output[kept], residual[kept]
+        return self.o_proj.before_norm(output), residual

@@ -29,9 +29,14 @@ class DecoderLayer(Layer):
         self.mlp = mlp
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rope: Tensor,
+        batch: ForwardBatch,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch)
+        x, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
 
@@ -50,11 +55,11 @@ class DecoderBody(Layer):
     def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return what the last layer adds and what it adds to, for the tokens with logits."""
         x, residual = self.embed_tokens(batch.input_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, self.rope, batch)
+        for i, layer in enumerate(self.layers, 1):
+            # After the last layer's attention nobody reads the tokens without logits.
+            kept = batch.logits_index if i == len(self.layers) else None
+            x, residual = layer(x, residual, self.rope, batch, kept)
         assert residual is not None, "a model without layers"
-        if batch.logits_index is not None:
-            x, residual = x[..., batch.logits_index, :], residual[batch.logits_index]
         return x, residual
 
 

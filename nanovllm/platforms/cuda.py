@@ -106,6 +106,7 @@ class CudaPlatform:
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.device)
         self._step_bytes = self._graph_bytes = 0
+        self._graph_share = 0.0
 
     def in_order(self) -> AbstractContextManager[object]:
         """Make the device and its stream current, whatever the calling thread works with."""
@@ -127,9 +128,9 @@ class CudaPlatform:
         self._step_bytes = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
 
-    def reserve_for_graphs(self, num_bytes: int) -> None:
-        """Keep the KV cache from taking what graphs will need."""
-        self._graph_bytes = num_bytes
+    def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None:
+        """Keep the KV cache from taking what graphs will need: that, and a share of a step's."""
+        self._graph_bytes, self._graph_share = num_bytes, step_share
 
     def cache_bytes(self, wanted: int) -> int:
         account = self._account()
@@ -195,5 +196,5 @@ class CudaPlatform:
 
     def _account(self) -> MemoryAccount:
         free, total = torch.cuda.mem_get_info(self.device)
-        held = total - free
-        return MemoryAccount(total, self.utilization, held, self._step_bytes, self._graph_bytes)
+        graphs = self._graph_bytes + int(self._graph_share * self._step_bytes)
+        return MemoryAccount(total, self.utilization, total - free, self._step_bytes, graphs)

@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.triton_ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.graphed_chunks import GraphedChunks
+from nanovllm.worker.graphed_chunks import MAX_TOKENS, GraphedChunks
 from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
 from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.model_runner import Steps
@@ -32,7 +32,10 @@ class CudaBackend:
             platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
         )
         if self._graphed_attention() is not None:
-            platform.reserve_for_graphs(graph_bytes(config.max_num_seqs, vocab_size, dtype))
+            platform.reserve_for_graphs(
+                graph_bytes(config.max_num_seqs, vocab_size, dtype),
+                step_share=min(1.0, MAX_TOKENS / config.max_num_batched_tokens),
+            )
 
     def sampler(self, buffers: InputBuffers) -> TritonSampler:
         return TritonSampler(buffers, self.vocab_size)

@@ -22,19 +22,20 @@ from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import tokens_of
 
-MAX_TOKENS = 1024  # more keep the device busy for longer than the host takes
+MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
+MAX_ROWS = 256  # each one's logits are computed, used or not
 MAX_PROMPTS = 16  # rows of more than one token
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """What a graph has room for. Its last token is always padding: rows that are point to it."""
+    """What a graph has room for."""
 
     num_tokens: int
     num_rows: int
 
     def fits(self, plan: StepPlan) -> bool:
-        has_room = plan.counts.sum() < self.num_tokens and len(plan.slots) <= self.num_rows
+        has_room = plan.counts.sum() <= self.num_tokens and len(plan.slots) <= self.num_rows
         return bool(has_room and (plan.counts > 1).sum() <= MAX_PROMPTS)
 
     @property
@@ -44,13 +45,13 @@ class ChunkSize:
 
 
 def chunk_sizes(max_tokens: int, max_rows: int) -> list[ChunkSize]:
-    """Powers of two, up to one that holds the largest step; rows cost logits, so they are fewer."""
+    """Powers of two and the middle between them, up to one that holds the largest step."""
     sizes, num_tokens = [], 16
     while num_tokens <= MAX_TOKENS:
-        sizes.append(ChunkSize(num_tokens, min(max_rows, max(16, num_tokens // 4))))
-        if num_tokens > max_tokens:
+        sizes.append(ChunkSize(num_tokens, min(max_rows, max(16, num_tokens // 4), MAX_ROWS)))
+        if num_tokens >= max_tokens:
             break
-        num_tokens *= 2
+        num_tokens += (1 << num_tokens.bit_length()) // 4
     return sizes
 
 
@@ -109,7 +110,11 @@ class GraphedChunks:
 
 
 def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
-    """Lay a plan out as `ChunkSize.lengths` says; padding is the slot that no sequence has."""
+    """Lay a plan out as `ChunkSize.lengths` says; padding is the slot that no sequence has.
+
+    Single rows that are padding write zeros to a prompt's token, before its own attention does, or
+    to the last one: without prompts there are as many tokens as rows, so it is padding too.
+    """
     token_slots, positions = tokens_of(plan)
     ends = np.cumsum(plan.counts)
     columns = np.stack((plan.slots, ends - plan.counts, plan.counts, plan.starts + plan.counts))
@@ -119,7 +124,7 @@ def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[
     prompts = np.zeros((4, MAX_PROMPTS), np.int32)  # slot, first token, tokens, context
     logits_index = np.zeros(size.num_rows, np.int32)
     tokens[0] = singles[0] = padding
-    singles[1] = size.num_tokens - 1
+    singles[1] = size.num_tokens - 1 if is_single.all() else columns[1, ~is_single][0]
     tokens[:, : len(token_slots)] = token_slots, positions
     singles[:, : is_single.sum()] = columns[[0, 1, 3]][:, is_single]
     prompts[:, : (~is_single).sum()] = columns[:, ~is_single]

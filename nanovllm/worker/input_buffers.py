@@ -108,7 +108,7 @@ class InputBuffers:
                 del self._min_len[slot]
         if places:
             masked = self.platform.upload(np.array(places))
-            logits.view(-1)[masked] = -torch.inf
+            logits.view(-1).index_fill_(0, masked, -torch.inf)  # setting items would wait
 
     def sampling_variant(self, plan: StepPlan) -> SamplingVariant:
         """The least general way of sampling that serves every sampled row."""

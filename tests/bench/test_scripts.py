@@ -118,7 +118,9 @@ def test_busy_time_and_gaps(tmp_path: Path) -> None:
 
 def test_a_trace_as_json() -> None:
     activities = [Activity("gemm", 0.0, 30.0), Activity("copy", 40.0, 60.0)]
-    trace = Trace(64, 2, step_ms=0.02, profiled_ms=0.03, summary=summarise(activities))
+    trace = Trace(
+        64, 2, step_ms=0.02, between_ms=0.001, profiled_ms=0.03, summary=summarise(activities)
+    )
     line = trace_line(Setup("m", "cuda", "bfloat16", None), trace)
     assert line.endswith("}\n")
     record = json.loads(line)

@@ -95,7 +95,7 @@ def test_the_readmes_table() -> None:
 
 def test_prefixes_starts_and_traces() -> None:
     small = "qwen3-0.6b"
-    times = {"step_ms": 0.75, "window_us": 800.0, "busy_us": 780.0}
+    times = {"step_ms": 0.75, "between_ms": 0.003, "window_us": 800.0, "busy_us": 780.0}
     records = [
         record(small, "cold-1000", 6.0),
         record(small, "cached-1000", 1.25),
@@ -111,7 +111,8 @@ def test_prefixes_starts_and_traces() -> None:
     assert "| weights | 20.0 | 0.0 |" in starts
     assert "| process start to first token | 30.0 (bar: 60) | 9.0 (bar: 15) |" in starts
     traces = body(rewrite(block("trace"), records))
-    assert traces[4:6] == [f"| {n} | 0.750 | 0.780 | 0.020 | 2.5% |" for n in (1, 64)]
+    cells = "0.750 | 0.003 (0.4%) | 0.780 | 0.020 (2.5%)"
+    assert traces[5:7] == [f"| {n} | {cells} |" for n in (1, 64)]
 
 
 def test_the_script_and_the_chart_read_the_same_file(tmp_path: Path) -> None:

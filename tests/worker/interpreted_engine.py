@@ -67,7 +67,7 @@ class InterpretedPlatform(CpuPlatform):
     def borrow(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def reserve_for_graphs(self, num_bytes: int) -> None: ...
+    def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def test_columns() -> None:
         [7, 7, 7, 2, 4, 4, 9, 9],
         [10, 11, 12, 40, 0, 1, 0, 0],
     ]
-    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [3, 7, 7, 7, 7], [41, 0, 0, 0, 0]]
+    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [3, 0, 0, 0, 0], [41, 0, 0, 0, 0]]
     rest = [0] * (MAX_PROMPTS - 2)
     assert prompts.reshape(4, MAX_PROMPTS).tolist() == [
         [7, 4, *rest],
@@ -110,13 +110,21 @@ def test_columns() -> None:
     assert logits.tolist() == [3, 5, 0, 0, 0]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 15, 16, 100, 1023, 1024, 16384])
+def test_columns_without_prompts() -> None:
+    """Not a decode step: slot 2's token is not its last one."""
+    plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
+    size = ChunkSize(num_tokens=4, num_rows=4)
+    parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
+    assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 15, 16, 17, 100, 1024, 1025, 4096, 16384])
 @pytest.mark.parametrize("max_rows", [1, 16, 512])
 def test_sizes(max_tokens: int, max_rows: int) -> None:
     sizes = chunk_sizes(max_tokens, max_rows)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_tokens <= MAX_TOKENS
-    largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS - 1), 1)])
+    largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)])
     assert [size.fits(largest) for size in sizes] == [*[False] * (len(sizes) - 1), True]
     assert all(size.num_rows <= max_rows for size in sizes)
 
@@ -161,8 +169,8 @@ def test_padded_steps_equal_transformers(
     ("num_rows", "count", "is_run"),
     [
         (2, 100, True),
-        (1, MAX_TOKENS - 1, True),
-        (1, MAX_TOKENS, False),
+        (1, MAX_TOKENS, True),
+        (1, MAX_TOKENS + 1, False),
         (MAX_PROMPTS, 2, True),
         (MAX_PROMPTS + 1, 2, False),
         (17, 1, True),  # in the next size, which has the rows
