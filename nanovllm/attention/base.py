@@ -28,6 +28,12 @@ class BatchRows:
     counts: npt.NDArray[np.int32]
     block_table: Tensor  # [slots, max_blocks] int32 on the device; unspecified past a row's blocks
 
+    def last_tokens(self, is_chosen: npt.NDArray[np.bool_]) -> BatchRows:
+        """Return some of the rows, each with its last position alone."""
+        counts = self.counts[is_chosen]
+        starts = self.starts[is_chosen] + counts - 1
+        return BatchRows(self.slots[is_chosen], starts, np.ones_like(counts), self.block_table)
+
 
 class AttentionBackend(Protocol):
     """`plan` runs once per step, `attend` once per layer, after the step's k and v are cached."""
@@ -35,11 +41,8 @@ class AttentionBackend(Protocol):
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> Any:
         """Prepare what every layer of this step needs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> Tensor:
-        """Return causal attention of q [tokens, heads, head_dim] over each row's whole context.
-
-        k and v [tokens, kv_heads, head_dim] are what this step added to the cache.
-        """
+    def attend(self, q: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+        """Return causal attention of q [tokens, heads, head_dim] over each row's whole context."""
 
 
 @runtime_checkable

@@ -59,15 +59,14 @@ class CpuAttention:
         ]
         return CpuPlan(groups, plan_prefills(rows, offsets, self.block_size))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: CpuPlan) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: CpuPlan) -> Tensor:
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
             return self._decode(q, cache, plan.groups[0])
         output = torch.empty_like(q)
         for group in plan.groups:
             output[group.tokens] = self._decode(q[group.tokens], cache, group)
         for row in plan.prefills:
-            part = slice(row.offset, row.offset + row.count)
-            output[part] = attend_prefill(q[part], k[part], v[part], cache, row)
+            attend_prefill(q, cache, row, output)
         return output
 
     def _decode_group(
@@ -117,21 +116,23 @@ def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> P
     return PrefillRow(int(offsets[i]), count, start, block_ids)
 
 
-def attend_prefill(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, row: PrefillRow) -> Tensor:
+def attend_prefill(q: Tensor, cache: LayerCache, row: PrefillRow, output: Tensor) -> None:
     """Attend from the last `count` positions of a row to all of it."""
-    if row.start == 0:  # its keys need not be read back
-        return _grouped_sdpa(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], None)
+    part = slice(row.offset, row.offset + row.count)
+    q, output = q[part], output[part]
     length = row.start + row.count
     k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
     v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
+    if row.start == 0:
+        output[:] = _grouped_sdpa(q, k, v, None)
+        return
     positions = torch.arange(length, device=q.device)
-    tiles = []
     for first in range(0, row.count, QUERY_TILE):
         tile = q[first : first + QUERY_TILE]
         end = row.start + first + len(tile)
         is_visible = positions[:end] <= positions[row.start + first : end, None]
-        tiles.append(_grouped_sdpa(tile, k[:, :, :end], v[:, :, :end], is_visible))
-    return torch.cat(tiles)
+        values = _grouped_sdpa(tile, k[:, :, :end], v[:, :, :end], is_visible)
+        output[first : first + QUERY_TILE] = values
 
 
 def _group_by_length(lengths: np.ndarray) -> list[np.ndarray]:

@@ -76,7 +76,7 @@ class FlashAttention:
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> FlashDecode | FlashMixed:
         """Send the rows' columns in one copy."""
         ends = rows.starts + rows.counts
-        max_context = int(ends.max())
+        max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():
             slots, context_lens = self.platform.upload(np.stack((rows.slots, ends)))
             return self.decode_plan(rows.block_table, slots, context_lens, None, max_context)
@@ -99,9 +99,7 @@ class FlashAttention:
     ) -> FlashDecode:
         return FlashDecode(self._row_tables(block_table, slots, max_context), context_lens)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed
-    ) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed) -> Tensor:
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(
                 q[:, None],  # [rows, 1, heads, dim]

@@ -40,13 +40,12 @@ class NumbaAttention:
             plan_prefills(rows, offsets, self.block_size),
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: NumbaPlan) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan) -> Tensor:
         output = self.launcher.empty(*q.shape)
         if len(plan.tokens):
             self._decode(q, cache, plan, output)
         for row in plan.prefills:
-            part = slice(row.offset, row.offset + row.count)
-            output[part] = attend_prefill(q[part], k[part], v[part], cache, row)
+            attend_prefill(q, cache, row, output)
         return output
 
     def _decode(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, output: Tensor) -> None:

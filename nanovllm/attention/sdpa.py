@@ -18,12 +18,8 @@ class SdpaAttention:
         offsets = np.cumsum(rows.counts) - rows.counts
         return [plan_row(rows, i, offsets, self.block_size) for i in range(len(offsets))]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[PrefillRow]
-    ) -> Tensor:
-        parts = [slice(row.offset, row.offset + row.count) for row in plan]
-        outputs = [
-            attend_prefill(q[part], k[part], v[part], cache, row)
-            for row, part in zip(plan, parts, strict=True)
-        ]
-        return torch.cat(outputs)
+    def attend(self, q: Tensor, cache: LayerCache, plan: list[PrefillRow]) -> Tensor:
+        output = torch.empty_like(q)
+        for row in plan:
+            attend_prefill(q, cache, row, output)
+        return output

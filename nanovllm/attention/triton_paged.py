@@ -110,9 +110,7 @@ class TritonAttention:
         prefill = PrefillRows(slots, query_starts, query_lens, context_lens, max_query_len)
         return TritonPlan(block_table, decode, prefill)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: TritonPlan
-    ) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
             self._decode(q, cache, plan.block_table, plan.decode, out)

@@ -39,21 +39,23 @@ class PackedLinear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Project x [tokens, in]."""
 
-    def summands(self, x: Tensor) -> Tensor:
-        """Project x for the `after_norm` that follows, which may be left to finish the sum.
+    def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Project x for the `after_norm` that follows, which adds it to residual.
 
-        So the result may have a dimension in front of the others, to be summed over.
+        The sum may be left to it, so the result may have a dimension in front of the others; or
+        residual already has it all, and nothing is returned.
         """
 
     def after_norm(
         self,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor | None,
         norm: NormWeights,
         upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Project the RMSNorm of x + residual; return that and the sum. May overwrite both.
+        """Project the RMSNorm of x + residual, one of which may be missing; return also the sum.
 
+        Both may be overwritten.
         `upcoming` comes next, but after work that reads little: its weight may be fetched ahead.
         """
 
@@ -86,10 +88,11 @@ class Ops(Protocol):
         v_cache: Tensor,
         kv_slots: Tensor,
     ) -> None:
-        """Normalise and turn the q and k heads of qkv in place; store k and v in the cache.
+        """Normalise and turn q and k; q stays in qkv, k and v go to the cache.
 
-        qkv is [tokens, q + k + v heads, dim]; rope [positions, 2, dim / 2] holds cosines and sines
-        in float32; the caches are [blocks, block_size, kv_heads, dim]; kv_slots counts in tokens.
+        qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
+        sines in float32, [positions, 2, dim / 2]; the caches are [blocks, block_size, kv_heads,
+        dim]; kv_slots counts in tokens.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

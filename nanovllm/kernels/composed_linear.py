@@ -19,16 +19,17 @@ class ComposedLinear:
         y = self.linear(x)
         return self.ops.silu_mul(y) if self.is_gated else y
 
-    def summands(self, x: Tensor) -> Tensor:
+    def summands(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x)
 
     def after_norm(
         self,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor | None,
         norm: NormWeights,
         upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert x is not None  # this class never leaves it out
         if residual is None:
             return self(self.ops.rms_norm(x, norm.weight, norm.eps)), x
         x, residual = self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)

@@ -197,7 +197,9 @@ def _rope_write(  # type: ignore[no-untyped-def]
         heads = tl.arange(0, HEADS_BLOCK)[:, None]
         place = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
-        _turn(place, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
+        first, second = _turn(place, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
+        tl.store(place, first, mask=mask)
+        tl.store(place + half, second, mask=mask)
     else:
         _turn_and_store(
             qkv + base + NUM_Q_HEADS * HEAD_DIM,
@@ -251,7 +253,7 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
 def _turn(  # type: ignore[no-untyped-def]
     place, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Normalise both halves of some heads, if asked to, and turn them, in place."""
+    """Return both halves of some heads, normalised if asked for, and turned."""
     dtype = place.dtype.element_ty
     first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
@@ -262,11 +264,7 @@ def _turn(  # type: ignore[no-untyped-def]
         second_weight = tl.load(weight + half + i, mask=i < half, other=0.0)[None, :]
         first = ((first * scale).to(dtype) * first_weight).to(tl.float32)
         second = ((second * scale).to(dtype) * second_weight).to(tl.float32)
-    turned_first = (first * cos - second * sin).to(dtype)
-    turned_second = (second * cos + first * sin).to(dtype)
-    tl.store(place, turned_first, mask=mask)
-    tl.store(place + half, turned_second, mask=mask)
-    return turned_first, turned_second
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
 from nanovllm.kernels.skinny_linear import skinny_linear
 
+ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
+
 
 class TritonOps:
     launcher = None
@@ -69,19 +71,25 @@ class CudaLinear:
         y = F.linear(x, self.weight, self.bias)
         return fused.silu_mul(y) if self.is_gated else y
 
-    def summands(self, x: Tensor) -> Tensor:
-        num_parts = choose_parts(len(x), *self.weight.shape)
+    def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        if len(x) >= ADD_ROWS and self.bias is None:
+            residual.addmm_(x, self.weight.t())
+            return None
+        num_parts = choose_parts(len(x), self.weight)
         if num_parts == 1:
             return self(x)
         return few_rows_linear(x, self.weight, self.bias, self.is_gated, num_parts)
 
     def after_norm(
         self,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor | None,
         norm: NormWeights,
         upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if x is None:
+            x, residual = residual, None
+        assert x is not None
         if x.shape == (1, self.weight.shape[1]):  # and not summands
             ahead = upcoming.weight if isinstance(upcoming, CudaLinear) else None
             return skinny_linear(x, self.weight, self.bias, residual, norm, self.is_gated, ahead)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
 
@@ -28,19 +28,19 @@ class SelfAttention(Layer):
     def forward(
         self,
         norm: RMSNorm,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor | None,
         rope: Tensor,
         batch: ForwardBatch,
-        kept: Tensor | None = None,  # the tokens to go on with; None: all of them
-    ) -> tuple[Tensor, Tensor]:
+        kept: SampledTokens | None = None,  # the tokens to go on with; None: all of them
+    ) -> tuple[Tensor | None, Tensor]:
         qkv, residual = self.qkv_proj.after(norm, x, residual, upcoming=self.o_proj)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache = batch.caches[self.layer_index]
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
-        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        output = self.attention.attend(q, k, v, cache, batch.attention).view(len(qkv), -1)
+        q, plan = qkv[:, : self.num_heads], batch.attention
         if kept is not None:
-            output, residual = output[kept], residual[kept]
-        return self.o_proj.before_norm(output), residual
+            q, residual, plan = q[kept.index], residual[kept.index], kept.attention
+        output = self.attention.attend(q, cache, plan)
+        return self.o_proj.before_norm(output.flatten(1), residual), residual

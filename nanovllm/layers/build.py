@@ -27,13 +27,21 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens whose logits are wanted: each the last one of its row."""
+
+    index: Tensor  # their places in the batch
+    attention: Any  # the attention backend's plan for them alone
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's inputs, all rows concatenated."""
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     kv_slots: Tensor  # [tokens], where in the cache each token's key and value go
-    logits_index: Tensor | None  # the tokens whose logits are wanted; None: all of them
+    sampled: SampledTokens | None  # None: all of them
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]
 

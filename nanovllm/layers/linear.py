@@ -36,15 +36,15 @@ class MergedLinear(Layer):
         assert self._packed is not None, "forward before pack"
         return self._packed(x)
 
-    def before_norm(self, x: Tensor) -> Tensor:
-        """Project x to what only `after` takes: it may have summands in front of its dimensions."""
+    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Project x to what only `after` takes, together with residual: see PackedLinear."""
         assert self._packed is not None, "forward before pack"
-        return self._packed.summands(x)
+        return self._packed.summands(x, residual)
 
     def after(
         self,
         norm: RMSNorm,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor | None,
         upcoming: MergedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ class GatedMLP(Layer):
         self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build, is_gated=True)
         self.down_proj = Linear(size, config.hidden_size, bias, build, "down_proj")
 
-    def forward(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
         x, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj.before_norm(x), residual
+        return self.down_proj.before_norm(x, residual), residual

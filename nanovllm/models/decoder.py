@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.build import Build, ForwardBatch, Layer
+from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import rope_table
@@ -30,12 +30,12 @@ class DecoderLayer(Layer):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor | None,
         rope: Tensor,
         batch: ForwardBatch,
-        kept: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        kept: SampledTokens | None,
+    ) -> tuple[Tensor | None, Tensor]:
         x, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
@@ -52,19 +52,19 @@ class DecoderBody(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.rope = rope_table(config.head_dim, max_model_len, config.rope, build.device)
 
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
         """Return what the last layer adds and what it adds to, for the tokens with logits."""
         x, residual = self.embed_tokens(batch.input_ids), None
         for i, layer in enumerate(self.layers, 1):
-            # After the last layer's attention nobody reads the tokens without logits.
-            kept = batch.logits_index if i == len(self.layers) else None
+            # Of the last layer, tokens without logits need only keys and values.
+            kept = batch.sampled if i == len(self.layers) else None
             x, residual = layer(x, residual, self.rope, batch, kept)
         assert residual is not None, "a model without layers"
         return x, residual
 
 
 class DecoderModel(Layer):
-    """A causal language model: batch in, logits [len(logits_index), vocab_size] out."""
+    """A causal language model: batch in, logits [sampled tokens, vocab_size] out."""
 
     def __init__(
         self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer

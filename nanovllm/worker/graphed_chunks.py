@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.attention.triton_paged import TritonAttention
 from nanovllm.engine.step import StepPlan
-from nanovllm.layers.build import ForwardBatch
+from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import tokens_of
@@ -40,8 +40,8 @@ class ChunkSize:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the columns: two per token, three per single token, four per prompt, one of logits."""
-        return 2 * self.num_tokens, 3 * self.num_rows, 4 * MAX_PROMPTS, self.num_rows
+        """Of the columns: two per token, three per single token, four per prompt, three sampled."""
+        return 2 * self.num_tokens, 3 * self.num_rows, 4 * MAX_PROMPTS, 3 * self.num_rows
 
 
 def chunk_sizes(max_tokens: int, max_rows: int) -> list[ChunkSize]:
@@ -97,15 +97,15 @@ class GraphedChunks:
         parts = self._columns[: sum(size.lengths)].split(size.lengths)
         slots, positions = parts[0].long().view(2, -1)
         input_ids, kv_slots = buffers.look_up(slots, positions)
+        table, max_context = buffers.block_table, self.max_model_len
         plan = self.attention.chunk_plan(
-            buffers.block_table,
-            parts[1].view(3, -1),
-            parts[2].view(4, -1),
-            self.max_model_len,
-            size.num_tokens,
+            table, parts[1].view(3, -1), parts[2].view(4, -1), max_context, size.num_tokens
         )
+        sampled_slots, index, context_lens = parts[3].view(3, -1)
+        last = self.attention.decode_plan(table, sampled_slots, context_lens, None, max_context)
         kv_slots = torch.where(slots == self.num_slots, -1, kv_slots)
-        batch = ForwardBatch(input_ids, positions, kv_slots, parts[3].long(), plan, eager.caches)
+        sampled = SampledTokens(index.long(), last)
+        batch = ForwardBatch(input_ids, positions, kv_slots, sampled, plan, eager.caches)
         return eager.model(batch)
 
 
@@ -122,12 +122,13 @@ def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[
     tokens = np.zeros((2, size.num_tokens), np.int32)
     singles = np.zeros((3, size.num_rows), np.int32)  # slot, token, context
     prompts = np.zeros((4, MAX_PROMPTS), np.int32)  # slot, first token, tokens, context
-    logits_index = np.zeros(size.num_rows, np.int32)
-    tokens[0] = singles[0] = padding
+    sampled = np.zeros((3, size.num_rows), np.int32)  # slot, token, context
+    tokens[0] = singles[0] = sampled[0] = padding
     singles[1] = size.num_tokens - 1 if is_single.all() else columns[1, ~is_single][0]
     tokens[:, : len(token_slots)] = token_slots, positions
     singles[:, : is_single.sum()] = columns[[0, 1, 3]][:, is_single]
     prompts[:, : (~is_single).sum()] = columns[:, ~is_single]
-    wanted = ends[plan.num_logits > 0] - 1
-    logits_index[: len(wanted)] = wanted
-    return np.concatenate([part.ravel() for part in (tokens, singles, prompts, logits_index)])
+    is_sampled = plan.num_logits > 0
+    last = np.stack((plan.slots, ends - 1, columns[3]))
+    sampled[:, : is_sampled.sum()] = last[:, is_sampled]
+    return np.concatenate([part.ravel() for part in (tokens, singles, prompts, sampled)])

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.kernels.base import SamplingVariant
-from nanovllm.layers.build import ForwardBatch
+from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.base import Platform
 from nanovllm.sampling_params import SamplingParams
 
@@ -76,16 +76,16 @@ class InputBuffers:
         upload = self.platform.upload
         slots, positions = (upload(column) for column in tokens_of(plan))
         input_ids, kv_slots = self.look_up(slots, positions)
-        is_whole = len(ends) == len(slots) and plan.num_logits.all()
+        rows = BatchRows(plan.slots, plan.starts, plan.counts, self.block_table)
+        sampled = None
+        if len(ends) < len(slots) or not plan.num_logits.all():
+            is_sampled = plan.num_logits > 0
+            last_tokens = rows.last_tokens(is_sampled)
+            sampled = SampledTokens(
+                upload(ends[is_sampled] - 1), attention.plan(last_tokens, dtype)
+            )
         return ForwardBatch(
-            input_ids=input_ids,
-            positions=positions,
-            kv_slots=kv_slots,
-            logits_index=None if is_whole else upload(ends[plan.num_logits > 0] - 1),
-            attention=attention.plan(
-                BatchRows(plan.slots, plan.starts, plan.counts, self.block_table), dtype
-            ),
-            caches=caches,
+            input_ids, positions, kv_slots, sampled, attention.plan(rows, dtype), caches
         )
 
     def look_up(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ class Case:
     def run(self, backend: Backend) -> Tensor:
         plan = backend.attention.plan(self.rows, self.qkv.dtype)
         self.write(backend.ops)
-        return backend.attention.attend(*self.heads(), self.cache, plan)
+        return backend.attention.attend(self.queries(), self.cache, plan)
 
     def write(self, ops: Ops) -> None:
         """Store k and v as a layer does, with a rotation that turns nothing."""
@@ -62,10 +62,9 @@ class Case:
         cache, slots = self.cache, self.kv_slots()
         ops.rope_write(self.qkv, None, rope, positions, cache.k, cache.v, slots)
 
-    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as views, as in a layer."""
-        num_kv_heads = self.cache.k.shape[2]
-        return self.qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+    def queries(self) -> Tensor:
+        """A view, as in a layer."""
+        return self.qkv[:, : -2 * self.cache.k.shape[2]]
 
     def kv_slots(self) -> Tensor:
         block_size = self.cache.k.shape[1]
@@ -80,7 +79,7 @@ class Case:
 
     def reference(self) -> Tensor:
         """Every query alone, in float64, over the history up to itself."""
-        queries, outputs, offset = self.heads()[0].double(), [], 0
+        queries, outputs, offset = self.queries().double(), [], 0
         for (k, v), start, count in zip(
             self.histories, self.rows.starts, self.rows.counts, strict=True
         ):

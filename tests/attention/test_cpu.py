@@ -51,7 +51,7 @@ def make_launcher(dtype: torch.dtype, num_threads: int) -> Launcher:
 def assert_equals_reference(case: Case, make_backend: MakeBackend) -> None:
     dtype = case.qkv.dtype
     output = case.run(make_backend(case.cache.k.shape[1], dtype))
-    assert (output.shape, output.dtype) == (case.heads()[0].shape, dtype)
+    assert (output.shape, output.dtype) == (case.queries().shape, dtype)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), case.reference(), rtol=tolerance, atol=tolerance)
 
@@ -195,7 +195,8 @@ def test_a_broken_sequence_does_not_break_others(make_backend: MakeBackend, plac
     """Keys and values of NaN, once written, must not reach rows that never attend to them."""
     backend, block_ids = make_backend(16, torch.float32), [1, 2, 3]
     broken = make_case([(0, 48)])
-    for heads in broken.heads()[1:]:
+    num_kv_heads = broken.cache.k.shape[2]
+    for heads in broken.qkv[:, -2 * num_kv_heads :].split(num_kv_heads, dim=1):
         heads.fill_(math.nan)
     cache = LayerCache(torch.zeros_like(broken.cache.k), torch.zeros_like(broken.cache.v))
     blocks = [0, 4, 5] if place == "padding" else block_ids

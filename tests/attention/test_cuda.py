@@ -50,7 +50,7 @@ def test_equals_the_reference(platform: CudaPlatform, name: str, mix: str) -> No
     attention = create(platform, name)
     case, want = on_device(MIXES[mix])
     plan = attention.plan(case.rows, torch.bfloat16)
-    output = attention.attend(*case.heads(), case.cache, plan)
+    output = attention.attend(case.queries(), case.cache, plan)
     assert output.view(len(output), -1).is_contiguous()  # as the layer after it wants it
     assert_close(output, want)
 
@@ -67,7 +67,7 @@ def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
     def run() -> torch.Tensor:
         table = case.rows.block_table
         plan = attention.decode_plan(table, slots, context_lens, order, 1024)
-        return attention.attend(*case.heads(), case.cache, plan)
+        return attention.attend(case.queries(), case.cache, plan)
 
     replay, output = platform.record(run)
     slots.copy_(torch.tensor([0, 1, 2]))

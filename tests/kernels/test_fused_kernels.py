@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.few_rows_linear import choose_parts
 from tests.kernels.interpreted import fused_cases as cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -32,6 +33,17 @@ def test_interpreted_kernels_equal_the_reference() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_parts_are_for_few_rows_and_small_weights() -> None:
+    def parts(num_rows: int, num_out: int, num_in: int) -> int:
+        weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
+        return choose_parts(num_rows, weight)
+
+    assert [parts(rows, 1024, 3072) for rows in (1, 2, 64, 256, 257)] == [1, 4, 4, 4, 1]
+    assert [parts(rows, 4096, 4096) for rows in (1, 2, 64, 65)] == [1, 2, 2, 1]
+    assert [parts(rows, 4096, 12288) for rows in (2, 64, 256)] == [1, 1, 1]
+    assert parts(16, 1024, 128) == 1
 
 
 @pytest.mark.gpu

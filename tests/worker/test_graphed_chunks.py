@@ -49,9 +49,16 @@ class ReferenceChunks(SdpaAttention):
     ) -> ChunkRows:
         return ChunkRows(block_table, singles, prompts)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+    def decode_plan(
+        self, block_table: Tensor, slots: Tensor, context_lens: Tensor, *_: Any
+    ) -> ChunkRows:
+        tokens = torch.arange(len(slots), dtype=torch.int32)
+        no_prompts = torch.zeros((4, 0), dtype=torch.int32)
+        return ChunkRows(block_table, torch.stack((slots, tokens, context_lens)), no_prompts)
+
+    def attend(self, q: Tensor, cache: LayerCache, plan: Any) -> Tensor:
         if not isinstance(plan, ChunkRows):
-            return super().attend(q, k, v, cache, plan)
+            return super().attend(q, cache, plan)
         slots, tokens, context_lens = plan.singles
         columns = torch.stack((slots, tokens, torch.ones_like(tokens), context_lens))
         out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
@@ -92,7 +99,7 @@ def test_columns() -> None:
     """Slots 7, 2 and 4 run three tokens, one and two; the first of them needs no logits."""
     plan = make_plan([(7, 10, 3, 0), (2, 40, 1, 1), (4, 0, 2, 1)])
     size = ChunkSize(num_tokens=8, num_rows=5)
-    tokens, singles, prompts, logits = np.split(
+    tokens, singles, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
     assert tokens.reshape(2, 8).tolist() == [
@@ -107,7 +114,7 @@ def test_columns() -> None:
         [3, 2, *rest],
         [13, 2, *rest],
     ]
-    assert logits.tolist() == [3, 5, 0, 0, 0]
+    assert sampled.reshape(3, 5).tolist() == [[2, 4, 9, 9, 9], [3, 5, 0, 0, 0], [41, 2, 0, 0, 0]]
 
 
 def test_columns_without_prompts() -> None:
