@@ -21,7 +21,7 @@ LINES = 64  # of the weight in one program: what a tensor core instruction takes
 NUM_PROGRAMS = 128  # that fill a device
 MAX_PARTS = 4
 MAX_ROWS, MAX_BYTES = 64, 32 << 20  # of x, of the weight: beyond them cuBLAS is faster
-MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20  # the same where the norm finishes the sum
+MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20  # where the norm finishes the sum: more rows, too
 NUM_PREFETCHED = tl.constexpr(256)  # inputs of each line that are asked for early
 LINE_ELEMENTS = tl.constexpr(64)  # of 16 bits in a cache line
 
@@ -59,7 +59,7 @@ def has_few_rows(num_rows: int, weight: Tensor) -> bool:
 def choose_parts(num_rows: int, weight: Tensor) -> int:
     """Into how many parts to split the inputs to fill the device: a power of two."""
     is_small = num_rows <= MAX_SPLIT_ROWS and weight.nbytes <= MAX_SPLIT_BYTES
-    if num_rows == 1 or not (is_small or has_few_rows(num_rows, weight)):
+    if num_rows == 1 or not (is_small or num_rows <= MAX_ROWS):
         return 1
     num_out, num_in = weight.shape
     wanted = NUM_PROGRAMS * LINES // num_out

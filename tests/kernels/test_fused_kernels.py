@@ -42,7 +42,7 @@ def test_parts_are_for_few_rows_and_small_weights() -> None:
 
     assert [parts(rows, 1024, 3072) for rows in (1, 2, 64, 256, 257)] == [1, 4, 4, 4, 1]
     assert [parts(rows, 4096, 4096) for rows in (1, 2, 64, 65)] == [1, 2, 2, 1]
-    assert [parts(rows, 4096, 12288) for rows in (2, 64, 256)] == [1, 1, 1]
+    assert [parts(rows, 4096, 12288) for rows in (2, 64, 256)] == [2, 2, 1]
     assert parts(16, 1024, 128) == 1
 
 
