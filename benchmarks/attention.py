@@ -28,6 +28,7 @@ from nanovllm.kernels.paged_attention import (
     partial_size,
     prefill_config,
 )
+from nanovllm.kernels.tma_prefill import CONFIG, tma_prefill
 
 BLOCK_SIZE = EngineConfig("").kvcache_block_size
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
@@ -163,17 +164,26 @@ def prefill_runs(layers: Layers, context: int, is_quick: bool) -> Iterator[Run]:
     group = layers.q.shape[1] // NUM_KV_HEADS
     chosen = prefill_config(HEAD_DIM, DTYPE, context * group)
     others = [replace(chosen, pairs=pairs) for pairs in OTHER_PAIRS]
-    for config in [chosen] + ([] if is_quick else PREFILL_CONFIGS + others):
-        name = f"{config.lines} x {config.tile} warps {config.num_warps}"
+    runs = [(tma_prefill, CONFIG)] if torch.cuda.get_device_capability() == (9, 0) else []
+    runs += [
+        (paged_prefill, config)
+        for config in [chosen] + ([] if is_quick else PREFILL_CONFIGS + others)
+    ]
+    for attend, config in runs:
+        name = f"{attend.__name__} {config.lines} x {config.tile} warps {config.num_warps}"
         name = f"{name} stages {config.num_stages} pairs {config.pairs}"
-        yield name, prefill_run(layers, (starts, lens, lens), context, config)
+        yield name, prefill_run(attend, layers, (starts, lens, lens), context, config)
 
 
 def prefill_run(
-    layers: Layers, columns: tuple[Tensor, Tensor, Tensor], context: int, config: PrefillConfig
+    attend: Callable[..., None],
+    layers: Layers,
+    columns: tuple[Tensor, Tensor, Tensor],
+    context: int,
+    config: PrefillConfig,
 ) -> Callable[[Tensor], None]:
     rows = layers.block_table, layers.slots, *columns
-    return lambda cache: paged_prefill(
+    return lambda cache: attend(
         layers.q, cache[0], cache[1], *rows, context, layers.out, SCALE, None, config=config
     )
 

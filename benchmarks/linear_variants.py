@@ -120,7 +120,11 @@ def _library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 
 def _chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     packed = TritonOps().pack_linear(weight, None, shape.is_gated, has_room=False)
-    return packed.summands(x) if shape.is_summed else packed(x)
+    if not shape.is_summed:
+        return packed(x)
+    residual = torch.zeros(len(x), shape.num_out, device=x.device, dtype=x.dtype)
+    summands = packed.summands(x, residual)
+    return residual if summands is None else summands
 
 
 def _one_row(shape: Shape, config: tuple[int, int, int], x: Tensor, weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
-    kvcache_block_size: int = 32
+    kvcache_block_size: int = 64
     num_kvcache_blocks: int = -1  # -1: as many as the memory allows
     device: str = "auto"
     dtype: str = "auto"

@@ -37,9 +37,11 @@ def test_fused(check: Any, dtype: torch.dtype) -> None:
     check(*[dtype] * ("dtype" in signature(check).parameters), "cuda")
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "tma"])
 def test_attention(kind: str) -> None:
     """Whole and split contexts, and what combines them; heads of every size and in every dtype."""
+    if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
     drawn = paged_attention_cases.sample(kind, 5, DTYPES, paged_attention_cases.SMALL)
     for case in paged_attention_cases.edge_cases(kind) + drawn:
         paged_attention_cases.verify(case, kind, "cuda")

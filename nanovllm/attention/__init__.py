@@ -45,4 +45,5 @@ def _create_on_cuda(
     from nanovllm.attention.triton_paged import TritonAttention
 
     properties = torch.cuda.get_device_properties(platform.device)
-    return TritonAttention(platform, properties.multi_processor_count)
+    is_hopper = properties.major == 9
+    return TritonAttention(platform, properties.multi_processor_count, has_tma=is_hopper)

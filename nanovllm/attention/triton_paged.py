@@ -15,6 +15,7 @@ from nanovllm.kernels.paged_attention import (
     paged_prefill,
     partial_size,
 )
+from nanovllm.kernels.tma_prefill import suits_tma, tma_prefill
 from nanovllm.platforms.base import Platform
 
 
@@ -46,9 +47,10 @@ class TritonPlan:
 
 
 class TritonAttention:
-    def __init__(self, platform: Platform, num_processors: int) -> None:
+    def __init__(self, platform: Platform, num_processors: int, has_tma: bool = False) -> None:
         self.platform = platform
         self.num_processors = num_processors
+        self.has_tma = has_tma
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> TritonPlan:
         """Split the rows by kind and send their columns in one copy."""
@@ -116,7 +118,8 @@ class TritonAttention:
             self._decode(q, cache, plan.block_table, plan.decode, out)
         if plan.prefill is not None:
             rows = plan.prefill
-            paged_prefill(
+            suits = self.has_tma and suits_tma(q, cache.k, rows.max_query_len, None)
+            (tma_prefill if suits else paged_prefill)(
                 q,
                 cache.k,
                 cache.v,

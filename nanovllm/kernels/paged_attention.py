@@ -221,7 +221,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             row = tl.load(order + row)
     else:
         wait_for_inputs(OVERLAP)  # a grid of programs that all return would not have waited
-        pair, tile = _tile_order(PAIRS)
+        pair, tile = tile_order(PAIRS)
         row, kv_head, skipped = pair // KV_HEADS, pair % KV_HEADS, tile * QUERIES
         num_queries = tl.load(query_lens + row)
         if skipped >= num_queries:
@@ -376,18 +376,25 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         if WINDOW is not None:
             is_seen &= keys[None, :] > positions[:, None] - WINDOW
         scores = tl.where(is_seen, scores, float("-inf"))
+    weights, alpha, line_max, line_sum = weigh(scores, line_max, line_sum, scale)
+    v = _load_tile(v_cache, places, dims, is_key, HEAD_DIM)
+    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, line_max, line_sum
+
+
+@triton.jit
+def weigh(scores, line_max, line_sum, scale):  # type: ignore[no-untyped-def]
+    """Return a tile's weights, the factor for what came before, and the new maximum and sum."""
     new_max = tl.maximum(line_max, tl.max(scores, 1) * scale)
     # A line that has seen nothing yet: -inf minus -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - shift[:, None])
     alpha = tl.exp2(line_max - shift)
-    v = _load_tile(v_cache, places, dims, is_key, HEAD_DIM)
-    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, new_max, line_sum * alpha + tl.sum(weights, 1)
+    return weights, alpha, new_max, line_sum * alpha + tl.sum(weights, 1)
 
 
 @triton.jit
-def _tile_order(PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_order(PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Take PAIRS pairs at a time, so that L2 serves their keys, and their longest tiles first."""
     num_pairs, num_tiles = tl.num_programs(0), tl.num_programs(1)
     index = tl.program_id(1) * num_pairs + tl.program_id(0)

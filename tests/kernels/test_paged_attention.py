@@ -23,7 +23,7 @@ from nanovllm.kernels.paged_attention import (
 )
 from tests.kernels.interpreted import paged_attention_cases as cases
 
-KINDS = ("decode", "prefill")
+KINDS = ("decode", "prefill", "tma")
 SCRIPT = "tests.kernels.interpreted.paged_attention_cases"
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -35,7 +35,7 @@ Runs = dict[str, subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
-    """Both scripts at once, each in a process of its own: the interpreter replaces Triton's API."""
+    """All scripts at once, each in a process of its own: the interpreter replaces Triton's API."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = {
@@ -105,18 +105,28 @@ def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> 
     ],
 )
 def test_compiled_kernels_equal_the_reference(kind: str, case: cases.Case) -> None:
+    skip_without_tma(kind)
     cases.verify(case, kind, "cuda")
+
+
+def skip_without_tma(kind: str) -> None:
+    if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
 
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize(
+    ("kind", "block_size"),
+    [("prefill", 16), ("prefill", 48), ("prefill", 256), ("tma", 64), ("tma", 256)],
+)
 @pytest.mark.parametrize("group", [2, 4])
-def test_a_large_mixed_step(group: int, block_size: int) -> None:
+def test_a_large_mixed_step(group: int, kind: str, block_size: int) -> None:
     """Full tiles, many programs, long prefixes, in the shapes of Qwen3."""
+    skip_without_tma(kind)
     chunks = ((0, 1500), (1000, 700), (0, 0), (3000, 33), (64, 64), (17, 5), (129, 400))
     case = cases.Case(chunks, group, 8, 128, block_size, torch.bfloat16)
-    cases.verify(case, "prefill", "cuda")
+    cases.verify(case, kind, "cuda")
     rows = tuple((97 * i, 1) for i in range(40))
     for num_splits in (1, 16):
         decode = replace(case, rows=rows, num_splits=num_splits)

@@ -1,6 +1,6 @@
 """Cases for the paged attention kernels, and a script that runs small ones where Triton runs.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted.paged_attention_cases decode|prefill
+TRITON_INTERPRET=1 python -m tests.kernels.interpreted.paged_attention_cases decode|prefill|tma
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from nanovllm.kernels.paged_attention import (
     partial_size,
 )
 from nanovllm.kernels.reference import reference_attention
+from nanovllm.kernels.tma_prefill import tma_prefill
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 GARBAGE = {torch.float32: 1e30, torch.float16: 6e4, torch.bfloat16: 1e30}
@@ -113,12 +115,13 @@ def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
 
 def run(case: Case, step: Step, kind: str) -> None:
     tables = step.q, step.k_cache, step.v_cache, step.block_table, step.slots
-    if kind == "prefill":
+    if kind != "decode":
         assert case.config is None or isinstance(case.config, PrefillConfig)
         lens = step.query_starts, step.query_lens, step.context_lens
         longest = max(count for _, count in case.rows)
+        attend: Any = tma_prefill if kind == "tma" else paged_prefill
         tail = step.out, step.scale, case.window
-        paged_prefill(*tables, *lens, longest, *tail, config=case.config)
+        attend(*tables, *lens, longest, *tail, config=case.config)
         return
     assert case.config is None or isinstance(case.config, DecodeConfig)
     size = partial_size(len(case.rows), *step.q.shape[1:], case.num_splits)
@@ -197,8 +200,15 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
             is_ordered=draw.random() < 0.5,
             seed=seed,
         )
-        cases.append(case)
+        cases.append(as_tma(case, seed) if kind == "tma" else case)
     return cases
+
+
+def as_tma(case: Case, seed: int) -> Case:
+    """The same rows in a shape that the kernel for Hopper takes."""
+    dtype = torch.float16 if case.dtype == torch.float32 else case.dtype
+    sizes = {"head_dim": (64, 128)[seed % 2], "block_size": (64, 128, 256)[seed % 3]}
+    return replace(case, dtype=dtype, window=None, **sizes)
 
 
 def draw_row(draw: random.Random, kind: str, limits: Limits, group: int) -> tuple[int, int]:
@@ -226,6 +236,17 @@ def edge_cases(kind: str) -> list[Case]:
             Case(((0, 0), (0, 1))),
         ]
     chunks = Case(((0, 33), (31, 1), (17, 30), (0, 0), (64, 2), (0, 16)))
+    if kind == "tma":
+        half = replace(chunks, dtype=torch.float16, block_size=64)
+        narrow = PrefillConfig(lines=16, tile=16, num_warps=4, num_stages=2, pairs=3)
+        return [
+            half,
+            replace(half, config=narrow, block_size=16),
+            replace(half, config=narrow, group=7, head_dim=128),
+            replace(half, config=narrow, group=16, num_kv_heads=1),
+            Case(((0, 64), (64, 64), (0, 65), (63, 66)), dtype=torch.float16, block_size=64),
+            Case(((0, 0),) * 2, dtype=torch.float16, block_size=64),
+        ]
     small = PrefillConfig(lines=16, tile=16, num_warps=2, num_stages=2, pairs=3)
     wide = PrefillConfig(lines=64, tile=64, num_warps=4, num_stages=2, pairs=1)
     return [
