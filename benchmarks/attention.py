@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
-from nanovllm.kernels.paged_attention import (
+from nanovllm.kernels.paged_decode import (
     DecodeConfig,
-    PrefillConfig,
     choose_splits,
     decode_config,
     paged_decode,
-    paged_prefill,
     partial_size,
-    prefill_config,
 )
+from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from nanovllm.kernels.tma_prefill import CONFIG, tma_prefill
 
 BLOCK_SIZE = EngineConfig("").kvcache_block_size

@@ -122,7 +122,7 @@ def _chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     packed = TritonOps().pack_linear(weight, None, shape.is_gated, has_room=False)
     if not shape.is_summed:
         return packed(x)
-    residual = torch.zeros(len(x), shape.num_out, device=x.device, dtype=x.dtype)
+    residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)
     summands = packed.summands(x, residual)
     return residual if summands is None else summands
 

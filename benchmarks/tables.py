@@ -134,7 +134,11 @@ def start_table(records: list[Record], old: str) -> str | None:
 def trace_table(records: list[Record], old: str) -> str | None:
     """How long the GPU waits in a steady decode step."""
     found = newest_by_case(records, SMALL)
-    traces = {case: record for case, record in found.items() if case.startswith("trace-bs")}
+    traces = {
+        case: record
+        for case, record in found.items()
+        if case.startswith("trace-bs") and record["between_ms"] is not None
+    }
     if not traces:
         return None
     rows = []

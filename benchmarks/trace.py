@@ -14,9 +14,9 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ class Trace:
     num_seqs: int
     num_steps: int
     step_ms: float  # without the profiler
-    between_ms: float  # from the end of a step to the begin of the next, without the profiler
+    between_ms: float | None  # from a step's end to the next one's graph, without the profiler
     profiled_ms: float
     summary: Summary
 
@@ -102,7 +102,7 @@ def record_trace(
     add_workload(llm, workload, uuid.uuid4().hex)
     start_decoding(llm, workload.num_prompt_tokens)
     bare = time_steps(llm, num_steps)
-    between = time_between_steps(llm, num_steps)
+    between = time_between_steps(llm, num_steps) if not llm.engine.config.enforce_eager else None
     activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * has_host
     with profile(activities=activities) as profiler:
         profiled = time_steps(llm, num_steps)
@@ -114,8 +114,10 @@ def record_trace(
 
 
 def heading(trace: Trace) -> str:
-    times = f"{trace.step_ms:.3f} ms a step, {1000 * trace.between_ms:.1f} us between steps"
-    return f"{times}, {trace.profiled_ms:.3f} ms a step under the profiler"
+    times = f"{trace.step_ms:.3f} ms a step, {trace.profiled_ms:.3f} under the profiler"
+    if trace.between_ms is None:
+        return times
+    return f"{times}, {1000 * trace.between_ms:.1f} us between steps without it"
 
 
 def trace_line(setup: Setup, trace: Trace) -> str:
@@ -158,27 +160,41 @@ def time_steps(llm: LLM, num_steps: int) -> float:
 
 
 def time_between_steps(llm: LLM, num_steps: int) -> float:
-    """Return the mean milliseconds that the device waits for the next step, by its own events."""
+    """Return the mean milliseconds that the device waits for the next step, by its own events.
+
+    The first is recorded right before the graph: recorded earlier, an idle device would reach it
+    before the host has queued the work.
+    """
     executor: Any = llm.engine.core.executor
     runner = executor._worker.runner
-    run, events = runner.run, []
+    graphs, run, begins, ends = runner.forward._graphs, runner.run, [], []
 
-    def timed(plan: StepPlan) -> PendingStep:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    def record(events: list[torch.cuda.Event]) -> None:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+
+    def run_model(replay: Callable[[], None]) -> None:
+        record(begins)
+        replay()
+
+    def run_step(plan: StepPlan) -> PendingStep:
         pending: PendingStep = run(plan)
-        end.record()
-        events.append((begin, end))
+        record(ends)
         return pending
 
-    runner.run = timed
+    untimed = dict(graphs)
+    for size, graph in untimed.items():
+        graphs[size] = replace(graph, run_model=partial(run_model, graph.run_model))
+    runner.run = run_step
     try:
         time_steps(llm, num_steps)
     finally:
         del runner.run
+        graphs.update(untimed)
     torch.cuda.synchronize()
-    gaps = [end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(events)]
-    return statistics.mean(gaps)
+    return statistics.mean(
+        end.elapsed_time(begin) for end, begin in zip(ends, begins[1:], strict=False)
+    )
 
 
 def read_activities(path: str) -> list[Activity]:

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.base import Turn
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -27,6 +29,7 @@ class BatchRows:
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     block_table: Tensor  # [slots, max_blocks] int32 on the device; unspecified past a row's blocks
+    is_steady: bool = False  # one position each, and no row reads what another stores in this step
 
     def last_tokens(self, is_chosen: npt.NDArray[np.bool_]) -> BatchRows:
         """Return some of the rows, each with its last position alone."""
@@ -56,9 +59,22 @@ class GraphedAttention(AttentionBackend, Protocol):
         context_lens: Tensor,
         order: Tensor | None,
         max_context: int,
+        is_steady: bool,
     ) -> Any:
         """Plan rows of one token, row i being token i, from device tensors alone.
 
         The plan reads the tensors anew whenever the graph runs. A context of length 0 is padding;
-        `order`, if any, lists the rows as they should start; `max_context` bounds the lengths.
+        `order`, if any, lists the rows as they should start; `max_context` bounds the lengths;
+        `is_steady` is as for BatchRows.
         """
+
+
+@runtime_checkable
+class FusedAttention(AttentionBackend, Protocol):
+    """A backend that does the work of Ops.rope_write on the way, for some plans."""
+
+    def fuses(self, plan: Any) -> bool:
+        """Whether `attend_projected` serves a plan."""
+
+    def attend_projected(self, qkv: Tensor, turn: Turn, cache: LayerCache, plan: Any) -> Tensor:
+        """Turn the q and k heads of qkv, store k and v, and attend."""

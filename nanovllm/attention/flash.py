@@ -79,7 +79,9 @@ class FlashAttention:
         max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():
             slots, context_lens = self.platform.upload(np.stack((rows.slots, ends)))
-            return self.decode_plan(rows.block_table, slots, context_lens, None, max_context)
+            return self.decode_plan(
+                rows.block_table, slots, context_lens, None, max_context, is_steady=False
+            )
         columns = np.zeros((3, len(ends) + 1), np.int32)
         columns[0, 1:] = rows.slots
         columns[1, 1:] = np.cumsum(rows.counts)
@@ -96,10 +98,13 @@ class FlashAttention:
         context_lens: Tensor,
         order: Tensor | None,
         max_context: int,
+        is_steady: bool,
     ) -> FlashDecode:
         return FlashDecode(self._row_tables(block_table, slots, max_context), context_lens)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed) -> Tensor:
+        if len(q) == 0:  # the package refuses
+            return torch.empty_like(q)
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(
                 q[:, None],  # [rows, 1, heads, dim]

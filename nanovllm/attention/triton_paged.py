@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import BatchRows, LayerCache
-from nanovllm.kernels.paged_attention import (
-    choose_splits,
-    paged_decode,
-    paged_prefill,
-    partial_size,
-)
+from nanovllm.kernels.base import Turn
+from nanovllm.kernels.paged_decode import choose_splits, paged_decode, partial_size
+from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.tma_prefill import suits_tma, tma_prefill
 from nanovllm.platforms.base import Platform
 
@@ -44,6 +41,7 @@ class TritonPlan:
     block_table: Tensor
     decode: DecodeRows | None
     prefill: PrefillRows | None
+    is_steady: bool = False  # as for BatchRows
 
 
 class TritonAttention:
@@ -79,7 +77,7 @@ class TritonAttention:
                 context_lens[num_single:],
                 int(rows.counts.max()),
             )
-        return TritonPlan(rows.block_table, decode, prefill)
+        return TritonPlan(rows.block_table, decode, prefill, rows.is_steady)
 
     def decode_plan(
         self,
@@ -88,9 +86,10 @@ class TritonAttention:
         context_lens: Tensor,
         order: Tensor | None,
         max_context: int,
+        is_steady: bool,
     ) -> TritonPlan:
         rows = DecodeRows(slots, context_lens, None, order, max_context)
-        return TritonPlan(block_table, rows, None)
+        return TritonPlan(block_table, rows, None, is_steady)
 
     def chunk_plan(
         self,
@@ -115,7 +114,7 @@ class TritonAttention:
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
-            self._decode(q, cache, plan.block_table, plan.decode, out)
+            self._decode(q, cache, plan.block_table, plan.decode, out, None)
         if plan.prefill is not None:
             rows = plan.prefill
             suits = self.has_tma and suits_tma(q, cache.k, rows.max_query_len, None)
@@ -135,8 +134,26 @@ class TritonAttention:
             )
         return out
 
+    def fuses(self, plan: TritonPlan) -> bool:
+        return plan.is_steady
+
+    def attend_projected(
+        self, qkv: Tensor, turn: Turn, cache: LayerCache, plan: TritonPlan
+    ) -> Tensor:
+        assert plan.decode is not None
+        q = qkv[:, : -2 * cache.k.shape[2]]
+        out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+        self._decode(q, cache, plan.block_table, plan.decode, out, turn)
+        return out
+
     def _decode(
-        self, q: Tensor, cache: LayerCache, block_table: Tensor, rows: DecodeRows, out: Tensor
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        block_table: Tensor,
+        rows: DecodeRows,
+        out: Tensor,
+        turn: Turn | None,
     ) -> None:
         num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
         _, num_heads, head_dim = q.shape
@@ -157,4 +174,5 @@ class TritonAttention:
             num_splits,
             partial,
             rows.order,
+            turn,
         )

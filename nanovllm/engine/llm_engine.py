@@ -87,8 +87,8 @@ class LLMEngine:
         self._num_added = 0
         self._is_closed = False
         self._unfreeze: Callable[[], object] | None = None
-        if gc.get_freeze_count() < FEW_FROZEN:  # else the application has seen to it, and undoes it
-            # Else a full collection walks all that was imported: 60 ms or more, amid a step.
+        if gc.get_freeze_count() < FEW_FROZEN:  # if not, the application froze them
+            # Unfrozen, all that was imported is walked by a full collection: 60 ms amid a step.
             gc.collect()
             gc.freeze()
             self._unfreeze = weakref.finalize(self, gc.unfreeze)
@@ -216,14 +216,7 @@ class LLMEngine:
             raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
         if not ids:
             raise RequestError("the prompt is empty; give it at least one token")
-        values = to_array(ids)
-        low, high = values.min(), values.max()
-        if low < 0 or high >= self.model_config.vocab_size:
-            raise RequestError(
-                f"token id {low if low < 0 else high} is outside the model's vocabulary "
-                f"of {self.model_config.vocab_size}"
-            )
-        token_ids = array("i", values.astype(np.int32).tobytes())
+        token_ids = to_token_ids(ids, self.model_config.vocab_size)
         return (prompt if isinstance(prompt, str) else None), token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -269,17 +262,19 @@ def check_text(name: str, text: object) -> None:
         raise RequestError(f"{name} is not valid Unicode ({error}); clean it first") from error
 
 
-def to_array(ids: list[int]) -> np.ndarray:
-    """Refuse what are not integers, without a loop over what may be many thousands."""
+def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
+    """Check ids without a loop over what may be many thousands, and lay them out side by side."""
     try:
         values = np.array(array("L", ids))  # several times as fast as a conversion with a sign
-    except OverflowError:
-        return np.array([min(ids), max(ids)], object)  # what is wrong with them
-    except TypeError as error:
-        raise RequestError(f"a prompt's token ids are integers, got {ids!r:.80}") from error
-    if any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1)):
+        is_valid = not any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1))
+    except (TypeError, OverflowError):
+        values, is_valid = np.array([]), set(map(type, ids)) == {int}
+    if not is_valid:
         raise RequestError(f"a prompt's token ids are integers, got {ids!r:.80}")
-    return values
+    if len(values) == 0 or values.max() >= vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
+    return array("i", values.astype(np.int32).tobytes())
 
 
 def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

@@ -20,8 +20,10 @@ from nanovllm.kernels.overlap import launch_options, prefetch_lines, wait_for_in
 LINES = 64  # of the weight in one program: what a tensor core instruction takes
 NUM_PROGRAMS = 128  # that fill a device
 MAX_PARTS = 4
-MAX_ROWS, MAX_BYTES = 64, 32 << 20  # of x, of the weight: beyond them cuBLAS is faster
-MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20  # where the norm finishes the sum: more rows, too
+# Beyond them cuBLAS is faster, or beyond the first alone where the norm finishes the sum; there
+# a small weight pays for more rows, too.
+MAX_ROWS, MAX_BYTES = 64, 32 << 20  # of x, of the weight
+MAX_SPLIT_ROWS, MAX_SPLIT_BYTES = 256, 6 << 20
 NUM_PREFETCHED = tl.constexpr(256)  # inputs of each line that are asked for early
 LINE_ELEMENTS = tl.constexpr(64)  # of 16 bits in a cache line
 

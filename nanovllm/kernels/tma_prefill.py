@@ -13,14 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels import overlap
-from nanovllm.kernels.paged_attention import (
-    COLUMNS,
-    LOG2_E,
-    PrefillConfig,
-    kernel_shape,
-    tile_order,
-    weigh,
-)
+from nanovllm.kernels.paged_prefill import PrefillConfig, tile_order
+from nanovllm.kernels.paged_tiles import COLUMNS, LOG2_E, kernel_shape, weigh
 
 CONFIG = PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 

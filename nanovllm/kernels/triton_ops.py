@@ -72,13 +72,14 @@ class CudaLinear:
         return fused.silu_mul(y) if self.is_gated else y
 
     def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        assert not self.is_gated
         if len(x) >= ADD_ROWS and self.bias is None:
             residual.addmm_(x, self.weight.t())
             return None
         num_parts = choose_parts(len(x), self.weight)
         if num_parts == 1:
             return self(x)
-        return few_rows_linear(x, self.weight, self.bias, self.is_gated, num_parts)
+        return few_rows_linear(x, self.weight, self.bias, is_gated=False, num_parts=num_parts)
 
     def after_norm(
         self,

@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.triton_ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.graphed_chunks import MAX_TOKENS, GraphedChunks
+from nanovllm.worker.graphed_chunks import GraphedChunks, chunk_sizes
 from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
 from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.model_runner import Steps
@@ -31,10 +31,16 @@ class CudaBackend:
         self.attention = create_attention(
             platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
         )
-        if self._graphed_attention() is not None:
+        self.max_tokens = min(
+            config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len
+        )
+        attention = self._graphed_attention()
+        if attention is not None:
+            sizes = chunk_sizes(self.max_tokens, config.max_num_seqs)
+            share = sizes[-1].num_tokens / self.max_tokens
             platform.reserve_for_graphs(
                 graph_bytes(config.max_num_seqs, vocab_size, dtype),
-                step_share=min(1.0, MAX_TOKENS / config.max_num_batched_tokens),
+                step_share=share if isinstance(attention, TritonAttention) else 0.0,
             )
 
     def sampler(self, buffers: InputBuffers) -> TritonSampler:
@@ -47,7 +53,7 @@ class CudaBackend:
         config, platform, chunks = self.config, self.platform, None
         if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(
-                eager, attention, platform, config.max_num_batched_tokens, config.max_model_len
+                eager, attention, platform, self.max_tokens, config.max_model_len
             )
         graphed = GraphedSteps(eager, attention, sampler, platform, config.max_model_len, chunks)
         graphed.capture(show_progress=sys.stderr.isatty())

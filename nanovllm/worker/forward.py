@@ -42,8 +42,3 @@ class EagerForward:
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
         slots, positions = map(self.buffers.platform.upload, sampled_rows(plan))
         return StepLogits(values, slots, positions)
-
-
-def is_decode(plan: StepPlan) -> bool:
-    """Whether every row runs one token and samples the next."""
-    return bool((plan.counts == 1).all() and plan.num_logits.all())

@@ -1,6 +1,6 @@
-"""Small steps with prompts in them, on CUDA: one graph per number of tokens, padded up to it.
+"""Steps with prompts in them, on CUDA: one graph per number of tokens, padded up to it.
 
-Launching a layer's kernels one by one takes the host longer than a few hundred tokens take the
+Launching a layer's kernels one by one takes the host longer than a few thousand tokens take the
 device, so the first token of a short prompt, and every answer that runs beside it, would wait.
 """
 
@@ -102,7 +102,9 @@ class GraphedChunks:
             table, parts[1].view(3, -1), parts[2].view(4, -1), max_context, size.num_tokens
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
-        last = self.attention.decode_plan(table, sampled_slots, context_lens, None, max_context)
+        last = self.attention.decode_plan(
+            table, sampled_slots, context_lens, None, max_context, is_steady=False
+        )
         kv_slots = torch.where(slots == self.num_slots, -1, kv_slots)
         sampled = SampledTokens(index.long(), last)
         batch = ForwardBatch(input_ids, positions, kv_slots, sampled, plan, eager.caches)

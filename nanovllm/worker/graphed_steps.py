@@ -18,16 +18,16 @@ from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.fused import gather_decode
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
-from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
+from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.graphed_chunks import GraphedChunks
-from nanovllm.worker.input_buffers import VARIANTS
+from nanovllm.worker.input_buffers import VARIANTS, is_steady
 from nanovllm.worker.triton_sampler import TritonSampler
 
-DRIVER_BYTES = 1 << 29  # what graphs take beside their logits
+DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 
 def graph_bytes(num_slots: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return what all graphs take: their logits share the memory of the largest one's."""
+    """Return what graphs take beside activations; logits share the memory of the largest one's."""
     return num_slots * vocab_size * dtype.itemsize + DRIVER_BYTES
 
 
@@ -89,7 +89,7 @@ class GraphedSteps:
             capture()
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        if not is_decode(plan):
+        if not is_steady(plan):
             step = None if self.chunks is None else self.chunks(plan)
             return self.eager(plan) if step is None else step
         num_rows = len(plan.slots)
@@ -149,6 +149,6 @@ class GraphedSteps:
             order,
         )
         plan = self.attention.decode_plan(
-            buffers.block_table, slots, context_lens, order, self.max_model_len
+            buffers.block_table, slots, context_lens, order, self.max_model_len, is_steady=True
         )
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))

@@ -76,9 +76,9 @@ class InputBuffers:
         upload = self.platform.upload
         slots, positions = (upload(column) for column in tokens_of(plan))
         input_ids, kv_slots = self.look_up(slots, positions)
-        rows = BatchRows(plan.slots, plan.starts, plan.counts, self.block_table)
+        rows = BatchRows(plan.slots, plan.starts, plan.counts, self.block_table, is_steady(plan))
         sampled = None
-        if len(ends) < len(slots) or not plan.num_logits.all():
+        if not is_decode(plan):
             is_sampled = plan.num_logits > 0
             last_tokens = rows.last_tokens(is_sampled)
             sampled = SampledTokens(
@@ -152,6 +152,19 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Slots of the sampled rows, and the position of the token each one samples."""
     is_sampled = plan.num_logits > 0
     return plan.slots[is_sampled], (plan.starts + plan.counts)[is_sampled]
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """Whether every row runs one token and samples the next."""
+    return bool((plan.counts == 1).all() and plan.num_logits.all())
+
+
+def is_steady(plan: StepPlan) -> bool:
+    """Whether it is a decode step of rows that ran before.
+
+    A new row may share a block that another row completes in this very step.
+    """
+    return not plan.new_rows and is_decode(plan)
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

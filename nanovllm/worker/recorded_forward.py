@@ -12,7 +12,8 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.numba_launch import Launcher
 from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
+from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.input_buffers import is_decode
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,18 @@ def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> Ba
     return BatchRows(slots, starts, counts, torch.from_numpy(np.ascontiguousarray(tables)))
 
 
+def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
+    """Attention from the last token of some rows, of all and of none."""
+    case = make_case(mix, block_size=256)
+    want = case.run(Backend(ops, attention))
+    ends = case.rows.counts.cumsum()
+    for is_chosen in (np.arange(len(ends)) % 2 == 0, ends > 0, ends < 0):
+        plan = attention.plan(case.rows.last_tokens(is_chosen), case.qkv.dtype)
+        index = torch.from_numpy(ends[is_chosen] - 1).long()
+        output = attention.attend(case.queries()[index], case.cache, plan)
+        torch.testing.assert_close(output, want[index], rtol=2e-5, atol=2e-5)
+
+
 def make_case(
     mix: Rows,
     *,

@@ -21,6 +21,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor:
     assert causal
+    assert len(q) > 0
     assert block_table is not None
     check(q, k, block_table, cu_seqlens_q, cu_seqlens_k)
     assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1

@@ -19,7 +19,7 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.kernels.numba_launch import Launcher
 from nanovllm.kernels.numba_ops import NumbaOps
 from nanovllm.kernels.reference import TorchOps
-from tests.attention.cases import MIXES, Backend, Case, batch_rows, make_case
+from tests.attention.cases import MIXES, Backend, Case, batch_rows, check_last_tokens, make_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -54,6 +54,11 @@ def assert_equals_reference(case: Case, make_backend: MakeBackend) -> None:
     assert (output.shape, output.dtype) == (case.queries().shape, dtype)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), case.reference(), rtol=tolerance, atol=tolerance)
+
+
+def test_last_tokens(make_backend: MakeBackend) -> None:
+    backend = make_backend(256, torch.float32)
+    check_last_tokens(backend.attention, MIXES["everything"], backend.ops)
 
 
 @DTYPES

@@ -17,7 +17,7 @@ from nanovllm.kernels.reference import TorchOps
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.cpu import CpuPlatform
 from tests.attention import stand_in_flash
-from tests.attention.cases import MIXES, Backend, make_case
+from tests.attention.cases import MIXES, Backend, check_last_tokens, make_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +56,10 @@ def test_equals_the_reference(flash: FlashAttention, mix: str) -> None:
     torch.testing.assert_close(output.double(), case.reference(), rtol=2e-5, atol=2e-5)
 
 
+def test_last_tokens(flash: FlashAttention) -> None:
+    check_last_tokens(flash, MIXES["everything"], TorchOps())
+
+
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 4, 2]], ids=["decode", "mixed"])
 def test_rows_are_lines_of_the_table_by_slot(flash: FlashAttention, counts: list[int]) -> None:
     case = make_case(list(zip([300, 0, 70], counts, strict=True)), block_size=256)
@@ -74,7 +78,7 @@ def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> Non
     want = case.run(Backend(TorchOps(), flash))
     slots = torch.arange(3, dtype=torch.int32)
     context_lens = torch.tensor([301, 3, 0], dtype=torch.int32)
-    plan = flash.decode_plan(case.rows.block_table, slots, context_lens, slots, 512)
+    plan = flash.decode_plan(case.rows.block_table, slots, context_lens, slots, 512, is_steady=True)
     output = flash.attend(case.queries(), case.cache, plan)
     torch.testing.assert_close(output[:2], want[:2])
     assert not output[2].any()

@@ -203,6 +203,8 @@ BAD_PROMPTS: dict[str, Any] = {
     "huge": [[2**40]],
     "too long": [[1] * MAX_LEN],
     "not ids": [[1, 2.5]],
+    "negative and not ids": [[-1, "a"]],
+    "huge and not ids": [[2**70, None]],
     "booleans": [[True, False]],
     "not a list": [{"prompt": "x"}],
     "none": [None],

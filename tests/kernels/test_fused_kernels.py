@@ -35,7 +35,7 @@ def test_interpreted_kernels_equal_the_reference() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_parts_are_for_few_rows_and_small_weights() -> None:
+def test_parts_are_for_few_rows_and_more_rows_of_small_weights() -> None:
     def parts(num_rows: int, num_out: int, num_in: int) -> int:
         weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
         return choose_parts(num_rows, weight)

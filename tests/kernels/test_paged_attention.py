@@ -14,16 +14,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.paged_attention import (
+from nanovllm.kernels.paged_decode import (
     choose_splits,
     decode_config,
     paged_decode,
     partial_size,
-    prefill_config,
 )
+from nanovllm.kernels.paged_prefill import prefill_config
 from tests.kernels.interpreted import paged_attention_cases as cases
 
-KINDS = ("decode", "prefill", "tma")
+KINDS = ("decode", "fused", "prefill", "tma")
 SCRIPT = "tests.kernels.interpreted.paged_attention_cases"
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

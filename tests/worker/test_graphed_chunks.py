@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.kernels.reference import TorchOps, reference_attention
 from nanovllm.worker import backends
-from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
+from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.graphed_chunks import (
     MAX_PROMPTS,
     MAX_TOKENS,
@@ -28,6 +28,7 @@ from nanovllm.worker.graphed_chunks import (
     chunk_columns,
     chunk_sizes,
 )
+from nanovllm.worker.input_buffers import is_decode, is_steady
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
 
@@ -50,7 +51,7 @@ class ReferenceChunks(SdpaAttention):
         return ChunkRows(block_table, singles, prompts)
 
     def decode_plan(
-        self, block_table: Tensor, slots: Tensor, context_lens: Tensor, *_: Any
+        self, block_table: Tensor, slots: Tensor, context_lens: Tensor, *_: Any, is_steady: bool
     ) -> ChunkRows:
         tokens = torch.arange(len(slots), dtype=torch.int32)
         no_prompts = torch.zeros((4, 0), dtype=torch.int32)
@@ -66,9 +67,8 @@ class ReferenceChunks(SdpaAttention):
             part = reference_attention(
                 q, cache.k, cache.v, plan.block_table, *rows, q.shape[-1] ** -0.5, None
             )
-            for _, start, count, length in rows.T.tolist():
-                if length:
-                    out[start : start + count] = part[start : start + count]
+            for _, start, count, _ in rows.T.tolist():  # padding writes zeros, too
+                out[start : start + count] = part[start : start + count]
         return out
 
 
@@ -96,25 +96,25 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 
 
 def test_columns() -> None:
-    """Slots 7, 2 and 4 run three tokens, one and two; the first of them needs no logits."""
-    plan = make_plan([(7, 10, 3, 0), (2, 40, 1, 1), (4, 0, 2, 1)])
+    """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
+    plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
     size = ChunkSize(num_tokens=8, num_rows=5)
     tokens, singles, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
     assert tokens.reshape(2, 8).tolist() == [
-        [7, 7, 7, 2, 4, 4, 9, 9],
-        [10, 11, 12, 40, 0, 1, 0, 0],
+        [2, 7, 7, 7, 4, 4, 9, 9],
+        [40, 10, 11, 12, 0, 1, 0, 0],
     ]
-    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [3, 0, 0, 0, 0], [41, 0, 0, 0, 0]]
+    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [0, 1, 1, 1, 1], [41, 0, 0, 0, 0]]
     rest = [0] * (MAX_PROMPTS - 2)
     assert prompts.reshape(4, MAX_PROMPTS).tolist() == [
         [7, 4, *rest],
-        [0, 4, *rest],
+        [1, 4, *rest],
         [3, 2, *rest],
         [13, 2, *rest],
     ]
-    assert sampled.reshape(3, 5).tolist() == [[2, 4, 9, 9, 9], [3, 5, 0, 0, 0], [41, 2, 0, 0, 0]]
+    assert sampled.reshape(3, 5).tolist() == [[2, 4, 9, 9, 9], [0, 5, 0, 0, 0], [41, 2, 0, 0, 0]]
 
 
 def test_columns_without_prompts() -> None:
@@ -134,6 +134,15 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)])
     assert [size.fits(largest) for size in sizes] == [*[False] * (len(sizes) - 1), True]
     assert all(size.num_rows <= max_rows for size in sizes)
+
+
+def test_a_new_row_makes_no_steady_step() -> None:
+    """Its prefix may be a block that another row completes in the same step."""
+    plan = make_plan([(2, 40, 1, 1), (4, 8, 1, 1)])
+    assert is_steady(plan)
+    row = NewRow(4, np.zeros(9, np.int32), [0], 9, SamplingParams(), 0, frozenset())
+    assert not is_steady(replace(plan, new_rows=[row]))
+    assert not is_steady(make_plan([(2, 40, 1, 1), (4, 8, 2, 1)]))
 
 
 @pytest.mark.parametrize("max_tokens", [9, 40, 4096])

@@ -127,10 +127,14 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
 
 def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> None:
     """Whichever kernel serves them, and whatever it leaves to the norm."""
-    weight, bias = make(96, 512, dtype=dtype, device=device) / 16, None
+    weight = make(96, 512, dtype=dtype, device=device) / 16
     after_weight = make(192, 96, dtype=dtype, device=device) / 10
     norm = NormWeights(make(96, dtype=dtype, device=device, seed=8), 1e-6)
-    for num_rows in (0, 1, 2, 16, 65, 257, 300):
+    for num_rows, has_bias in (
+        *itertools.product((0, 1, 2, 16, 257, 300), (False, True)),
+        (65, False),
+    ):
+        bias = make(96, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, 512, dtype=dtype, device=device)
         residual = make(num_rows, 96, dtype=dtype, device=device)
         results = []
