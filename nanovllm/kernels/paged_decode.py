@@ -19,7 +19,6 @@ from nanovllm.kernels.paged_tiles import (
     find_blocks,
     kernel_shape,
     token_of,
-    weigh,
     window_start,
 )
 
@@ -101,7 +100,9 @@ def paged_decode(
         *(*weights, None if turn is None else turn.rope),
         *(scale * LOG2_E, q.stride(0), block_table.stride(0), k_cache.stride(0)),
         **(shape | split),
-        LINES=max(MIN_LINES, triton.next_power_of_2(num_heads // num_kv_heads)),
+        LINES=max(
+            MIN_LINES, triton.next_power_of_2(num_heads // num_kv_heads + (turn is not None))
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(q, len(q)),
@@ -174,25 +175,25 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     lines = tl.arange(0, LINES)
     is_real = (lines < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     heads = kv_head * GROUP + lines
-    q_heads = q + token * q_stride + (heads * HEAD_DIM)[:, None]
+    q += token * q_stride
     k_cache += kv_head * HEAD_DIM
     v_cache += kv_head * HEAD_DIM
     num_cached = hi
     if rope is None:
-        q_tile = tl.load(q_heads + dims, mask=is_real, other=0.0)
-    else:  # q still has to be turned, and the newest key is not in the cache yet
-        q_tile = _load_turned(q_heads, dims, is_real, q_norm, eps, cos, sin, HEAD_DIM)
+        q_tile = tl.load(q + (heads * HEAD_DIM)[:, None] + dims, mask=is_real, other=0.0)
+    else:  # the newest key is not in the cache yet: it is turned as the line after the queries
+        k_head = KV_HEADS * GROUP + kv_head
+        turned = q + (tl.where(lines < GROUP, heads, k_head) * HEAD_DIM)[:, None]
+        q_tile = _load_turned(turned, dims, lines, q_norm, k_norm, eps, cos, sin, GROUP, HEAD_DIM)
+        k = tl.sum(tl.where((lines == GROUP)[:, None], q_tile.to(tl.float32), 0.0), 0)
         num_cached = tl.minimum(hi, position)
         has_newest = (hi >= length) & (length > 0)
         is_newest = dims < tl.where(has_newest, HEAD_DIM, 0)
-        k_head = q + token * q_stride + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
-        k_heads = k_head + tl.arange(0, 1)[:, None]
-        k = _load_turned(k_heads, dims, is_newest[None, :], k_norm, eps, cos, sin, HEAD_DIM)
-        v = tl.load(k_heads + KV_HEADS * HEAD_DIM + dims, mask=is_newest[None, :], other=0.0)
+        v = tl.load(q + (k_head + KV_HEADS) * HEAD_DIM + dims, mask=is_newest, other=0.0)
         block_id = tl.load(blocks + position // BLOCK_SIZE, mask=length > 0, other=0).to(tl.int64)
         place = block_id * block_stride + position % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-        tl.store(k_cache + place + dims[None, :], k, mask=is_newest[None, :])
-        tl.store(v_cache + place + dims[None, :], v, mask=is_newest[None, :])
+        tl.store(k_cache + place + dims, k.to(q_tile.dtype), mask=is_newest)
+        tl.store(v_cache + place + dims, v, mask=is_newest)
     acc = tl.zeros((LINES, DIM_PAD), tl.float32)
     line_max = tl.full((LINES,), float("-inf"), tl.float32)
     line_sum = tl.zeros((LINES,), tl.float32)
@@ -207,10 +208,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             *(first + 0 * lines, num_cached - 1 + 0 * lines, is_partial, scale, HEAD_DIM),
         )
     if rope is not None:
-        score = tl.sum(q_tile.to(tl.float32) * k.to(tl.float32), 1)
+        score = tl.sum(q_tile.to(tl.float32) * k[None, :], 1) * scale
         score = tl.where(has_newest, score, float("-inf"))
-        weights, alpha, line_max, line_sum = weigh(score[:, None], line_max, line_sum, scale)
-        acc = acc * alpha[:, None] + weights * v.to(tl.float32)
+        new_max = tl.maximum(line_max, score)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight, alpha = tl.exp2(score - shift), tl.exp2(line_max - shift)
+        acc = acc * alpha[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+        line_max, line_sum = new_max, line_sum * alpha + weight
     if SPLITS == 1:
         line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a row without context: zeros
         values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
@@ -284,18 +288,29 @@ def _load_turn(rope, position, dims, HEAD_DIM: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _load_turned(  # type: ignore[no-untyped-def]
-    heads, dims, mask, weight, eps, cos, sin, HEAD_DIM: tl.constexpr
+    heads,
+    dims,
+    lines,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    """Load some heads, normalise them if there is a weight, and turn them, as `rope_write` does."""
+    """Load GROUP queries and a key, normalise them if asked to, and turn them like `rope_write`."""
     half: tl.constexpr = HEAD_DIM // 2
     dtype = heads.dtype.element_ty
     others = tl.where(dims < half, dims + half, dims - half)
+    mask = (lines <= GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     mine = tl.load(heads + dims, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(heads + others, mask=mask, other=0.0).to(tl.float32)
-    if weight is not None:
+    if q_norm is not None:
         factor = tl.rsqrt(tl.sum(mine * mine, 1) / HEAD_DIM + eps)[:, None]
-        weights = tl.load(weight + dims, mask=dims < HEAD_DIM, other=0.0)
-        other_weights = tl.load(weight + others, mask=dims < HEAD_DIM, other=0.0)
-        mine = ((mine * factor).to(dtype) * weights[None, :]).to(tl.float32)
-        other = ((other * factor).to(dtype) * other_weights[None, :]).to(tl.float32)
-    return (mine * cos + tl.where((dims < half)[None, :], -other, other) * sin).to(dtype)
+        # Tiles, though their lines are alike: the threads then have what they need at once.
+        norm = tl.where((lines < GROUP)[:, None], q_norm, k_norm)
+        mine = (mine * factor).to(dtype) * tl.load(norm + dims, mask=mask, other=0.0)
+        other = (other * factor).to(dtype) * tl.load(norm + others, mask=mask, other=0.0)
+    signed = tl.where((dims < half)[None, :], -other, other).to(tl.float32)
+    return (mine.to(tl.float32) * cos + signed * sin).to(dtype)
