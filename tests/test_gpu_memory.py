@@ -156,6 +156,7 @@ def large_cache(tmp_path: Path) -> dict[str, Any]:
         "device": "cuda",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "kvcache_block_size": 32,
         "max_num_seqs": 64,
         "max_model_len": 32768,
     }
