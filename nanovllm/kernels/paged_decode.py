@@ -208,13 +208,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             *(first + 0 * lines, num_cached - 1 + 0 * lines, is_partial, scale, HEAD_DIM),
         )
     if rope is not None:
-        score = tl.sum(q_tile.to(tl.float32) * k[None, :], 1) * scale
-        score = tl.where(has_newest, score, float("-inf"))
-        new_max = tl.maximum(line_max, score)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight, alpha = tl.exp2(score - shift), tl.exp2(line_max - shift)
-        acc = acc * alpha[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-        line_max, line_sum = new_max, line_sum * alpha + weight
+        acc, line_max, line_sum = _attend_newest(
+            acc, line_max, line_sum, q_tile, k, v, has_newest, scale
+        )
     if SPLITS == 1:
         line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a row without context: zeros
         values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
@@ -272,6 +268,20 @@ def _split_size(  # type: ignore[no-untyped-def]
 ):
     """Keys per split, in whole tiles."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE, MIN_SPLIT)
+
+
+@triton.jit
+def _attend_newest(  # type: ignore[no-untyped-def]
+    acc, line_max, line_sum, q_tile, k, v, has_newest, scale
+):
+    """Take one key and value into the softmax so far; without tl.dot, which wants many."""
+    score = tl.sum(q_tile.to(tl.float32) * k[None, :], 1) * scale
+    score = tl.where(has_newest, score, float("-inf"))
+    new_max = tl.maximum(line_max, score)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight, alpha = tl.exp2(score - shift), tl.exp2(line_max - shift)
+    acc = acc * alpha[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
+    return acc, new_max, line_sum * alpha + weight
 
 
 @triton.jit
