@@ -76,11 +76,29 @@ def main() -> int:
         append(args.json, "")
     ours = in_own_process(run_nanovllm, args)
     theirs = in_own_process(run_transformers, args, ours.device, ours.dtype)
-    print(f"{table(ours, theirs)}\n\n{footnote(args, ours)}")
-    for side in (ours, theirs) if args.json else ():
-        record = {"case": "compare", **asdict(side), "model": args.model, "versions": installed()}
-        append(args.json, json.dumps(record) + "\n")
+    text = f"{table(ours, theirs)}\n\n{footnote(args, ours)}"
+    print(text)
+    if args.json:
+        append(args.json, compare_line(args.model, ours, theirs, text))
     return 0
+
+
+def compare_line(model: str, ours: Measured, theirs: Measured, text: str) -> str:
+    """A line of JSON like the other benchmarks': how many times as fast, and all the rest."""
+    speeds = [statistics.median(side.tokens_per_second) for side in (ours, theirs)]
+    record = {
+        "case": "compare",
+        "unit": "x transformers",
+        "runs": ours.tokens_per_second,
+        "floor": None,
+        "value": speeds[0] / speeds[1],
+        "text": text,
+        "sides": [asdict(ours), asdict(theirs)],
+        "model": model,
+        "device": ours.device,
+        "versions": installed(),
+    }
+    return json.dumps(record) + "\n"
 
 
 def make_workloads(args: argparse.Namespace) -> tuple[Workload, Workload]:

@@ -62,7 +62,9 @@ PARTS = (
     Part("bs1-8b", LARGE, "latency --batch 1", 30),
     Part("bs64-8b", LARGE, "latency --batch 64", 30),
     Part("startup-0.6b", SMALL, "startup", 110),
+    Part("compare-0.6b", SMALL, "compare_transformers", 150),
 )
+OWN_PROCESS = ("startup", "compare_transformers")
 QUICK = {
     "throughput": "--num-seqs 4 --max-len 16",
     "latency": "--prompt-len 16 --new-tokens 4",
@@ -113,14 +115,14 @@ def run_processes(parts: list[Part], args: argparse.Namespace) -> list[str]:
 
 def groups(parts: list[Part]) -> list[list[Part]]:
     """Neighbours that one engine can serve."""
-    found = groupby(parts, lambda part: (part.model, part.script == "startup"))
+    found = groupby(parts, lambda part: (part.model, part.script in OWN_PROCESS and part.script))
     return [list(group) for _, group in found]
 
 
 def command(group: list[Part], args: argparse.Namespace) -> list[str]:
     python = [sys.executable, "-m"]
-    if group[0].script == "startup":
-        return [*python, "benchmarks.startup", "--model", group[0].model, "--json", args.json]
+    if (script := group[0].script) in OWN_PROCESS:
+        return [*python, f"benchmarks.{script}", "--model", group[0].model, "--json", args.json]
     names = ",".join(part.name for part in group)
     own = ["--here", "--only", names, "--json", args.json, "--repeats", str(args.repeats)]
     stand_in = ["--model", args.model] if args.model else []
@@ -208,7 +210,7 @@ def parse_args() -> argparse.Namespace:
     text = "timed passes after a warm-up; their median counts (default: %(default)s)"
     add("--repeats", type=at_least(1), default=3, metavar="N", help=text)
     text = "for everything: what then runs is stopped (default: %(default)g)"
-    add("--max-seconds", type=float, default=240.0, metavar="X", help=text)
+    add("--max-seconds", type=float, default=480.0, metavar="X", help=text)
     add("--model", metavar="NAME", help="stands in for every part's model, to try the report")
     add("--quick", action="store_true", help="a few tokens each, to try the report")
     add("--here", action="store_true", help=argparse.SUPPRESS)

@@ -131,6 +131,12 @@ def start_table(records: list[Record], old: str) -> str | None:
     return "\n".join([intro, "", table, "", origin(starts, [])])
 
 
+def compare_table(records: list[Record], old: str) -> str | None:
+    found = newest_by_case(records, SMALL).get("compare")
+    intro = "`python -m benchmarks.compare_transformers`, against transformers' `generate`:"
+    return None if found is None else f"{intro}\n\n{found['text']}"
+
+
 def trace_table(records: list[Record], old: str) -> str | None:
     """How long the GPU waits in a steady decode step."""
     found = newest_by_case(records, SMALL)
@@ -205,6 +211,7 @@ TABLES: dict[str, Callable[[list[Record], str], str | None]] = {
         LARGE, "Qwen3-8B", {case: case for case in LARGE_TARGETS}, LARGE_TARGETS
     ),
     "readme": SpeedTable(SMALL, "", README_LABELS),
+    "compare": compare_table,
     "prefix": prefix_table,
     "startup": start_table,
     "trace": trace_table,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_report import (
+    OWN_PROCESS,
     PARTS,
     bench_options,
     command,
@@ -36,10 +37,11 @@ def test_parts_are_selected_by_name_or_pattern() -> None:
 
 
 def test_parts_of_one_model_share_an_engine_and_starts_have_their_own() -> None:
-    small, large, starts = groups(list(PARTS))
+    small, large, starts, comparison = groups(list(PARTS))
     assert small[0].name == "nano-0.6b"
     assert {part.model for part in large} == {"qwen3-8b"}
     assert [part.name for part in starts] == ["startup-0.6b"]
+    assert [part.name for part in comparison] == ["compare-0.6b"]
     arguments = command(large, OPTIONS)[2:]
     assert arguments[:4] == ["benchmarks.gpu_report", "--here", "--only", "nano-8b,bs1-8b,bs64-8b"]
     assert command(starts, OPTIONS)[2:] == [
@@ -50,7 +52,7 @@ def test_parts_of_one_model_share_an_engine_and_starts_have_their_own() -> None:
 
 def test_every_part_is_a_command_of_the_usual_case() -> None:
     for part in PARTS:
-        if part.script not in ("trace", "startup"):
+        if part.script not in ("trace", *OWN_PROCESS):
             options = bench_options(part, OPTIONS)
             assert (options.model, options.repeats) == (part.model, 3)
     (batch,) = bench_options(select(PARTS, "bs64-8b")[0], OPTIONS).batch

@@ -45,12 +45,16 @@ def test_entry_points(name: str) -> None:
 def test_compare_transformers_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     workload = ["--num-seqs", "3", "--max-len", "16", "--hf-batch", "2", "--repeats", "1"]
+    workload += ["--json", str(tmp_path / "compare.jsonl")]
     result = script("compare_transformers", "--model", str(tmp_path), "--device", "cpu", *workload)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == "| | nanovllm | transformers | better by | floor |"
     names = [line.split("|")[1].strip() for line in lines[2:5]]
     assert names == ["throughput, tok/s", "time to first token, ms", "peak memory, GB"]
+    (record,) = map(json.loads, (tmp_path / "compare.jsonl").read_text().splitlines())
+    assert record["text"].strip() == result.stdout.strip()
+    assert [side["engine"] for side in record["sides"]] == ["nanovllm", "transformers"]
 
 
 def test_the_table_says_how_much_better() -> None:

@@ -110,6 +110,8 @@ def test_prefixes_starts_and_traces() -> None:
     starts = body(rewrite(block("startup"), records))
     assert "| weights | 20.0 | 0.0 |" in starts
     assert "| process start to first token | 30.0 (bar: 60) | 9.0 (bar: 15) |" in starts
+    comparison = {**record(small, "compare", 5.0), "text": "| a table |"}
+    assert body(rewrite(block("compare"), [comparison]))[-1] == "| a table |"
     traces = body(rewrite(block("trace"), records))
     cells = "0.750 | 0.003 (0.4%) | 0.780 | 0.020 (2.5%)"
     assert traces[5:7] == [f"| {n} | {cells} |" for n in (1, 64)]
