@@ -48,25 +48,24 @@ class AttentionBackend(Protocol):
         """Return causal attention of q [tokens, heads, head_dim] over each row's whole context."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one token, row i being token i, as device tensors that a graph reads anew."""
+
+    block_table: Tensor  # as for BatchRows
+    slots: Tensor
+    context_lens: Tensor  # 0 is padding
+    order: Tensor | None  # the rows as they should start; None: as they come
+    max_context: int  # bounds the lengths
+    is_steady: bool  # as for BatchRows
+
+
 @runtime_checkable
 class GraphedAttention(AttentionBackend, Protocol):
     """A backend whose decode steps a CUDA graph can repeat."""
 
-    def decode_plan(
-        self,
-        block_table: Tensor,
-        slots: Tensor,
-        context_lens: Tensor,
-        order: Tensor | None,
-        max_context: int,
-        is_steady: bool,
-    ) -> Any:
-        """Plan rows of one token, row i being token i, from device tensors alone.
-
-        The plan reads the tensors anew whenever the graph runs. A context of length 0 is padding;
-        `order`, if any, lists the rows as they should start; `max_context` bounds the lengths;
-        `is_steady` is as for BatchRows.
-        """
+    def decode_plan(self, rows: DecodeRows) -> Any:
+        """Prepare what every layer of a graph needs."""
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import BatchRows, DecodeRows, LayerCache
 from nanovllm.errors import ConfigError
 from nanovllm.platforms.base import Platform
 
@@ -79,9 +79,8 @@ class FlashAttention:
         max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():
             slots, context_lens = self.platform.upload(np.stack((rows.slots, ends)))
-            return self.decode_plan(
-                rows.block_table, slots, context_lens, None, max_context, is_steady=False
-            )
+            table = self._row_tables(rows.block_table, slots, max_context)
+            return FlashDecode(table, context_lens)
         columns = np.zeros((3, len(ends) + 1), np.int32)
         columns[0, 1:] = rows.slots
         columns[1, 1:] = np.cumsum(rows.counts)
@@ -91,16 +90,9 @@ class FlashAttention:
         max_query_len = int(rows.counts.max())
         return FlashMixed(block_table, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context)
 
-    def decode_plan(
-        self,
-        block_table: Tensor,
-        slots: Tensor,
-        context_lens: Tensor,
-        order: Tensor | None,
-        max_context: int,
-        is_steady: bool,
-    ) -> FlashDecode:
-        return FlashDecode(self._row_tables(block_table, slots, max_context), context_lens)
+    def decode_plan(self, rows: DecodeRows) -> FlashDecode:
+        table = self._row_tables(rows.block_table, rows.slots, rows.max_context)
+        return FlashDecode(table, rows.context_lens)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed) -> Tensor:
         if len(q) == 0:  # the package refuses

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import BatchRows, DecodeRows, LayerCache
 from nanovllm.kernels.base import Turn
 from nanovllm.kernels.paged_decode import choose_splits, paged_decode, partial_size
 from nanovllm.kernels.paged_prefill import paged_prefill
@@ -17,7 +17,7 @@ from nanovllm.platforms.base import Platform
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
+class SingleRows:
     """Rows of one token; their tables are lines `slots` of the block table."""
 
     slots: Tensor
@@ -39,7 +39,7 @@ class PrefillRows:
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     block_table: Tensor
-    decode: DecodeRows | None
+    decode: SingleRows | None
     prefill: PrefillRows | None
     is_steady: bool = False  # as for BatchRows
 
@@ -62,7 +62,7 @@ class TritonAttention:
         slots, query_starts, query_lens, context_lens = sent
         decode = prefill = None
         if num_single:
-            decode = DecodeRows(
+            decode = SingleRows(
                 slots[:num_single],
                 context_lens[:num_single],
                 query_starts[:num_single],
@@ -79,17 +79,9 @@ class TritonAttention:
             )
         return TritonPlan(rows.block_table, decode, prefill, rows.is_steady)
 
-    def decode_plan(
-        self,
-        block_table: Tensor,
-        slots: Tensor,
-        context_lens: Tensor,
-        order: Tensor | None,
-        max_context: int,
-        is_steady: bool,
-    ) -> TritonPlan:
-        rows = DecodeRows(slots, context_lens, None, order, max_context)
-        return TritonPlan(block_table, rows, None, is_steady)
+    def decode_plan(self, rows: DecodeRows) -> TritonPlan:
+        single = SingleRows(rows.slots, rows.context_lens, None, rows.order, rows.max_context)
+        return TritonPlan(rows.block_table, single, None, rows.is_steady)
 
     def chunk_plan(
         self,
@@ -106,7 +98,7 @@ class TritonAttention:
         and context length.
         """
         slots, tokens, context_lens = singles
-        decode = DecodeRows(slots, context_lens, tokens, None, max_context)
+        decode = SingleRows(slots, context_lens, tokens, None, max_context)
         slots, query_starts, query_lens, context_lens = prompts
         prefill = PrefillRows(slots, query_starts, query_lens, context_lens, max_query_len)
         return TritonPlan(block_table, decode, prefill)
@@ -151,7 +143,7 @@ class TritonAttention:
         q: Tensor,
         cache: LayerCache,
         block_table: Tensor,
-        rows: DecodeRows,
+        rows: SingleRows,
         out: Tensor,
         turn: Turn | None,
     ) -> None:

@@ -18,7 +18,6 @@ from nanovllm.kernels.paged_tiles import (
     attend_tile,
     find_blocks,
     kernel_shape,
-    token_of,
     window_start,
 )
 
@@ -161,7 +160,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         split_size = _split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
         lo += tl.program_id(2) * split_size
         hi = tl.minimum(lo + split_size, hi)
-    token = token_of(query_index, row)
+    token = _token_of(query_index, row)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
@@ -186,14 +185,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         turned = q + (tl.where(lines < GROUP, heads, k_head) * HEAD_DIM)[:, None]
         q_tile = _load_turned(turned, dims, lines, q_norm, k_norm, eps, cos, sin, GROUP, HEAD_DIM)
         k = tl.sum(tl.where((lines == GROUP)[:, None], q_tile.to(tl.float32), 0.0), 0)
-        num_cached = tl.minimum(hi, position)
         has_newest = (hi >= length) & (length > 0)
         is_newest = dims < tl.where(has_newest, HEAD_DIM, 0)
         v = tl.load(q + (k_head + KV_HEADS) * HEAD_DIM + dims, mask=is_newest, other=0.0)
-        block_id = tl.load(blocks + position // BLOCK_SIZE, mask=length > 0, other=0).to(tl.int64)
-        place = block_id * block_stride + position % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-        tl.store(k_cache + place + dims, k.to(q_tile.dtype), mask=is_newest)
-        tl.store(v_cache + place + dims, v, mask=is_newest)
+        newest = find_blocks(blocks, tl.maximum(position, 0), length, BLOCK_SIZE, 1) * block_stride
+        newest += position % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+        tl.store(k_cache + newest + dims, k.to(q_tile.dtype), mask=is_newest)
+        tl.store(v_cache + newest + dims, v, mask=is_newest)
+        num_cached = tl.minimum(hi, position)
     acc = tl.zeros((LINES, DIM_PAD), tl.float32)
     line_max = tl.full((LINES,), float("-inf"), tl.float32)
     line_sum = tl.zeros((LINES,), tl.float32)
@@ -258,7 +257,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     weights = tl.where(is_used, tl.exp2(maxima - tl.max(maxima, 0)), 0.0)
     total = tl.where(length > 0, tl.sum(sums * weights, 0), 1.0)
     values = (tl.sum(acc * weights[:, None], 0) / total).to(out.dtype.element_ty)
-    out_row = token_of(query_index, row) * num_heads + head
+    out_row = _token_of(query_index, row) * num_heads + head
     tl.store(out + out_row * HEAD_DIM + dims, values, mask=is_dim)
 
 
@@ -324,3 +323,8 @@ def _load_turned(  # type: ignore[no-untyped-def]
         other = (other * factor).to(dtype) * tl.load(norm + others, mask=mask, other=0.0)
     signed = tl.where((dims < half)[None, :], -other, other).to(tl.float32)
     return (mine.to(tl.float32) * cos + signed * sin).to(dtype)
+
+
+@triton.jit
+def _token_of(query_index, row):  # type: ignore[no-untyped-def]
+    return (row if query_index is None else tl.load(query_index + row)).to(tl.int64)

@@ -111,8 +111,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     """QUERIES queries of one row over all their keys, for the heads of one kv head."""
     wait_for_inputs(OVERLAP)  # a grid of programs that all return would not have waited
-    pair, tile = tile_order(PAIRS)
-    row, kv_head, skipped = pair // KV_HEADS, pair % KV_HEADS, tile * QUERIES
+    row, kv_head, skipped = find_queries(QUERIES, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if skipped >= num_queries:
         return
@@ -125,11 +124,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
-    lines = tl.arange(0, LINES)
     dims = tl.arange(0, DIM_PAD)
-    queries = lines // GROUP
-    heads = kv_head * GROUP + lines % GROUP
-    is_line = (queries < QUERIES) & (queries < num_queries - skipped)
+    queries, heads, is_line = find_lines(kv_head, num_queries - skipped, QUERIES, GROUP, LINES)
     is_real = is_line[:, None] & (dims < HEAD_DIM)[None, :]
     q_places = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
     q_tile = tl.load(q_places, mask=is_real, other=0.0)
@@ -171,11 +167,28 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def tile_order(PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Take PAIRS pairs at a time, so that L2 serves their keys, and their longest tiles first."""
+def find_queries(  # type: ignore[no-untyped-def]
+    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Return a program's row and kv head, and how many of the row's queries come before its own.
+
+    PAIRS pairs of row and head at a time, so that L2 serves their keys; the longest tiles first.
+    """
     num_pairs, num_tiles = tl.num_programs(0), tl.num_programs(1)
     index = tl.program_id(1) * num_pairs + tl.program_id(0)
     pair = index // (PAIRS * num_tiles) * PAIRS
     index -= pair * num_tiles
     width = tl.minimum(num_pairs - pair, PAIRS)
-    return pair + index % width, num_tiles - 1 - index // width
+    pair += index % width
+    return pair // KV_HEADS, pair % KV_HEADS, (num_tiles - 1 - index // width) * QUERIES
+
+
+@triton.jit
+def find_lines(  # type: ignore[no-untyped-def]
+    kv_head, num_left, QUERIES: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr
+):
+    """Return the query and the head of every line of a tile, and whether there is such a query."""
+    lines = tl.arange(0, LINES)
+    queries = lines // GROUP
+    is_line = (queries < QUERIES) & (queries < num_left)
+    return queries, kv_head * GROUP + lines % GROUP, is_line

@@ -100,11 +100,6 @@ def window_start(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def token_of(query_starts, row):  # type: ignore[no-untyped-def]
-    return (row if query_starts is None else tl.load(query_starts + row)).to(tl.int64)
-
-
-@triton.jit
 def find_blocks(  # type: ignore[no-untyped-def]
     blocks, tile_start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels import overlap
-from nanovllm.kernels.paged_prefill import PrefillConfig, tile_order
+from nanovllm.kernels.paged_prefill import PrefillConfig, find_lines, find_queries
 from nanovllm.kernels.paged_tiles import COLUMNS, LOG2_E, kernel_shape, weigh
 
 CONFIG = PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
@@ -100,8 +100,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     PAIRS: tl.constexpr,
 ):
     """QUERIES queries of one row over all their keys, for the heads of one kv head."""
-    pair, tile = tile_order(PAIRS)
-    row, kv_head, skipped = pair // KV_HEADS, pair % KV_HEADS, tile * QUERIES
+    row, kv_head, skipped = find_queries(QUERIES, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if skipped >= num_queries:
         return
@@ -110,11 +109,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     highest = tl.minimum(lowest + QUERIES, length) - 1
     token = tl.load(query_starts + row).to(tl.int64) + skipped
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
-    lines = tl.arange(0, LINES)
     dims = tl.arange(0, HEAD_DIM)
-    queries = lines // GROUP
-    heads = kv_head * GROUP + lines % GROUP
-    is_line = (queries < QUERIES) & (queries < num_queries - skipped)
+    queries, heads, is_line = find_lines(kv_head, num_queries - skipped, QUERIES, GROUP, LINES)
     q_places = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
     q_tile = tl.load(q_places, mask=is_line[:, None], other=0.0)
     positions = lowest + queries

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nanovllm.attention.base import DecodeRows
 from nanovllm.attention.triton_paged import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
@@ -103,7 +104,7 @@ class GraphedChunks:
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
         last = self.attention.decode_plan(
-            table, sampled_slots, context_lens, None, max_context, is_steady=False
+            DecodeRows(table, sampled_slots, context_lens, None, max_context, is_steady=False)
         )
         kv_slots = torch.where(slots == self.num_slots, -1, kv_slots)
         sampled = SampledTokens(index.long(), last)

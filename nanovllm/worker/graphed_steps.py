@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.base import GraphedAttention
+from nanovllm.attention.base import DecodeRows, GraphedAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.fused import gather_decode
@@ -148,7 +148,8 @@ class GraphedSteps:
             context_lens,
             order,
         )
-        plan = self.attention.decode_plan(
+        rows = DecodeRows(
             buffers.block_table, slots, context_lens, order, self.max_model_len, is_steady=True
         )
+        plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))

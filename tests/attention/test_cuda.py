@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from nanovllm.attention import create_attention
-from nanovllm.attention.base import AttentionBackend, BatchRows, GraphedAttention, LayerCache
+from nanovllm.attention.base import (
+    AttentionBackend,
+    BatchRows,
+    DecodeRows,
+    GraphedAttention,
+    LayerCache,
+)
 from nanovllm.kernels.reference import TorchOps
 from nanovllm.platforms.cuda import CudaPlatform
 from tests.attention.cases import MIXES, Case, make_case
@@ -66,8 +72,8 @@ def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
 
     def run() -> torch.Tensor:
         table = case.rows.block_table
-        plan = attention.decode_plan(table, slots, context_lens, order, 1024, is_steady=False)
-        return attention.attend(case.queries(), case.cache, plan)
+        rows = DecodeRows(table, slots, context_lens, order, 1024, is_steady=False)
+        return attention.attend(case.queries(), case.cache, attention.decode_plan(rows))
 
     replay, output = platform.record(run)
     slots.copy_(torch.tensor([0, 1, 2]))

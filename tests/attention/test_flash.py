@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention import create_attention
-from nanovllm.attention.base import GraphedAttention
+from nanovllm.attention.base import DecodeRows, GraphedAttention
 from nanovllm.attention.flash import FlashAttention, FlashDecode, FlashMixed
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.errors import ConfigError
@@ -78,7 +78,8 @@ def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> Non
     want = case.run(Backend(TorchOps(), flash))
     slots = torch.arange(3, dtype=torch.int32)
     context_lens = torch.tensor([301, 3, 0], dtype=torch.int32)
-    plan = flash.decode_plan(case.rows.block_table, slots, context_lens, slots, 512, is_steady=True)
+    rows = DecodeRows(case.rows.block_table, slots, context_lens, slots, 512, is_steady=True)
+    plan = flash.decode_plan(rows)
     output = flash.attend(case.queries(), case.cache, plan)
     torch.testing.assert_close(output[:2], want[:2])
     assert not output[2].any()

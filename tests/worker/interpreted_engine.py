@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import cuda_backend, graphed_steps, worker
 from nanovllm.worker.cuda_backend import CudaBackend
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
-from tests.devices import runner_of
+from tests.devices import RunAgain, runner_of
 from tests.forced_tokens import Ids, forced_logits
 
 OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
@@ -46,7 +46,7 @@ GREEDY_WAYS: list[dict[str, Any]] = [
 ]
 
 
-class InterpretedPlatform(CpuPlatform):
+class InterpretedPlatform(RunAgain, CpuPlatform):
     """A CPU that has what graphs need of a CUDA device."""
 
     def upload(self, array: np.ndarray) -> Tensor:
@@ -54,18 +54,6 @@ class InterpretedPlatform(CpuPlatform):
 
     def fetch(self, tokens: Tensor) -> PendingTokens:
         return super().fetch(tokens.clone())  # the next replay overwrites them
-
-    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Let a replay run the function again, and write what it returns where it was."""
-        output = run()
-
-        def replay() -> None:
-            output.copy_(run())
-
-        return replay, output
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import LayerCache
+from nanovllm.attention.base import DecodeRows, LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.kernels.reference import TorchOps, reference_attention
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import backends
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.graphed_chunks import (
@@ -29,6 +29,7 @@ from nanovllm.worker.graphed_chunks import (
     chunk_sizes,
 )
 from nanovllm.worker.input_buffers import is_decode, is_steady
+from tests.devices import RunAgain
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
 
@@ -50,12 +51,10 @@ class ReferenceChunks(SdpaAttention):
     ) -> ChunkRows:
         return ChunkRows(block_table, singles, prompts)
 
-    def decode_plan(
-        self, block_table: Tensor, slots: Tensor, context_lens: Tensor, *_: Any, is_steady: bool
-    ) -> ChunkRows:
-        tokens = torch.arange(len(slots), dtype=torch.int32)
-        no_prompts = torch.zeros((4, 0), dtype=torch.int32)
-        return ChunkRows(block_table, torch.stack((slots, tokens, context_lens)), no_prompts)
+    def decode_plan(self, rows: DecodeRows) -> ChunkRows:
+        tokens = torch.arange(len(rows.slots), dtype=torch.int32)
+        singles = torch.stack((rows.slots, tokens, rows.context_lens))
+        return ChunkRows(rows.block_table, singles, torch.zeros((4, 0), dtype=torch.int32))
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any) -> Tensor:
         if not isinstance(plan, ChunkRows):
@@ -72,22 +71,8 @@ class ReferenceChunks(SdpaAttention):
         return out
 
 
-class RunAgain:
-    """A platform whose graphs are functions; what they return is written to where it was."""
-
-    def __init__(self, platform: Any) -> None:
-        self.upload, self.device = platform.upload, platform.device
-
-    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        output = run()
-
-        def replay() -> None:
-            output.copy_(run())
-
-        return replay, output
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        return tensor
+class GraphedPlatform(RunAgain, CpuPlatform):
+    """A CPU with graphs."""
 
 
 def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
@@ -159,7 +144,7 @@ def test_padded_steps_equal_transformers(
         executor: Any = llm.engine.core.executor
         runner = executor._worker.runner
         eager: EagerForward = runner.forward
-        platform: Any = RunAgain(runner.platform)
+        platform: Any = GraphedPlatform()
         attention: Any = eager.attention
         with torch.inference_mode():
             chunks = GraphedChunks(eager, attention, platform, max_tokens, 128)
