@@ -42,10 +42,11 @@ class SelfAttention(Layer):
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         if self.fused is not None and self.fused.fuses(plan):
             output = self.fused.attend_projected(qkv, Turn(qk_norm, rope), cache, plan)
-            return self.o_proj.before_norm(output.flatten(1), residual), residual
-        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
-        q = qkv[:, : self.num_heads]
-        if kept is not None:
-            q, residual, plan = q[kept.index], residual[kept.index], kept.attention
-        output = self.attention.attend(q, cache, plan)
+        else:
+            places = batch.positions, cache.k, cache.v, batch.kv_slots
+            self.ops.rope_write(qkv, qk_norm, rope, *places)
+            q = qkv[:, : self.num_heads]
+            if kept is not None:
+                q, residual, plan = q[kept.index], residual[kept.index], kept.attention
+            output = self.attention.attend(q, cache, plan)
         return self.o_proj.before_norm(output.flatten(1), residual), residual
