@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.forward import Forward, StepLogits
-from nanovllm.worker.input_buffers import is_steady
+from nanovllm.worker.input_buffers import is_decode
 from tests.checkpoints import VARIANTS, TinyCheckpoint
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
@@ -103,7 +103,7 @@ class BothWays:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        if not is_steady(plan):
+        if not is_decode(plan):
             return self.graphed(plan)
         steps = getattr(self.graphed, "__self__", self.graphed)  # it may be a method of theirs
         eager = steps.eager(plan).values.clone()

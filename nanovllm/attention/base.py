@@ -10,8 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base import Turn
-
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -29,7 +27,6 @@ class BatchRows:
     starts: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int32]
     block_table: Tensor  # [slots, max_blocks] int32 on the device; unspecified past a row's blocks
-    is_steady: bool = False  # one position each, and no row reads what another stores in this step
 
     def last_tokens(self, is_chosen: npt.NDArray[np.bool_]) -> BatchRows:
         """Return some of the rows, each with its last position alone."""
@@ -57,7 +54,6 @@ class DecodeRows:
     context_lens: Tensor  # 0 is padding
     order: Tensor | None  # the rows as they should start; None: as they come
     max_context: int  # bounds the lengths
-    is_steady: bool  # as for BatchRows
 
 
 @runtime_checkable
@@ -66,14 +62,3 @@ class GraphedAttention(AttentionBackend, Protocol):
 
     def decode_plan(self, rows: DecodeRows) -> Any:
         """Prepare what every layer of a graph needs."""
-
-
-@runtime_checkable
-class FusedAttention(AttentionBackend, Protocol):
-    """A backend that does the work of Ops.rope_write on the way, for some plans."""
-
-    def fuses(self, plan: Any) -> bool:
-        """Whether `attend_projected` serves a plan."""
-
-    def attend_projected(self, qkv: Tensor, turn: Turn, cache: LayerCache, plan: Any) -> Tensor:
-        """Turn the q and k heads of qkv, store k and v, and attend."""

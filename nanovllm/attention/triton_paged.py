@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import BatchRows, DecodeRows, LayerCache
-from nanovllm.kernels.base import Turn
 from nanovllm.kernels.paged_decode import choose_splits, paged_decode, partial_size
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.tma_prefill import suits_tma, tma_prefill
@@ -41,7 +40,6 @@ class TritonPlan:
     block_table: Tensor
     decode: SingleRows | None
     prefill: PrefillRows | None
-    is_steady: bool = False  # as for BatchRows
 
 
 class TritonAttention:
@@ -77,11 +75,11 @@ class TritonAttention:
                 context_lens[num_single:],
                 int(rows.counts.max()),
             )
-        return TritonPlan(rows.block_table, decode, prefill, rows.is_steady)
+        return TritonPlan(rows.block_table, decode, prefill)
 
     def decode_plan(self, rows: DecodeRows) -> TritonPlan:
         single = SingleRows(rows.slots, rows.context_lens, None, rows.order, rows.max_context)
-        return TritonPlan(rows.block_table, single, None, rows.is_steady)
+        return TritonPlan(rows.block_table, single, None)
 
     def chunk_plan(
         self,
@@ -106,7 +104,7 @@ class TritonAttention:
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
-            self._decode(q, cache, plan.block_table, plan.decode, out, None)
+            self._decode(q, cache, plan.block_table, plan.decode, out)
         if plan.prefill is not None:
             rows = plan.prefill
             suits = self.has_tma and suits_tma(q, cache.k, rows.max_query_len, None)
@@ -126,26 +124,8 @@ class TritonAttention:
             )
         return out
 
-    def fuses(self, plan: TritonPlan) -> bool:
-        return plan.is_steady
-
-    def attend_projected(
-        self, qkv: Tensor, turn: Turn, cache: LayerCache, plan: TritonPlan
-    ) -> Tensor:
-        assert plan.decode is not None
-        q = qkv[:, : -2 * cache.k.shape[2]]
-        out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        self._decode(q, cache, plan.block_table, plan.decode, out, turn)
-        return out
-
     def _decode(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        block_table: Tensor,
-        rows: SingleRows,
-        out: Tensor,
-        turn: Turn | None,
+        self, q: Tensor, cache: LayerCache, block_table: Tensor, rows: SingleRows, out: Tensor
     ) -> None:
         num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
         _, num_heads, head_dim = q.shape
@@ -166,5 +146,4 @@ class TritonAttention:
             num_splits,
             partial,
             rows.order,
-            turn,
         )

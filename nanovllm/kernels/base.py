@@ -33,14 +33,6 @@ class QKNormWeights:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What happens to the heads of q and k between their projection and attention."""
-
-    norm: QKNormWeights | None
-    rope: Tensor  # [positions, 2, head_dim / 2], cosines and sines in float32
-
-
 class PackedLinear(Protocol):
     """A projection as the device runs it."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.attention.base import FusedAttention
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.base import Turn
 from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
@@ -20,7 +18,6 @@ class SelfAttention(Layer):
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.layer_index = layer_index
         self.attention, self.ops = build.attention, build.ops
-        self.fused = build.attention if isinstance(build.attention, FusedAttention) else None
         q_size, kv_size = self.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.attention_bias, build)
@@ -40,13 +37,9 @@ class SelfAttention(Layer):
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
-        if self.fused is not None and self.fused.fuses(plan):
-            output = self.fused.attend_projected(qkv, Turn(qk_norm, rope), cache, plan)
-        else:
-            places = batch.positions, cache.k, cache.v, batch.kv_slots
-            self.ops.rope_write(qkv, qk_norm, rope, *places)
-            q = qkv[:, : self.num_heads]
-            if kept is not None:
-                q, residual, plan = q[kept.index], residual[kept.index], kept.attention
-            output = self.attention.attend(q, cache, plan)
+        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
+        q = qkv[:, : self.num_heads]
+        if kept is not None:
+            q, residual, plan = q[kept.index], residual[kept.index], kept.attention
+        output = self.attention.attend(q, cache, plan)
         return self.o_proj.before_norm(output.flatten(1), residual), residual

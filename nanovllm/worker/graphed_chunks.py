@@ -104,7 +104,7 @@ class GraphedChunks:
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
         last = self.attention.decode_plan(
-            DecodeRows(table, sampled_slots, context_lens, None, max_context, is_steady=False)
+            DecodeRows(table, sampled_slots, context_lens, None, max_context)
         )
         kv_slots = torch.where(slots == self.num_slots, -1, kv_slots)
         sampled = SampledTokens(index.long(), last)

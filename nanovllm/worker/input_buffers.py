@@ -76,7 +76,7 @@ class InputBuffers:
         upload = self.platform.upload
         slots, positions = (upload(column) for column in tokens_of(plan))
         input_ids, kv_slots = self.look_up(slots, positions)
-        rows = BatchRows(plan.slots, plan.starts, plan.counts, self.block_table, is_steady(plan))
+        rows = BatchRows(plan.slots, plan.starts, plan.counts, self.block_table)
         sampled = None
         if not is_decode(plan):
             is_sampled = plan.num_logits > 0
@@ -157,14 +157,6 @@ def sampled_rows(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
 def is_decode(plan: StepPlan) -> bool:
     """Whether every row runs one token and samples the next."""
     return bool((plan.counts == 1).all() and plan.num_logits.all())
-
-
-def is_steady(plan: StepPlan) -> bool:
-    """Whether it is a decode step of rows that ran before.
-
-    A new row may share a block that another row completes in this very step.
-    """
-    return not plan.new_rows and is_decode(plan)
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

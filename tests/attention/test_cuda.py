@@ -72,7 +72,7 @@ def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
 
     def run() -> torch.Tensor:
         table = case.rows.block_table
-        rows = DecodeRows(table, slots, context_lens, order, 1024, is_steady=False)
+        rows = DecodeRows(table, slots, context_lens, order, 1024)
         return attention.attend(case.queries(), case.cache, attention.decode_plan(rows))
 
     replay, output = platform.record(run)

@@ -78,7 +78,7 @@ def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> Non
     want = case.run(Backend(TorchOps(), flash))
     slots = torch.arange(3, dtype=torch.int32)
     context_lens = torch.tensor([301, 3, 0], dtype=torch.int32)
-    rows = DecodeRows(case.rows.block_table, slots, context_lens, slots, 512, is_steady=True)
+    rows = DecodeRows(case.rows.block_table, slots, context_lens, slots, 512)
     plan = flash.decode_plan(rows)
     output = flash.attend(case.queries(), case.cache, plan)
     torch.testing.assert_close(output[:2], want[:2])

@@ -23,7 +23,7 @@ from nanovllm.kernels.paged_decode import (
 from nanovllm.kernels.paged_prefill import prefill_config
 from tests.kernels.interpreted import paged_attention_cases as cases
 
-KINDS = ("decode", "fused", "prefill", "tma")
+KINDS = ("decode", "prefill", "tma")
 SCRIPT = "tests.kernels.interpreted.paged_attention_cases"
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -20,7 +20,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.worker.forward import StepLogits
 from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
-from nanovllm.worker.input_buffers import VARIANTS, is_steady
+from nanovllm.worker.input_buffers import VARIANTS, is_decode
 from tests.bench.test_commands import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
@@ -61,7 +61,7 @@ class NoEagerDecode:
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         graphed: Any = self.graphed
-        if is_steady(plan):
+        if is_decode(plan):
             self.variants.add(self.eager.buffers.sampling_variant(plan))
             self.num_rows.add(len(plan.slots))
             graphed.eager = None
@@ -69,7 +69,7 @@ class NoEagerDecode:
         else:
             graphed.eager, graphed.sampler = self.eager, self.sampler
         logits: StepLogits = graphed(plan)
-        assert (logits.graph_size is not None) == is_steady(plan)
+        assert (logits.graph_size is not None) == is_decode(plan)
         return logits
 
 
@@ -165,7 +165,7 @@ def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, An
 
         def forced(plan: StepPlan) -> StepLogits:
             step: StepLogits = graphed(plan)
-            if is_steady(plan):
+            if is_decode(plan):
                 seen.append(step.values.shape)
                 step.values.fill_(-torch.inf)
                 step.values[:, 77] = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.attention.base import DecodeRows, LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.engine.step import NewRow, StepPlan
+from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.reference import TorchOps, reference_attention
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import backends
@@ -28,7 +28,7 @@ from nanovllm.worker.graphed_chunks import (
     chunk_columns,
     chunk_sizes,
 )
-from nanovllm.worker.input_buffers import is_decode, is_steady
+from nanovllm.worker.input_buffers import is_decode
 from tests.devices import RunAgain
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
@@ -119,15 +119,6 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)])
     assert [size.fits(largest) for size in sizes] == [*[False] * (len(sizes) - 1), True]
     assert all(size.num_rows <= max_rows for size in sizes)
-
-
-def test_a_new_row_makes_no_steady_step() -> None:
-    """Its prefix may be a block that another row completes in the same step."""
-    plan = make_plan([(2, 40, 1, 1), (4, 8, 1, 1)])
-    assert is_steady(plan)
-    row = NewRow(4, np.zeros(9, np.int32), [0], 9, SamplingParams(), 0, frozenset())
-    assert not is_steady(replace(plan, new_rows=[row]))
-    assert not is_steady(make_plan([(2, 40, 1, 1), (4, 8, 2, 1)]))
 
 
 @pytest.mark.parametrize("max_tokens", [9, 40, 4096])

@@ -1,6 +1,6 @@
 """Cases for the paged attention kernels, and a script that runs small ones where Triton runs.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted.paged_attention_cases KIND   # see KINDS
+TRITON_INTERPRET=1 python -m tests.kernels.interpreted.paged_attention_cases decode|prefill|tma
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base import QKNormWeights, Turn
 from nanovllm.kernels.paged_decode import DecodeConfig, paged_decode, partial_size
 from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill
-from nanovllm.kernels.reference import TorchOps, reference_attention
+from nanovllm.kernels.reference import reference_attention
 from nanovllm.kernels.tma_prefill import tma_prefill
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -109,7 +108,7 @@ def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
     return starts + (starts > 0)
 
 
-def run(case: Case, step: Step, kind: str, turn: Turn | None = None) -> None:
+def run(case: Case, step: Step, kind: str) -> None:
     tables = step.q, step.k_cache, step.v_cache, step.block_table, step.slots
     if kind != "decode":
         assert case.config is None or isinstance(case.config, PrefillConfig)
@@ -129,7 +128,6 @@ def run(case: Case, step: Step, kind: str, turn: Turn | None = None) -> None:
         case.num_splits,
         partial if size else None,
         order=longest_first if case.is_ordered else None,
-        turn=turn,
         config=case.config,
     )
 
@@ -153,49 +151,8 @@ def check(case: Case, step: Step, kind: str) -> None:
     )
 
 
-def check_fused(case: Case, step: Step) -> None:
-    """Against the reference of `rope_write` and of attention; the newest key is not there yet."""
-    num_kv_heads, head_dim = step.k_cache.shape[2:]
-    num_tokens, num_heads, _ = step.q.shape
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(step.q.device)
-
-    qkv = draw(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(case.dtype)
-    rope = draw(int(step.context_lens.max()) + 1, 2, head_dim // 2)
-    weights = [draw(head_dim).to(case.dtype) for _ in range(2)]
-    norm = QKNormWeights(*weights, 1e-6) if case.seed % 2 else None
-    is_used = step.context_lens > 0
-    tokens, slots, last = (
-        column[is_used].long() for column in (step.query_starts, step.slots, step.context_lens - 1)
-    )
-    blocks, offsets = (
-        step.block_table[slots, last // case.block_size].long(),
-        last % case.block_size,
-    )
-    for cache in (step.k_cache, step.v_cache):
-        cache[blocks, offsets] = math.nan
-    wanted = [
-        cache.clone(memory_format=torch.contiguous_format) for cache in (step.k_cache, step.v_cache)
-    ]
-    turned, kv_slots = qkv[tokens], blocks * case.block_size + offsets
-    TorchOps().rope_write(turned, norm, rope, last, *wanted, kv_slots)
-    q = qkv[:, :num_heads].clone()
-    q[tokens] = turned[:, :num_heads]
-    replaced = replace(step, q=q, k_cache=wanted[0], v_cache=wanted[1])
-    run(case, replace(step, q=qkv[:, :num_heads]), "decode", Turn(norm, rope))
-    check(case, replaced, "decode")
-    tolerance = TOLERANCE[case.dtype]
-    for got, want in zip((step.k_cache, step.v_cache), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
 def verify(case: Case, kind: str, device: str) -> None:
     step = make_step(case, device)
-    if kind == "fused":
-        check_fused(case, step)
-        return
     run(case, step, kind)
     check(case, step, kind)
 
@@ -217,10 +174,6 @@ LARGE = Limits(
 )
 
 
-def is_single(kind: str) -> bool:
-    return kind in ("decode", "fused")
-
-
 def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits) -> list[Case]:
     """Draw cases that cover every head size, group and dtype."""
     draw = random.Random(kind)
@@ -237,7 +190,7 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
             block_size=draw.choice(BLOCK_SIZES),
             dtype=dtypes[seed % len(dtypes)],
             window=draw.choice((None, None, 1, 20, 70)),
-            num_splits=draw.choice(limits.num_splits) if is_single(kind) else 1,
+            num_splits=draw.choice(limits.num_splits) if kind == "decode" else 1,
             is_nan=draw.random() < 0.5,
             is_ordered=draw.random() < 0.5,
             seed=seed,
@@ -255,7 +208,7 @@ def as_tma(case: Case, seed: int) -> Case:
 
 def draw_row(draw: random.Random, kind: str, limits: Limits, group: int) -> tuple[int, int]:
     length = draw.choice(EDGES) * draw.randint(1, limits.stretch)
-    if is_single(kind):
+    if kind == "decode":
         return length - 1, 1
     count = draw.choice((1, length, draw.randint(1, length)))
     count = min(count, -(-limits.num_lines // group))
@@ -264,7 +217,7 @@ def draw_row(draw: random.Random, kind: str, limits: Limits, group: int) -> tupl
 
 def edge_cases(kind: str) -> list[Case]:
     """Every border of a tile at once, with other tiles than the defaults."""
-    if is_single(kind):
+    if kind == "decode":
         whole = Case(tuple((length - 1, 1) for length in EDGES[::2]), num_kv_heads=1)
         tiny = DecodeConfig(tile=16, num_warps=2, num_stages=2, min_split=16)
         wide = DecodeConfig(tile=64, num_warps=4, num_stages=2)
