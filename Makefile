@@ -9,7 +9,7 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Torch asks the driver things that it refuses: errors of the API are not ours.
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
-	--target-processes application-only --padding 512
+	--target-processes all --padding 512
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-gpu sanitize report lint format lock clean
@@ -30,6 +30,7 @@ test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitizer's memcheck
+	$(BIN)/python -m pytest tests/test_gpu_small.py # compiles what memcheck then need not watch
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(BIN)/python -m pytest tests/test_gpu_small.py
 
 report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on a GPU
