@@ -35,14 +35,22 @@ class BatchRows:
         return BatchRows(self.slots[is_chosen], starts, np.ones_like(counts), self.block_table)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How the queries of a layer weigh keys."""
+
+    scale: float  # of the scores
+    window: int | None = None  # how many of the newest keys a query sees, its own included
+
+
 class AttentionBackend(Protocol):
     """`plan` runs once per step, `attend` once per layer, after the step's k and v are cached."""
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> Any:
         """Prepare what every layer of this step needs."""
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: Any) -> Tensor:
-        """Return causal attention of q [tokens, heads, head_dim] over each row's whole context."""
+    def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
+        """Return causal attention of q [tokens, heads, head_dim] over each row's context."""
 
 
 @dataclass(frozen=True, slots=True)

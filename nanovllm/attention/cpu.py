@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
 
 MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper
 QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
@@ -26,6 +26,7 @@ class DecodeGroup:
     tokens: Tensor | None  # their places in the batch; None: the whole batch in order
     block_ids: Tensor  # [rows * width], padded with block 0
     mask: Tensor  # [rows, 1, 1, width * block_size], added to the scores
+    starts: Tensor  # [rows, 1, 1, 1], the position of each one's token
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,14 @@ class CpuAttention:
         ]
         return CpuPlan(groups, plan_prefills(rows, offsets, self.block_size))
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: CpuPlan) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: CpuPlan, spec: AttentionSpec) -> Tensor:
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._decode(q, cache, plan.groups[0])
+            return self._decode(q, cache, plan.groups[0], spec)
         output = torch.empty_like(q)
         for group in plan.groups:
-            output[group.tokens] = self._decode(q[group.tokens], cache, group)
+            output[group.tokens] = self._decode(q[group.tokens], cache, group, spec)
         for row in plan.prefills:
-            attend_prefill(q, cache, row, output)
+            attend_prefill(q, cache, row, spec, output)
         return output
 
     def _decode_group(
@@ -91,15 +92,22 @@ class CpuAttention:
             None if is_whole_batch and (members == order).all() else torch.from_numpy(tokens),
             torch.from_numpy(block_ids.reshape(-1)),
             mask[:, None, None, :],
+            torch.from_numpy(starts)[:, None, None, None],
         )
 
-    def _decode(self, q: Tensor, cache: LayerCache, group: DecodeGroup) -> Tensor:
+    def _decode(
+        self, q: Tensor, cache: LayerCache, group: DecodeGroup, spec: AttentionSpec
+    ) -> Tensor:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         k = _gather(cache.k, group.block_ids, num_rows)
         v = _gather(cache.v, group.block_ids, num_rows)
         packed = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        output = F.scaled_dot_product_attention(packed, k, v, attn_mask=group.mask)
+        mask = group.mask
+        if spec.window is not None:
+            is_past = torch.arange(mask.shape[-1]) <= group.starts - spec.window
+            mask = mask.masked_fill(is_past, -torch.inf)
+        output = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=spec.scale)
         return output.reshape(num_rows, num_heads, head_dim)
 
 
@@ -116,22 +124,27 @@ def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> P
     return PrefillRow(int(offsets[i]), count, start, block_ids)
 
 
-def attend_prefill(q: Tensor, cache: LayerCache, row: PrefillRow, output: Tensor) -> None:
-    """Attend from the last `count` positions of a row to all of it."""
+def attend_prefill(
+    q: Tensor, cache: LayerCache, row: PrefillRow, spec: AttentionSpec, output: Tensor
+) -> None:
+    """Attend from the last `count` positions of a row to all of it, or what the window shows."""
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
     k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
     v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
-    if row.start == 0:
-        output[:] = _grouped_sdpa(q, k, v, None)
+    window = length if spec.window is None else spec.window
+    if row.start == 0 and length <= window:
+        output[:] = _grouped_sdpa(q, k, v, None, spec.scale)
         return
     positions = torch.arange(length, device=q.device)
     for first in range(0, row.count, QUERY_TILE):
         tile = q[first : first + QUERY_TILE]
-        end = row.start + first + len(tile)
-        is_visible = positions[:end] <= positions[row.start + first : end, None]
-        values = _grouped_sdpa(tile, k[:, :, :end], v[:, :, :end], is_visible)
+        start = row.start + first
+        end, begin = start + len(tile), max(start - window + 1, 0)
+        keys, queries = positions[begin:end], positions[start:end, None]
+        is_visible = (keys <= queries) & (keys > queries - window)
+        values = _grouped_sdpa(tile, k[:, :, begin:end], v[:, :, begin:end], is_visible, spec.scale)
         output[first : first + QUERY_TILE] = values
 
 
@@ -154,7 +167,9 @@ def _gather(cache: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
     return flat.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
 
 
-def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None) -> Tensor:
+def _grouped_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
+) -> Tensor:
     """SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; None means causal."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -164,6 +179,6 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None) ->
     k = k.transpose(0, 1).expand(-1, size, -1, -1)
     v = v.transpose(0, 1).expand(-1, size, -1, -1)
     output = F.scaled_dot_product_attention(
-        groups, k, v, attn_mask=is_visible, is_causal=is_visible is None
+        groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=scale
     )
     return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)

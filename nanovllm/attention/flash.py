@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, DecodeRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, LayerCache
 from nanovllm.errors import ConfigError
 from nanovllm.platforms.base import Platform
 
@@ -94,9 +94,13 @@ class FlashAttention:
         table = self._row_tables(rows.block_table, rows.slots, rows.max_context)
         return FlashDecode(table, rows.context_lens)
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: FlashDecode | FlashMixed, spec: AttentionSpec
+    ) -> Tensor:
         if len(q) == 0:  # the package refuses
             return torch.empty_like(q)
+        before = -1 if spec.window is None else spec.window - 1  # keys before a query's own
+        options = {"softmax_scale": spec.scale, "causal": True, "window_size": (before, 0)}
         if isinstance(plan, FlashDecode):
             output = self.attend_cached(
                 q[:, None],  # [rows, 1, heads, dim]
@@ -104,7 +108,7 @@ class FlashAttention:
                 cache.v,
                 cache_seqlens=plan.context_lens,
                 block_table=plan.block_table,
-                causal=True,
+                **options,
             )
             return output[:, 0]
         return self.attend_varlen(
@@ -115,8 +119,8 @@ class FlashAttention:
             cu_seqlens_k=plan.cu_seqlens_k,
             max_seqlen_q=plan.max_query_len,
             max_seqlen_k=plan.max_context,
-            causal=True,
             block_table=plan.block_table,
+            **options,
         )
 
     def _row_tables(self, block_table: Tensor, slots: Tensor, max_context: int) -> Tensor:

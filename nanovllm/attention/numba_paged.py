@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
 from nanovllm.attention.cpu import PrefillRow, attend_prefill, plan_prefills
 from nanovllm.kernels.numba_kernels import ATTEND
 from nanovllm.kernels.numba_launch import Launcher, float_bits
@@ -40,15 +40,17 @@ class NumbaAttention:
             plan_prefills(rows, offsets, self.block_size),
         )
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec) -> Tensor:
         output = self.launcher.empty(*q.shape)
         if len(plan.tokens):
-            self._decode(q, cache, plan, output)
+            self._decode(q, cache, plan, spec, output)
         for row in plan.prefills:
-            attend_prefill(q, cache, row, output)
+            attend_prefill(q, cache, row, spec, output)
         return output
 
-    def _decode(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, output: Tensor) -> None:
+    def _decode(
+        self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec, output: Tensor
+    ) -> None:
         _, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
@@ -73,5 +75,6 @@ class NumbaAttention:
             num_kv_heads,
             head_dim,
             self.block_size,
-            float_bits(head_dim**-0.5),
+            float_bits(spec.scale),
+            plan.max_length if spec.window is None else spec.window,
         )

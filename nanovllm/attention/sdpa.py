@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
 from nanovllm.attention.cpu import PrefillRow, attend_prefill, plan_row
 
 
@@ -18,8 +18,10 @@ class SdpaAttention:
         offsets = np.cumsum(rows.counts) - rows.counts
         return [plan_row(rows, i, offsets, self.block_size) for i in range(len(offsets))]
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: list[PrefillRow]) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: list[PrefillRow], spec: AttentionSpec
+    ) -> Tensor:
         output = torch.empty_like(q)
         for row in plan:
-            attend_prefill(q, cache, row, output)
+            attend_prefill(q, cache, row, spec, output)
         return output

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import BatchRows, DecodeRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, LayerCache
 from nanovllm.kernels.paged_decode import choose_splits, paged_decode, partial_size
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.tma_prefill import suits_tma, tma_prefill
@@ -101,13 +101,13 @@ class TritonAttention:
         prefill = PrefillRows(slots, query_starts, query_lens, context_lens, max_query_len)
         return TritonPlan(block_table, decode, prefill)
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
         if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
-            self._decode(q, cache, plan.block_table, plan.decode, out)
+            self._decode(q, cache, plan.block_table, plan.decode, spec, out)
         if plan.prefill is not None:
             rows = plan.prefill
-            suits = self.has_tma and suits_tma(q, cache.k, rows.max_query_len, None)
+            suits = self.has_tma and suits_tma(q, cache.k, rows.max_query_len, spec.window)
             (tma_prefill if suits else paged_prefill)(
                 q,
                 cache.k,
@@ -119,17 +119,24 @@ class TritonAttention:
                 rows.context_lens,
                 rows.max_query_len,
                 out,
-                q.shape[-1] ** -0.5,
-                None,
+                spec.scale,
+                spec.window,
             )
         return out
 
     def _decode(
-        self, q: Tensor, cache: LayerCache, block_table: Tensor, rows: SingleRows, out: Tensor
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        block_table: Tensor,
+        rows: SingleRows,
+        spec: AttentionSpec,
+        out: Tensor,
     ) -> None:
         num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
         _, num_heads, head_dim = q.shape
-        num_splits = choose_splits(num_rows, num_kv_heads, rows.max_context, self.num_processors)
+        max_keys = min(rows.max_context, spec.window or rows.max_context)
+        num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         size = partial_size(num_rows, num_heads, head_dim, num_splits)
         partial = torch.empty(size, device=q.device, dtype=torch.float32)
         paged_decode(
@@ -141,8 +148,8 @@ class TritonAttention:
             rows.context_lens,
             rows.query_index,
             out,
-            head_dim**-0.5,
-            None,
+            spec.scale,
+            spec.window,
             num_splits,
             partial,
             rows.order,

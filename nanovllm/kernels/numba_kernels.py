@@ -223,7 +223,7 @@ def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
     scratch = pointer_to(args[at + 9], float32(0))
     num_rows, max_length, num_heads = args[at + 10], args[at + 11], args[at + 12]
     num_kv_heads, head_dim, block_size = args[at + 13], args[at + 14], args[at + 15]
-    scale = as_float(uint32(args[at + 16]))
+    scale, window = as_float(uint32(args[at + 16])), args[at + 17]
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)
     sums = queries + group * head_dim
@@ -233,21 +233,26 @@ def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
     for item in range(thread, num_rows * num_kv_heads, num_threads):
         row, kv_head = item // num_kv_heads, item % num_kv_heads
         length, table = int64(lengths[row]), row * table_stride
+        first = max(length - window, 0)
         first_head = kv_head * group * head_dim
         for i in range(group * head_dim):
             scratch[queries + i] = load(q, tokens[row] * q_stride + first_head + i) * scale
             scratch[sums + i] = float32(0)
-        for begin in range(0, length, block_size):
-            count = min(block_size, length - begin)
-            base = tables[table + begin // block_size] * block_size * stride + kv_head * head_dim
+        for block in range(first // block_size, (length + block_size - 1) // block_size):
+            begin = max(block * block_size, first)
+            count = min((block + 1) * block_size, length) - begin
+            base = (tables[table + block] * block_size + begin % block_size) * stride
+            base += kv_head * head_dim
             for i in range(group):
                 query, score = queries + i * head_dim, scores + i * max_length + begin
                 _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
         for i in range(group):
-            _softmax(scratch, scores + i * max_length, length)
-        for begin in range(0, length, block_size):
-            count = min(block_size, length - begin)
-            base = tables[table + begin // block_size] * block_size * stride + kv_head * head_dim
+            _softmax(scratch, scores + i * max_length + first, length - first)
+        for block in range(first // block_size, (length + block_size - 1) // block_size):
+            begin = max(block * block_size, first)
+            count = min((block + 1) * block_size, length) - begin
+            base = (tables[table + block] * block_size + begin % block_size) * stride
+            base += kv_head * head_dim
             for i in range(group):
                 probs = scores + i * max_length + begin
                 _add_weighted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
@@ -23,6 +24,7 @@ class SelfAttention(Layer):
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.attention_bias, build)
         self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias, build, "o_proj")
         self.qk_norm = qk_norm
+        self.spec = AttentionSpec(self.head_dim**-0.5)
 
     def forward(
         self,
@@ -41,5 +43,5 @@ class SelfAttention(Layer):
         q = qkv[:, : self.num_heads]
         if kept is not None:
             q, residual, plan = q[kept.index], residual[kept.index], kept.attention
-        output = self.attention.attend(q, cache, plan)
+        output = self.attention.attend(q, cache, plan, self.spec)
         return self.o_proj.before_norm(output.flatten(1), residual), residual

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows, LayerCache
 from nanovllm.attention.cpu import QUERY_TILE
 from nanovllm.kernels.base import Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
+HEAD_DIM = 16  # unless a case says otherwise
+USUAL = AttentionSpec(HEAD_DIM**-0.5)
 Rows = list[tuple[int, int]]  # (start, count)
 
 MIXES: dict[str, Rows] = {
@@ -49,11 +50,12 @@ class Case:
     cache: LayerCache
     qkv: Tensor  # [tokens, q + k + v heads, dim]
     histories: list[tuple[Tensor, Tensor]]  # each row's k and v, [start + count, kv_heads, dim]
+    spec: AttentionSpec = USUAL
 
     def run(self, backend: Backend) -> Tensor:
         plan = backend.attention.plan(self.rows, self.qkv.dtype)
         self.write(backend.ops)
-        return backend.attention.attend(self.queries(), self.cache, plan)
+        return backend.attention.attend(self.queries(), self.cache, plan, self.spec)
 
     def write(self, ops: Ops) -> None:
         """Store k and v as a layer does, with a rotation that turns nothing."""
@@ -85,11 +87,12 @@ class Case:
         ):
             for i in range(count):
                 end = start + i + 1
+                first = 0 if self.spec.window is None else max(end - self.spec.window, 0)
                 query = queries[offset + i]
                 size = len(query) // k.shape[1]
-                keys = k[:end].double().repeat_interleave(size, dim=1)
-                values = v[:end].double().repeat_interleave(size, dim=1)
-                scores = torch.einsum("hd,thd->ht", query, keys) / math.sqrt(query.shape[-1])
+                keys = k[first:end].double().repeat_interleave(size, dim=1)
+                values = v[first:end].double().repeat_interleave(size, dim=1)
+                scores = torch.einsum("hd,thd->ht", query, keys) * self.spec.scale
                 outputs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
             offset += count
         return torch.stack(outputs)
@@ -109,7 +112,7 @@ def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
     for is_chosen in (np.arange(len(ends)) % 2 == 0, ends > 0, ends < 0):
         plan = attention.plan(case.rows.last_tokens(is_chosen), case.qkv.dtype)
         index = torch.from_numpy(ends[is_chosen] - 1).long()
-        output = attention.attend(case.queries()[index], case.cache, plan)
+        output = attention.attend(case.queries()[index], case.cache, plan, case.spec)
         torch.testing.assert_close(output, want[index], rtol=2e-5, atol=2e-5)
 
 
@@ -119,9 +122,11 @@ def make_case(
     block_size: int = 16,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    head_dim: int = 16,
+    head_dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.float32,
     unused: float = GARBAGE,
+    scale: float | None = None,
+    window: int | None = None,
     seed: int = 0,
 ) -> Case:
     """Put random histories into shuffled blocks; what no row has written holds `unused`."""
@@ -148,4 +153,5 @@ def make_case(
         new = slice(offset, offset + count)
         histories.append((torch.cat((past[0], k[new])), torch.cat((past[1], v[new]))))
         first, offset = first + widths[row], offset + count
-    return Case(batch_rows(starts, counts, tables), cache, qkv, histories)
+    spec = AttentionSpec(scale or head_dim**-0.5, window)
+    return Case(batch_rows(starts, counts, tables), cache, qkv, histories, spec)

@@ -18,6 +18,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
     block_table: Tensor | None = None,
 ) -> Tensor:
     assert causal
@@ -28,8 +29,11 @@ def flash_attn_varlen_func(
     query_lens, context_lens = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert max_seqlen_q >= max(query_lens)
     assert max_seqlen_k >= max(context_lens)
+    rest = softmax_scale, window_size
     rows = zip(q.split(query_lens), context_lens, block_table, strict=True)
-    return torch.cat([attend_row(query, length, k, v, table) for query, length, table in rows])
+    return torch.cat(
+        [attend_row(query, length, k, v, table, *rest) for query, length, table in rows]
+    )
 
 
 def flash_attn_with_kvcache(
@@ -46,15 +50,17 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     assert causal
     assert cache_seqlens is not None
     assert block_table is not None
     check(q, k_cache, block_table, cache_seqlens)
     assert len(cache_seqlens) == len(block_table) == len(q)
+    rest = softmax_scale, window_size
     rows = zip(q, cache_seqlens.tolist(), block_table, strict=True)
     return torch.stack(
-        [attend_row(query, length, k_cache, v_cache, table) for query, length, table in rows]
+        [attend_row(query, length, k_cache, v_cache, table, *rest) for query, length, table in rows]
     )
 
 
@@ -68,15 +74,26 @@ def check(q: Tensor, k_cache: Tensor, block_table: Tensor, *lengths: Tensor) -> 
 
 
 def attend_row(
-    query: Tensor, length: int, k_cache: Tensor, v_cache: Tensor, table: Tensor
+    query: Tensor,
+    length: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    scale: float | None,
+    window: tuple[int, int],
 ) -> Tensor:
     """Causal from the last query backwards; a row without keys gives zeros."""
+    assert window[1] in (-1, 0)
     if length == 0:
         return torch.zeros_like(query)
     num_blocks = -(-length // k_cache.shape[1])
     assert num_blocks <= len(table)
     k, v = (cache[table[:num_blocks].long()].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
-    is_visible = torch.ones(len(query), length).tril(length - len(query)).bool()
+    is_visible = torch.ones(len(query), length).tril(length - len(query))
+    if window[0] >= 0:
+        is_visible = is_visible.triu(length - len(query) - window[0])
     q, k, v = (heads.transpose(0, 1) for heads in (query, k, v))
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, enable_gqa=True)
+    output = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=is_visible.bool(), scale=scale, enable_gqa=True
+    )
     return output.transpose(0, 1)

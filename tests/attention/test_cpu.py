@@ -67,6 +67,16 @@ def test_equals_the_reference(make_backend: MakeBackend, mix: str, dtype: torch.
     assert_equals_reference(make_case(MIXES[mix], dtype=dtype), make_backend)
 
 
+@DTYPES
+@pytest.mark.parametrize("window", [1, 15, 16, 40, 600, 5000])
+@pytest.mark.parametrize("mix", ["everything", "chunk over several tiles", "long prefill"])
+def test_a_window_and_a_scale(
+    make_backend: MakeBackend, mix: str, window: int, dtype: torch.dtype
+) -> None:
+    case = make_case(MIXES[mix], dtype=dtype, window=window, scale=0.17)
+    assert_equals_reference(case, make_backend)
+
+
 @pytest.mark.usefixtures("num_threads")
 def test_any_number_of_threads(make_backend: MakeBackend) -> None:
     case = make_case([(700, 1)] * 6, num_heads=6, num_kv_heads=3, head_dim=64)

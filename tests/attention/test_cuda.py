@@ -35,15 +35,17 @@ def create(platform: CudaPlatform, name: str) -> AttentionBackend:
     return create_attention(platform, TorchOps(), BLOCK_SIZE, name, torch.bfloat16)
 
 
-def on_device(mix: list[tuple[int, int]]) -> tuple[Case, torch.Tensor]:
+def on_device(mix: list[tuple[int, int]], window: int | None = None) -> tuple[Case, torch.Tensor]:
     """A case whose keys and values are cached, on the device, and what it should give."""
-    case = make_case(mix, block_size=BLOCK_SIZE, head_dim=64, dtype=torch.bfloat16)
+    case = make_case(
+        mix, block_size=BLOCK_SIZE, head_dim=64, dtype=torch.bfloat16, window=window, scale=0.1
+    )
     case.write(TorchOps())
     want, rows = case.reference(), case.rows
     cache = LayerCache(case.cache.k.cuda(), case.cache.v.cuda())
     table = rows.block_table.cuda()
     device_rows = BatchRows(rows.slots, rows.starts, rows.counts, table)
-    return Case(device_rows, cache, case.qkv.cuda(), []), want
+    return Case(device_rows, cache, case.qkv.cuda(), [], case.spec), want
 
 
 def assert_close(output: torch.Tensor, want: torch.Tensor) -> None:
@@ -52,11 +54,14 @@ def assert_close(output: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "sdpa", "flash_attn"])
 @pytest.mark.parametrize("mix", list(MIXES))
-def test_equals_the_reference(platform: CudaPlatform, name: str, mix: str) -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_equals_the_reference(
+    platform: CudaPlatform, name: str, mix: str, window: int | None
+) -> None:
     attention = create(platform, name)
-    case, want = on_device(MIXES[mix])
+    case, want = on_device(MIXES[mix], window)
     plan = attention.plan(case.rows, torch.bfloat16)
-    output = attention.attend(case.queries(), case.cache, plan)
+    output = attention.attend(case.queries(), case.cache, plan, case.spec)
     assert output.view(len(output), -1).is_contiguous()  # as the layer after it wants it
     assert_close(output, want)
 
@@ -73,7 +78,8 @@ def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
     def run() -> torch.Tensor:
         table = case.rows.block_table
         rows = DecodeRows(table, slots, context_lens, order, 1024)
-        return attention.attend(case.queries(), case.cache, attention.decode_plan(rows))
+        plan = attention.decode_plan(rows)
+        return attention.attend(case.queries(), case.cache, plan, case.spec)
 
     replay, output = platform.record(run)
     slots.copy_(torch.tensor([0, 1, 2]))

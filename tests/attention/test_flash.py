@@ -46,8 +46,9 @@ def create(
 
 
 @pytest.mark.parametrize("mix", list(MIXES))
-def test_equals_the_reference(flash: FlashAttention, mix: str) -> None:
-    case = make_case(MIXES[mix], block_size=256)
+@pytest.mark.parametrize("window", [None, 50])
+def test_equals_the_reference(flash: FlashAttention, mix: str, window: int | None) -> None:
+    case = make_case(MIXES[mix], block_size=256, window=window, scale=0.17)
     is_decode = all(count == 1 for _, count in MIXES[mix])
     plan = flash.plan(case.rows, torch.float32)
     assert isinstance(plan, FlashDecode if is_decode else FlashMixed)
@@ -68,7 +69,7 @@ def test_rows_are_lines_of_the_table_by_slot(flash: FlashAttention, counts: list
     slots = np.array([5, 0, 3], np.int32)
     table[slots] = case.rows.block_table
     rows = type(case.rows)(slots, case.rows.starts, case.rows.counts, table)
-    output = flash.attend(case.queries(), case.cache, flash.plan(rows, torch.float32))
+    output = flash.attend(case.queries(), case.cache, flash.plan(rows, torch.float32), case.spec)
     torch.testing.assert_close(output, want)
 
 
@@ -80,7 +81,7 @@ def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> Non
     context_lens = torch.tensor([301, 3, 0], dtype=torch.int32)
     rows = DecodeRows(case.rows.block_table, slots, context_lens, slots, 512)
     plan = flash.decode_plan(rows)
-    output = flash.attend(case.queries(), case.cache, plan)
+    output = flash.attend(case.queries(), case.cache, plan, case.spec)
     torch.testing.assert_close(output[:2], want[:2])
     assert not output[2].any()
 

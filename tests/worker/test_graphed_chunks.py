@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm import LLM
-from nanovllm.attention.base import DecodeRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, DecodeRows, LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.reference import TorchOps, reference_attention
@@ -56,15 +56,15 @@ class ReferenceChunks(SdpaAttention):
         singles = torch.stack((rows.slots, tokens, rows.context_lens))
         return ChunkRows(rows.block_table, singles, torch.zeros((4, 0), dtype=torch.int32))
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: Any) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
         if not isinstance(plan, ChunkRows):
-            return super().attend(q, cache, plan)
+            return super().attend(q, cache, plan, spec)
         slots, tokens, context_lens = plan.singles
         columns = torch.stack((slots, tokens, torch.ones_like(tokens), context_lens))
         out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
         for rows in (columns, plan.prompts):
             part = reference_attention(
-                q, cache.k, cache.v, plan.block_table, *rows, q.shape[-1] ** -0.5, None
+                q, cache.k, cache.v, plan.block_table, *rows, spec.scale, spec.window
             )
             for _, start, count, _ in rows.T.tolist():  # padding writes zeros, too
                 out[start : start + count] = part[start : start + count]
