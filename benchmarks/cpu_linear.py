@@ -35,7 +35,7 @@ def main() -> None:
                 "F.linear": [numba_ops.pack_rows(weight, None) for weight in weights],
                 "oneDNN packed": [numba_ops.pack_onednn(weight, None) for weight in weights],
                 "our kernel": [
-                    ops.pack_linear(weight, None, False, has_room=False) for weight in weights
+                    ops.pack_linear(weight, None, None, has_room=False) for weight in weights
                 ],
             }
             for num_rows in NUM_ROWS:

@@ -22,6 +22,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.kernels import few_rows_linear as few_rows
 from nanovllm.kernels import fused
 from nanovllm.kernels import skinny_linear as skinny
+from nanovllm.kernels.base import Activation
 from nanovllm.kernels.few_rows_linear import FewRowsConfig
 from nanovllm.kernels.triton_ops import TritonOps
 
@@ -42,6 +43,10 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.num_out} x {self.num_in}{' gated' if self.is_gated else ''}"
+
+    @property
+    def activation(self) -> Activation | None:
+        return "silu" if self.is_gated else None
 
     @property
     def num_elements(self) -> int:
@@ -115,11 +120,11 @@ def few_rows_candidates(shape: Shape, num_rows: int, device: torch.device) -> It
 
 def _library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     y = functional.linear(x, weight)
-    return fused.silu_mul(y) if shape.is_gated else y
+    return fused.gate(y, "silu") if shape.is_gated else y
 
 
 def _chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
-    packed = TritonOps().pack_linear(weight, None, shape.is_gated, has_room=False)
+    packed = TritonOps().pack_linear(weight, None, shape.activation, has_room=False)
     if not shape.is_summed:
         return packed(x)
     residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)
@@ -129,13 +134,13 @@ def _chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
 
 def _one_row(shape: Shape, config: tuple[int, int, int], x: Tensor, weight: Tensor) -> Tensor:
     with patch.object(skinny, "skinny_config", lambda *_: config):
-        return skinny.skinny_linear(x, weight, None, is_gated=shape.is_gated)[0]
+        return skinny.skinny_linear(x, weight, None, activation=shape.activation)[0]
 
 
 def _few_rows(
     shape: Shape, config: FewRowsConfig, num_parts: int, x: Tensor, weight: Tensor
 ) -> Tensor:
-    return few_rows.few_rows_linear(x, weight, None, shape.is_gated, num_parts, config)
+    return few_rows.few_rows_linear(x, weight, None, shape.activation, num_parts, config)
 
 
 def compile_pool() -> ProcessPoolExecutor:

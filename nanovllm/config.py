@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.validation import check_types
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
-ROPE_KINDS = ("default", "linear", "llama3", "factors")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+# By their names in config.json.
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,30 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    factors: tuple[
-        float, ...
-    ] = ()  # kind "factors": one divisor per frequency, as GGUF stores them
+    factors: tuple[float, ...] = ()  # "factors": a divisor per frequency, as GGUF stores them
+    beta_fast: float = 32.0  # "yarn": faster frequencies stay, in turns over the trained context
+    beta_slow: float = 1.0  # slower ones are divided by the factor
+    is_truncated: bool = True  # the borders between them fall on whole frequencies
+    attention_factor: float = 1.0  # of cosines and sines
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What attention may do differently in each layer."""
+
+    rope: RopeConfig
+    window: int | None = None  # how many of the newest tokens are seen; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP."""
+
+    num_experts: int
+    top_k: int
+    size: int  # of one expert
+    is_normalized: bool  # whether the weights of a token's experts are made to sum to one
+    dense_layers: frozenset[int] = frozenset()  # those that keep a plain MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,47 +114,97 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
+    layers: tuple[LayerAttention, ...]
     tie_word_embeddings: bool
     max_position_embeddings: int
     dtype: str
-    attention_bias: bool
+    activation: Literal["silu", "gelu_tanh"]
+    attention_scale: float
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0  # what checkpoints leave out of norm weights: 1 where w means 1 + w
+    experts: ExpertsConfig | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config in transformers 4 or 5 layout; refuse by name what would change the numbers."""
-    hidden_size, num_heads = _field(config, "hidden_size"), _field(config, "num_attention_heads")
-    if config.get("hidden_act", "silu") != "silu":
+    """Read what all families have, in transformers 4 or 5 layout; a family's file reads the rest.
+
+    What would change the numbers and is not supported is refused by name.
+    """
+    hidden_size, num_heads = field(config, "hidden_size"), field(config, "num_attention_heads")
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"hidden_act {config['hidden_act']!r}: only 'silu' is supported"
+            f"hidden_act {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})"
         )
-    if config.get("use_sliding_window") or config.get("quantization_config"):
-        name = "use_sliding_window" if config.get("use_sliding_window") else "quantization_config"
-        raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"quantization_config={config['quantization_config']!r} in config.json is not supported"
+        )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    head_dim = config.get("head_dim") or hidden_size // num_heads
+    bias = config.get("attention_bias", False)
+    rope = read_rope_config(config)
     return ModelConfig(
         architecture=read_architecture(config),
-        vocab_size=_field(config, "vocab_size"),
+        vocab_size=field(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_field(config, "intermediate_size"),
-        num_layers=_field(config, "num_hidden_layers"),
+        intermediate_size=field(config, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden_size // num_heads,
-        rms_norm_eps=_field(config, "rms_norm_eps"),
-        rope=read_rope_config(config),
+        head_dim=head_dim,
+        rms_norm_eps=field(config, "rms_norm_eps"),
+        layers=(LayerAttention(rope),) * field(config, "num_hidden_layers"),
         tie_word_embeddings=config.get("tie_word_embeddings", False),
-        max_position_embeddings=_field(config, "max_position_embeddings"),
+        max_position_embeddings=_stretched(field(config, "max_position_embeddings"), rope),
         dtype=dtype if dtype in DTYPES else "float32",
-        attention_bias=config.get("attention_bias", False),
+        activation=ACTIVATIONS[activation],
+        attention_scale=head_dim**-0.5,
+        qkv_bias=bias,
+        output_bias=bias,
         mlp_bias=config.get("mlp_bias", False),
     )
+
+
+def _stretched(max_position: int, rope: RopeConfig) -> int:
+    """Return how many positions there are when the rotation is scaled."""
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.factor * rope.original_max_position))
+    return int(rope.factor * max_position) if rope.kind in ("linear", "dynamic") else max_position
+
+
+def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
+    """Let some layers see only the newest tokens."""
+    chosen = set(layers)
+    attention = (
+        replace(layer, window=window) if i in chosen else layer
+        for i, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=tuple(attention))
+
+
+def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the layers that `layer_types` gives a window, if the config has such a list."""
+    if (kinds := config.get("layer_types")) is None:
+        return None
+    known = ("sliding_attention", "full_attention")
+    if unknown := sorted(set(kinds) - set(known)):
+        raise UnsupportedModelError(f"layer_types {', '.join(unknown)}: only {known} are supported")
+    if len(kinds) != field(config, "num_hidden_layers"):
+        raise CheckpointError(
+            f"layer_types has {len(kinds)} entries for {config['num_hidden_layers']} layers"
+        )
+    return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def read_architecture(config: Mapping[str, Any]) -> str:
@@ -137,32 +214,67 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 has `rope_parameters`; 4 has `rope_theta` and `rope_scaling`."""
+def read_rope_config(
+    config: Mapping[str, Any], layer_type: str | None = None, default_theta: float = 10000.0
+) -> RopeConfig:
+    """transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`.
+
+    The former may hold parameters for each type of layer instead.
+    """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if layer_type is not None:
+        scaling = dict(scaling.get(layer_type) or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if kind not in ROPE_KINDS:
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or default_theta
+    turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if kind not in ROPE_KINDS or turned != 1:
+        what = f"rope scaling {kind!r}" if turned == 1 else f"partial_rotary_factor {turned}"
         raise UnsupportedModelError(
-            f"rope scaling {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})"
+            f"{what} is not supported (supported: {', '.join(ROPE_KINDS)}, of whole heads)"
         )
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=_field(scaling, "factor"))
+        return RopeConfig(theta, kind, factor=field(scaling, "factor"))
     if kind == "factors":
-        return RopeConfig(theta=theta, kind=kind, factors=tuple(_field(scaling, "factors")))
+        return RopeConfig(theta, kind, factors=tuple(field(scaling, "factors")))
+    if kind == "dynamic":
+        trained = field(config, "max_position_embeddings")
+        return RopeConfig(theta, kind, field(scaling, "factor"), original_max_position=trained)
+    if kind == "yarn":
+        return _read_yarn(theta, scaling, field(config, "max_position_embeddings"))
     return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=_field(scaling, "factor"),
-        low_freq_factor=_field(scaling, "low_freq_factor"),
-        high_freq_factor=_field(scaling, "high_freq_factor"),
-        original_max_position=_field(scaling, "original_max_position_embeddings"),
+        theta,
+        kind,
+        factor=field(scaling, "factor"),
+        low_freq_factor=field(scaling, "low_freq_factor"),
+        high_freq_factor=field(scaling, "high_freq_factor"),
+        original_max_position=field(scaling, "original_max_position_embeddings"),
     )
 
 
-def _field(config: Mapping[str, Any], name: str) -> Any:
+def _read_yarn(theta: float, scaling: Mapping[str, Any], max_position: int) -> RopeConfig:
+    trained = scaling.get("original_max_position_embeddings") or max_position
+    factor = scaling.get("factor") or max_position / trained
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        scales = (over, under) if over and under else (1.0, 0.0)
+        above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
+        attention_factor = above / below
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_position=trained,
+        beta_fast=scaling.get("beta_fast") or 32.0,
+        beta_slow=scaling.get("beta_slow") or 1.0,
+        is_truncated=scaling.get("truncate", True),
+        attention_factor=attention_factor,
+    )
+
+
+def field(config: Mapping[str, Any], name: str) -> Any:
     if config.get(name) is None:
         raise CheckpointError(
             f"config.json has no {name!r}; is this a decoder-only language model?"

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 160
 MIN_GAP = 1e-3  # between the two best logits; below it a tie could fall either way
@@ -45,6 +56,49 @@ VARIANTS: dict[str, PreTrainedConfig] = {
 }
 
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOW = 20  # no multiple of a block
+
+# A checkpoint for what each further family adds.
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama-linear": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+    ),
+    "llama-dynamic": LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 52},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=WINDOW),
+    "mistral-whole": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-window": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3-yarn": Qwen3Config(**SIZES, head_dim=32, rope_parameters=YARN_ROPE),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, head_dim=16, num_experts=6, norm_topk_prob=True
+    ),
+    "qwen3-moe-mixed": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, head_dim=16, num_experts=5, mlp_only_layers=[1]
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=WINDOW),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
+}
+
+
 @dataclass(frozen=True)
 class TinyCheckpoint:
     path: Path
@@ -74,11 +128,12 @@ def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> Tiny
             if parameter.dim() == 1:  # norms and biases: not the ones and zeros they start with
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             if name == "model.norm.weight":  # spreads the logits, so that near ties are rare
-                parameter.mul_(10.0)
+                offset = 1.0 if isinstance(config, Gemma3TextConfig) else 0.0
+                parameter.add_(offset).mul_(10.0).sub_(offset)
     model.save_pretrained(path)
     return TinyCheckpoint(path, model)
 
 
 @cache
 def shared_checkpoint(root: Path, variant: str) -> TinyCheckpoint:
-    return make_checkpoint(root / variant, VARIANTS[variant])
+    return make_checkpoint(root / variant, (VARIANTS | FAMILIES)[variant])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.checkpoints import VARIANTS, VOCAB_SIZE
+from tests.checkpoints import FAMILIES, VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
 BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49)  # around every border of 16-token blocks
 pytestmark = pytest.mark.usefixtures("one_thread")  # tests/worker has the same with several
@@ -24,9 +24,20 @@ def make_prompts() -> list[list[int]]:
     return [*prompts, prompts[3], prompts[5], shared]  # duplicates in one batch
 
 
+Case = tuple[str, list[list[int]], list[list[int]]]
+
+
 @pytest.fixture(scope="module", params=list(VARIANTS))
-def case(request: pytest.FixtureRequest, tiny: Any) -> tuple[str, list[list[int]], list[list[int]]]:
-    checkpoint = tiny(request.param)
+def case(request: pytest.FixtureRequest, tiny: Any) -> Case:
+    return make_case(tiny(request.param))
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family_case(request: pytest.FixtureRequest, tiny: Any) -> Case:
+    return make_case(tiny(request.param))
+
+
+def make_case(checkpoint: TinyCheckpoint) -> Case:
     prompts = make_prompts()
     return str(checkpoint.path), prompts, [checkpoint.generate(p, MAX_TOKENS) for p in prompts]
 
@@ -49,7 +60,19 @@ MODES = {
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("mode", list(MODES))
-def test_equals_transformers(case: Any, mode: str, depth: int) -> None:
+def test_equals_transformers(case: Case, mode: str, depth: int) -> None:
+    check(case, mode, depth)
+
+
+@pytest.mark.parametrize(
+    ("mode", "depth"),
+    [("plain", 1), ("chunked", 0), ("preempted-chunked", 1), ("eager", 0), ("many-rows", 1)],
+)
+def test_every_family_equals_transformers(family_case: Case, mode: str, depth: int) -> None:
+    check(family_case, mode, depth)
+
+
+def check(case: Case, mode: str, depth: int) -> None:
     path, prompts, want = case
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **MODES[mode]}
     with LLM(path, skip_tokenizer_init=True, depth=depth, **options) as llm:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanovllm import LLM
-from tests.checkpoints import SIZES, VARIANTS, TinyCheckpoint, make_checkpoint
+from tests.checkpoints import FAMILIES, SIZES, VARIANTS, TinyCheckpoint, make_checkpoint
 from tests.devices import DEVICES
 from tests.forced_tokens import Ids, forced_logits
 
@@ -48,12 +48,19 @@ CASES = [
     ("qwen3-tied", "bfloat16", "alone"),
     ("llama-mha-bias", "bfloat16", "plain"),
     ("llama-tied-rope", "float16", "alone"),
+    *(("gemma3", "bfloat16", mode) for mode in ("plain", "alone")),
+    ("mistral", "bfloat16", "chunked"),
+    ("mixtral", "float16", "plain"),
+    ("phi3", "bfloat16", "plain"),
+    ("qwen2-window", "float16", "plain"),
+    *(("qwen3-moe", "bfloat16", mode) for mode in ("plain", "alone")),
+    ("qwen3-yarn", "bfloat16", "plain"),
 ]
 
 
 @cache
 def checkpoint(root: Path, name: str) -> TinyCheckpoint:
-    config = WIDE if name == "wide" else VARIANTS[name]
+    config = WIDE if name == "wide" else (VARIANTS | FAMILIES)[name]
     return make_checkpoint(root / f"logits-{name}", config, seed=3)
 
 

@@ -6,10 +6,10 @@ Only matrices, KV and attention are counted: whatever an engine does, it cannot 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.bench.workloads import Workload
-from nanovllm.config import ModelConfig
+from nanovllm.config import ExpertsConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,18 @@ class ModelCost:
     kv_bytes: int  # of one token, all layers
     attention_flops: int  # of one token attending to one token, all layers and heads
     itemsize: int
+    expert_weights: int = 0  # of one expert, all layers: every token meets top_k of the experts
+    num_experts: int = 1
+    top_k: int = 0
 
-    @property
-    def weight_bytes(self) -> int:
-        """Read in every step; of an input embedding that is not also the head, a few rows are."""
-        return (self.layer_weights + self.head_weights) * self.itemsize
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Read in a step; of an input embedding that is not also the head, a few rows are.
+
+        Tokens that choose experts evenly and independently meet this many of them on average.
+        """
+        met = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+        elements = self.layer_weights + self.head_weights + met * self.expert_weights
+        return elements * self.itemsize
 
 
 def model_cost(config: ModelConfig, itemsize: int) -> ModelCost:
@@ -44,12 +51,28 @@ def model_cost(config: ModelConfig, itemsize: int) -> ModelCost:
     kv_size = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * q_size + 2 * kv_size)
     mlp = 3 * config.hidden_size * config.intermediate_size
-    return ModelCost(
+    num_whole = sum(layer.window is None for layer in config.layers)  # windows are left out
+    cost = ModelCost(
         layer_weights=config.num_layers * (attention + mlp),
         head_weights=config.vocab_size * config.hidden_size,
-        kv_bytes=config.num_layers * 2 * kv_size * itemsize,
-        attention_flops=config.num_layers * 4 * q_size,
+        kv_bytes=num_whole * 2 * kv_size * itemsize,
+        attention_flops=num_whole * 4 * q_size,
         itemsize=itemsize,
+    )
+    return cost if config.experts is None else _with_experts(cost, config, config.experts, mlp)
+
+
+def _with_experts(
+    cost: ModelCost, config: ModelConfig, experts: ExpertsConfig, mlp: int
+) -> ModelCost:
+    num_sparse = config.num_layers - len(experts.dense_layers)
+    router = config.hidden_size * experts.num_experts
+    return replace(
+        cost,
+        layer_weights=cost.layer_weights + num_sparse * (router - mlp),
+        expert_weights=num_sparse * 3 * config.hidden_size * experts.size,
+        num_experts=experts.num_experts,
+        top_k=experts.top_k,
     )
 
 
@@ -57,9 +80,11 @@ def step_floor(
     cost: ModelCost, rates: Rates, num_tokens: int, num_sampled: int, num_kv: int, num_pairs: int
 ) -> float:
     """Seconds of a step: products, then attention, each bound by memory or by arithmetic."""
-    product_flops = 2 * (cost.layer_weights * num_tokens + cost.head_weights * num_sampled)
+    per_token = cost.layer_weights + cost.top_k * cost.expert_weights
+    product_flops = 2 * (per_token * num_tokens + cost.head_weights * num_sampled)
     return max(
-        cost.weight_bytes / rates.bytes_per_second, product_flops / rates.flops_per_second
+        cost.weight_bytes(num_tokens) / rates.bytes_per_second,
+        product_flops / rates.flops_per_second,
     ) + max(
         cost.kv_bytes * num_kv / rates.bytes_per_second,
         cost.attention_flops * num_pairs / rates.flops_per_second,

@@ -17,7 +17,7 @@ import xxhash
 
 from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import EngineConfig, ModelConfig, read_architecture, read_model_config
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.detokenizer import Detokenizer, decode
@@ -25,7 +25,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.local import LocalExecutor
-from nanovllm.models.registry import check_architecture
+from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
@@ -57,8 +57,7 @@ class LLMEngine:
             need_weights=config.load_format != "dummy",
             need_tokenizer=not config.skip_tokenizer_init,
         )
-        check_architecture(read_architecture(checkpoint.config))
-        self.model_config = read_model_config(checkpoint.config)
+        self.model_config = read_config(checkpoint.config)
         self.config = config = clamp_model_len(config, self.model_config)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not config.skip_tokenizer_init:

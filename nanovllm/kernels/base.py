@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
 LinearFn = Callable[[Tensor], Tensor]
 # greedy: no row draws; plain: no row cuts; min_p: rows cut by min_p at most; full: by anything.
 SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
+Activation = Literal["silu", "gelu_tanh"]
+
+# gelu_tanh(x) = x / 2 * (1 + tanh(y)) = x * sigmoid(2 * y), y = GELU_SCALE * (x + GELU_BEND * x**3)
+GELU_SCALE, GELU_BEND = (2 / math.pi) ** 0.5, 0.044715
 
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
     """RMSNorm over the last dimension."""
 
-    weight: Tensor
+    weight: Tensor  # float32, like every norm's: some need more digits than activations have
     eps: float
 
 
@@ -31,6 +36,24 @@ class QKNormWeights:
     q: Tensor  # [head_dim]
     k: Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Each token goes to the top_k experts with the largest softmax of the router's logits."""
+
+    top_k: int
+    is_normalized: bool  # whether the weights of the chosen are made to sum to one
+
+
+class PackedExperts(Protocol):
+    """The experts of a layer as the device runs them."""
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        x is [tokens, hidden], logits [tokens, experts].
+        """
 
 
 class PackedLinear(Protocol):
@@ -67,16 +90,16 @@ class Ops(Protocol):
     def launcher(self) -> Launcher | None:
         """What runs the compiled CPU kernels and can record them, where there are any."""
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Return the lines of table [vocab_size, dim] that token_ids (int32) name."""
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        """Return the lines of table [vocab_size, dim] that token_ids (int32) name, scaled."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x divided by its root mean square over the last dimension, times weight."""
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
-        """Return the RMSNorm of x + residual, and the sum; x and residual may be overwritten."""
+        """Return the RMSNorm of x + residual, and the sum; x may be what `summands` returned.
+
+        One of them may be missing; both may be overwritten.
+        """
 
     def rope_write(
         self,
@@ -95,13 +118,13 @@ class Ops(Protocol):
         dim]; kv_slots counts in tokens.
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, where gate_up [tokens, 2 * size] holds them side by side."""
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up; gate_up [tokens, 2 * size] holds them side by side."""
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
 
-        A gated one holds gate and up, and returns silu_mul of what they give.
+        One with an activation holds gate and up, and returns `gate` of what they give.
         """

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.kernels.base import LinearFn, NormWeights, Ops, PackedLinear
+from nanovllm.kernels.base import Activation, LinearFn, NormWeights, Ops, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedLinear:
     ops: Ops
     linear: LinearFn
-    is_gated: bool
+    activation: Activation | None
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return self.ops.silu_mul(y) if self.is_gated else y
+        return y if self.activation is None else self.ops.gate(y, self.activation)
 
     def summands(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(x)
@@ -29,8 +29,5 @@ class ComposedLinear:
         norm: NormWeights,
         upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert x is not None  # this class never leaves it out
-        if residual is None:
-            return self(self.ops.rms_norm(x, norm.weight, norm.eps)), x
-        x, residual = self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)
+        x, residual = self.ops.norm(x, residual, norm)
         return self(x), residual

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.base import Activation
+from nanovllm.kernels.fused import activate
 from nanovllm.kernels.overlap import launch_options, prefetch_lines, wait_for_inputs
 
 LINES = 64  # of the weight in one program: what a tensor core instruction takes
@@ -73,19 +75,19 @@ def few_rows_linear(
     x: Tensor,  # [rows, in], contiguous
     weight: Tensor,  # [out, in], contiguous; gated: gate, then up
     bias: Tensor | None,
-    is_gated: bool,
+    activation: Activation | None,
     num_parts: int = 1,
     config: FewRowsConfig | None = None,
 ) -> Tensor:
     """Project x; more than one part: float32 [parts, rows, out], whose sum is the result."""
     num_rows, num_in = x.shape
     config = config or few_rows_config(num_rows, num_in // num_parts, x)
-    num_out = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     shape = (num_rows, num_out) if num_parts == 1 else (num_parts, num_rows, num_out)
     dtype = x.dtype if num_parts == 1 else torch.float32
-    assert num_parts == 1 or not is_gated
+    assert num_parts == 1 or activation is None
     y = torch.empty(shape, device=x.device, dtype=dtype)
-    lines = LINES // 2 if is_gated else LINES
+    lines = LINES if activation is None else LINES // 2
     grid = triton.cdiv(num_out, lines), triton.cdiv(num_rows, config.num_rows), num_parts
     _few_rows[grid](
         y,
@@ -99,7 +101,7 @@ def few_rows_linear(
         ROWS=config.num_rows,
         LINES=lines,
         TILE=config.tile,
-        IS_GATED=is_gated,
+        ACTIVATION=activation,
         IS_EVEN=num_out % lines == 0 and num_in % (num_parts * config.tile) == 0,
         num_warps=4,
         num_stages=config.num_stages,
@@ -121,7 +123,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -129,7 +131,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     first = tl.program_id(2) * PART
     outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
     lines = outs
-    if IS_GATED:  # a tile of gate lines, then the same ones of up
+    if ACTIVATION is not None:  # a tile of gate lines, then the same ones of up
         places = tl.arange(0, 2 * LINES)
         outs = tl.program_id(0) * LINES + places % LINES
         lines = outs + places // LINES * num_out
@@ -158,9 +160,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     if bias is not None:
         values = tl.load(bias + lines, mask=(outs < num_out) & (first + 0 * outs == 0), other=0.0)
         acc += values.to(tl.float32)[:, None]
-    if IS_GATED:
+    if ACTIVATION is not None:
         gate, up = tl.split(acc.reshape(2, LINES, ROWS).permute(1, 2, 0))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activate(gate, ACTIVATION) * up
     outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
     places = y + (tl.program_id(2) * num_rows + rows)[None, :] * num_out + outs[:, None]
     tl.store(places, acc.to(y.dtype.element_ty), mask=is_row & (outs < num_out)[:, None])

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.base import QKNormWeights
+from nanovllm.kernels.base import GELU_BEND, GELU_SCALE, Activation, QKNormWeights
 from nanovllm.kernels.overlap import MAX_ROWS, launch_options, wait_for_inputs
+
+GELU_LINEAR, GELU_CUBIC = tl.constexpr(2 * GELU_SCALE), tl.constexpr(2 * GELU_SCALE * GELU_BEND)
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -17,7 +19,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     An x of [parts, rows, dim] stands for its sum over the parts.
     """
     num_rows, dim = x.shape[-2:]
-    out = torch.empty(num_rows, dim, device=x.device, dtype=weight.dtype)
+    dtype = x.dtype if residual is None else residual.dtype  # parts are float32
+    out = torch.empty(num_rows, dim, device=x.device, dtype=dtype)
     block = triton.next_power_of_2(dim)
     # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
     per_thread = 4 if num_rows <= MAX_ROWS else 8
@@ -37,12 +40,18 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
     block = 1024
-    _silu_mul[(num_rows, triton.cdiv(size, block))](
-        out, gate_up, size, BLOCK=block, num_warps=4, **launch_options(gate_up, num_rows)
+    _gate[(num_rows, triton.cdiv(size, block))](
+        out,
+        gate_up,
+        size,
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(gate_up, num_rows),
     )
     return out
 
@@ -150,19 +159,35 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
     normed = (value * scale).to(out.dtype.element_ty)
-    tl.store(out + base + i, normed * factor, mask=mask)
+    tl.store(out + base + i, (normed * factor).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _silu_mul(out, gate_up, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gate(  # type: ignore[no-untyped-def]
+    out,
+    gate_up,
+    size,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
     gate = tl.load(gate_up + 2 * row * size + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (2 * row + 1) * size + i, mask=mask, other=0.0)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
-    tl.store(out + row * size + i, silu * up, mask=mask)
+    active = activate(gate, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + row * size + i, active * up, mask=mask)
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both activations are the number times a sigmoid."""
+    bent = gate
+    if ACTIVATION == "gelu_tanh":
+        bent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
+    return gate / (1.0 + tl.exp(-bent))
 
 
 @triton.jit
@@ -264,8 +289,8 @@ def _turn(  # type: ignore[no-untyped-def]
         scale = tl.rsqrt(total / (2 * half) + eps)[:, None]
         first_weight = tl.load(weight + i, mask=i < half, other=0.0)[None, :]
         second_weight = tl.load(weight + half + i, mask=i < half, other=0.0)[None, :]
-        first = ((first * scale).to(dtype) * first_weight).to(tl.float32)
-        second = ((second * scale).to(dtype) * second_weight).to(tl.float32)
+        first = ((first * scale).to(dtype) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype) * second_weight).to(dtype).to(tl.float32)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 

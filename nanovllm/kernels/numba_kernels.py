@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import cfunc, float32, int32, int64, types, uint32
 
+from nanovllm.kernels.base import GELU_BEND, GELU_SCALE
 from nanovllm.kernels.numba_simd import (
     FAST,
     LANES,
@@ -33,11 +34,13 @@ from nanovllm.kernels.numba_simd import (
     store,
 )
 
-EMBED, LINEAR, NORM, ADD_NORM, SILU_MUL, ROPE_WRITE, ATTEND = range(7)
+EMBED, LINEAR, NORM, ADD_NORM, SILU_MUL, GELU_MUL, ROPE_WRITE, ATTEND = range(8)
 PROGRAM_WIDTH = 24
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
+GELU_LINEAR = np.float32(2 * GELU_SCALE)
+GELU_CUBIC = np.float32(2 * GELU_SCALE * GELU_BEND)
 
 
 def compile_interpreter(like: Any) -> Any:
@@ -79,6 +82,8 @@ def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
         _add_norm(args, at + 1, thread, num_threads, like)
     elif number == SILU_MUL:
         _silu_mul(args, at + 1, thread, num_threads, like)
+    elif number == GELU_MUL:
+        _gelu_mul(args, at + 1, thread, num_threads, like)
     elif number == ROPE_WRITE:
         _rope_write(args, at + 1, thread, num_threads, like)
     elif number == ATTEND:
@@ -87,13 +92,13 @@ def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
 
 @kernel
 def _embed(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """out[row] = table[token_ids[row]]."""
+    """out[row] = scale * table[token_ids[row]]."""
     out, table = pointer_to(args[at], like), pointer_to(args[at + 1], like)
     token_ids = pointer_to(args[at + 2], int32(0))
-    num_rows, dim = args[at + 3], args[at + 4]
+    num_rows, dim, scale = args[at + 3], args[at + 4], as_float(uint32(args[at + 5]))
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
         for i in range(dim):
-            out[row * dim + i] = table[token_ids[row] * dim + i]
+            store(out, row * dim + i, load(table, token_ids[row] * dim + i) * scale)
 
 
 @kernel
@@ -145,7 +150,7 @@ def _norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     out, x, weight = (
         pointer_to(args[at], like),
         pointer_to(args[at + 1], like),
-        pointer_to(args[at + 2], like),
+        pointer_to(args[at + 2], float32(0)),
     )
     eps, num_rows, dim = as_float(uint32(args[at + 3])), args[at + 4], args[at + 5]
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
@@ -158,7 +163,7 @@ def _add_norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
     x, residual, weight = (
         pointer_to(args[at], like),
         pointer_to(args[at + 1], like),
-        pointer_to(args[at + 2], like),
+        pointer_to(args[at + 2], float32(0)),
     )
     eps, num_rows, dim = as_float(uint32(args[at + 3])), args[at + 4], args[at + 5]
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
@@ -181,11 +186,26 @@ def _silu_mul(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
             store(out, outs + i, silu * load(gate_up, ups + i))
 
 
+@ordered_kernel
+def _gelu_mul(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """out = gelu(gate) * up; the usual approximation of gelu, whose tanh is a sigmoid stretched."""
+    out, gate_up = pointer_to(args[at], like), pointer_to(args[at + 1], like)
+    num_rows, size = args[at + 2], args[at + 3]
+    begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
+    for row in range(num_rows):
+        gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
+        for i in range(begin, end):
+            gate = load(gate_up, gates + i)
+            bent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
+            gelu = round_to(gate / (float32(1) + _exp(-bent)), like)
+            store(out, outs + i, gelu * load(gate_up, ups + i))
+
+
 @kernel
 def _rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     """As Ops.rope_write; norm weights at 0 mean none."""
     qkv, rope = pointer_to(args[at], like), pointer_to(args[at + 1], float32(0))
-    q_norm, k_norm = pointer_to(args[at + 2], like), pointer_to(args[at + 3], like)
+    q_norm, k_norm = pointer_to(args[at + 2], float32(0)), pointer_to(args[at + 3], float32(0))
     has_norm, eps = args[at + 2] != 0, as_float(uint32(args[at + 4]))
     positions, kv_slots = pointer_to(args[at + 5], int64(0)), pointer_to(args[at + 6], int64(0))
     k_cache, v_cache = pointer_to(args[at + 7], like), pointer_to(args[at + 8], like)

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import numba_kernels as kernels
-from nanovllm.kernels.base import LinearFn, PackedLinear, QKNormWeights
+from nanovllm.kernels.base import (
+    Activation,
+    LinearFn,
+    NormWeights,
+    PackedLinear,
+    QKNormWeights,
+)
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.numba_launch import Launcher, float_bits
 
@@ -21,26 +27,26 @@ class NumbaOps:
         self.max_linear_rows = MAX_LINEAR_ROWS[launcher.dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         num_rows, dim = len(token_ids), table.shape[1]
         out = self._empty(num_rows, dim)
         addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
-        self._launch(kernels.EMBED, *addresses, num_rows, dim)
+        self._launch(kernels.EMBED, *addresses, num_rows, dim, float_bits(scale))
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        num_rows, dim = x.shape
-        out = self._empty(num_rows, dim)
-        addresses = out.data_ptr(), x.data_ptr(), weight.data_ptr()
-        self._launch(kernels.NORM, *addresses, float_bits(eps), num_rows, dim)
-        return out
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
+        assert x is not None  # ComposedLinear never leaves it out
         num_rows, dim = x.shape
-        addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-        self._launch(kernels.ADD_NORM, *addresses, float_bits(eps), num_rows, dim)
+        weight, eps = norm.weight.data_ptr(), float_bits(norm.eps)
+        if residual is None:
+            out = self._empty(num_rows, dim)
+            addresses = out.data_ptr(), x.data_ptr(), weight
+            self._launch(kernels.NORM, *addresses, eps, num_rows, dim)
+            return out, x
+        addresses = x.data_ptr(), residual.data_ptr(), weight
+        self._launch(kernels.ADD_NORM, *addresses, eps, num_rows, dim)
         return x, residual
 
     def rope_write(
@@ -72,14 +78,15 @@ class NumbaOps:
             head_dim,
         )
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
-        self._launch(kernels.SILU_MUL, out.data_ptr(), gate_up.data_ptr(), num_rows, size)
+        kernel = kernels.SILU_MUL if activation == "silu" else kernels.GELU_MUL
+        self._launch(kernel, out.data_ptr(), gate_up.data_ptr(), num_rows, size)
         return out
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         weight = weight.contiguous()
         run_many = pack_onednn(weight, bias) if has_room else pack_rows(weight, bias)
@@ -99,7 +106,7 @@ class NumbaOps:
             self._launch(kernels.LINEAR, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
             return y
 
-        return ComposedLinear(self, run, is_gated)
+        return ComposedLinear(self, run, activation)
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

@@ -6,24 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.base import PackedLinear, QKNormWeights
+from nanovllm.kernels.base import Activation, NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.composed_linear import ComposedLinear
 
 
 class TorchOps:
     launcher = None
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        x = F.embedding(token_ids, table)
+        return x if scale == 1 else x * scale
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
-        residual = residual + x
-        return rms_norm(residual, weight, eps), residual
+        assert x is not None  # ComposedLinear never leaves it out
+        total = x if residual is None else residual + x
+        return rms_norm(total, norm.weight, norm.eps), total
 
     def rope_write(
         self,
@@ -47,21 +46,21 @@ class TorchOps:
         k_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = k.nan_to_num(0.0, 0.0, 0.0)
         v_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = v.nan_to_num(0.0, 0.0, 0.0)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
-        return ComposedLinear(self, lambda x: F.linear(x, weight, bias), is_gated)
+        return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide x by its root mean square, in float32, then scale by weight."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

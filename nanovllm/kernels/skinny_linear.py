@@ -1,7 +1,7 @@
 """Projections of one row on CUDA: they read the weight once, at the speed of memory.
 
-The RMSNorm before a projection and the SiLU gate after it ride along: its scale is a factor of the
-whole row, so a program multiplies by the norm's weight on the way and divides at the end.
+The RMSNorm before a projection and the gate after it ride along: the norm's scale is a factor of
+the whole row, so a program multiplies by its weight on the way and divides at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.base import NormWeights
+from nanovllm.kernels.base import Activation, NormWeights
+from nanovllm.kernels.fused import activate
 from nanovllm.kernels.overlap import launch_options, prefetch_bytes, wait_for_inputs
 
 
@@ -21,7 +22,7 @@ def skinny_linear(
     bias: Tensor | None,
     residual: Tensor | None = None,
     norm: NormWeights | None = None,
-    is_gated: bool = False,
+    activation: Activation | None = None,
     upcoming: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what ComposedLinear would for x [1, in], and x + residual.
@@ -30,10 +31,10 @@ def skinny_linear(
     """
     num_rows, num_in = x.shape
     assert num_rows == 1
-    num_out = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     y = torch.empty(1, num_out, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
-    block_out, block_in, num_warps = skinny_config(num_out, num_in, is_gated)
+    block_out, block_in, num_warps = skinny_config(num_out, num_in, activation is not None)
     num_programs = triton.cdiv(num_out, block_out)
     options = launch_options(x, 1)
     share = 0
@@ -58,7 +59,7 @@ def skinny_linear(
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
-        IS_GATED=is_gated,
+        ACTIVATION=activation,
         num_warps=num_warps,
         **options,
     )
@@ -95,7 +96,7 @@ def _skinny(  # type: ignore[no-untyped-def]
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Products in float32; each tile of the weight is asked for while the one before is used."""
@@ -106,7 +107,9 @@ def _skinny(  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK_IN)
     mask = is_out[:, None] & (lanes < NUM_IN)[None, :]
     tile = tl.load(lines + lanes[None, :], mask=mask, other=0.0)
-    up_tile = tl.load(up_lines + lanes[None, :], mask=mask, other=0.0) if IS_GATED else tile
+    up_tile = (
+        tl.load(up_lines + lanes[None, :], mask=mask, other=0.0) if ACTIVATION is not None else tile
+    )
     wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     sums = tl.zeros((BLOCK_OUT,), tl.float32)
     up_sums = tl.zeros((BLOCK_OUT,), tl.float32)
@@ -117,13 +120,17 @@ def _skinny(  # type: ignore[no-untyped-def]
         after = i + BLOCK_IN
         mask = is_out[:, None] & (after < NUM_IN)[None, :]
         next_tile = tl.load(lines + after[None, :], mask=mask, other=0.0)
-        next_up = tl.load(up_lines + after[None, :], mask=mask, other=0.0) if IS_GATED else tile
+        next_up = (
+            tl.load(up_lines + after[None, :], mask=mask, other=0.0)
+            if ACTIVATION is not None
+            else tile
+        )
         values = _add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL)
         if HAS_NORM:
             squares += tl.sum(values * values, 0)
             values *= tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
         sums += tl.sum(tile.to(tl.float32) * values[None, :], 1)
-        if IS_GATED:
+        if ACTIVATION is not None:
             up_sums += tl.sum(up_tile.to(tl.float32) * values[None, :], 1)
         tile = next_tile
         up_tile = next_up
@@ -133,10 +140,10 @@ def _skinny(  # type: ignore[no-untyped-def]
         up_sums *= scale
     if HAS_BIAS:
         sums += tl.load(bias + out, mask=is_out, other=0.0)
-    if HAS_BIAS and IS_GATED:
+    if HAS_BIAS and ACTIVATION is not None:
         up_sums += tl.load(bias + num_out + out, mask=is_out, other=0.0)
-    if IS_GATED:
-        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+    if ACTIVATION is not None:
+        sums = activate(sums, ACTIVATION) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
     if upcoming is not None:
         _prefetch_share(upcoming, share, upcoming_bytes)

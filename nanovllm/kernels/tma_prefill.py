@@ -39,13 +39,14 @@ def tma_prefill(
     max_query_len: int,
     out: Tensor,
     scale: float,
-    window: None = None,
+    window: int | None = None,  # must be None: see suits_tma
     config: PrefillConfig | None = None,
 ) -> None:
     """Attend causally from the last query_lens tokens of each row's context."""
     config = config or CONFIG
     num_rows, group = slots.shape[0], q.shape[1] // k_cache.shape[2]
     assert k_cache.shape[1] % config.tile == 0
+    assert window is None
     assert k_cache.stride(0) % k_cache.stride(1) == 0
     shape = kernel_shape(q, k_cache, v_cache, block_table, out, window)
     num_tiles = triton.cdiv(max_query_len, config.lines // group)

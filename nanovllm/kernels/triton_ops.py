@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import fused
-from nanovllm.kernels.base import NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.base import Activation, NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
 from nanovllm.kernels.skinny_linear import skinny_linear
@@ -20,16 +20,19 @@ ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves 
 class TritonOps:
     launcher = None
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        x = F.embedding(token_ids, table)
+        return x if scale == 1 else x * scale
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return fused.rms_norm(x, None, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
-        return fused.rms_norm(x, residual, weight, eps), residual
+        if x is None:
+            x, residual = residual, None
+        assert x is not None
+        return fused.rms_norm(
+            x, residual, norm.weight, norm.eps
+        ), x if residual is None else residual
 
     def rope_write(
         self,
@@ -43,43 +46,44 @@ class TritonOps:
     ) -> None:
         fused.rope_write(qkv, norm, rope, positions, k_cache, v_cache, kv_slots)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return fused.silu_mul(gate_up)
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return fused.gate(gate_up, activation)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, is_gated: bool, has_room: bool
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         weight = weight.contiguous()
         if weight.dtype == torch.float32:
-            return ComposedLinear(self, lambda x: F.linear(x, weight, bias), is_gated)
-        return CudaLinear(weight, bias, is_gated)
+            return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
+        return CudaLinear(self, weight, bias, activation)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaLinear:
     """One row runs in one fused kernel, a few in another, more through cuBLAS."""
 
+    ops: TritonOps
     weight: Tensor
     bias: Tensor | None
-    is_gated: bool
+    activation: Activation | None
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 1:
-            return skinny_linear(x, self.weight, self.bias, is_gated=self.is_gated)[0]
+            return skinny_linear(x, self.weight, self.bias, activation=self.activation)[0]
         if has_few_rows(len(x), self.weight):
-            return few_rows_linear(x, self.weight, self.bias, self.is_gated)
+            return few_rows_linear(x, self.weight, self.bias, self.activation)
         y = F.linear(x, self.weight, self.bias)
-        return fused.silu_mul(y) if self.is_gated else y
+        return y if self.activation is None else self.ops.gate(y, self.activation)
 
     def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        assert not self.is_gated
+        assert self.activation is None
         if len(x) >= ADD_ROWS and self.bias is None:
             residual.addmm_(x, self.weight.t())
             return None
         num_parts = choose_parts(len(x), self.weight)
         if num_parts == 1:
             return self(x)
-        return few_rows_linear(x, self.weight, self.bias, is_gated=False, num_parts=num_parts)
+        return few_rows_linear(x, self.weight, self.bias, None, num_parts)
 
     def after_norm(
         self,
@@ -88,11 +92,8 @@ class CudaLinear:
         norm: NormWeights,
         upcoming: PackedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if x is None:
-            x, residual = residual, None
-        assert x is not None
-        if x.shape == (1, self.weight.shape[1]):  # and not summands
+        if x is not None and x.shape == (1, self.weight.shape[1]):  # and not summands
             ahead = upcoming.weight if isinstance(upcoming, CudaLinear) else None
-            return skinny_linear(x, self.weight, self.bias, residual, norm, self.is_gated, ahead)
-        normed = fused.rms_norm(x, residual, norm.weight, norm.eps)
-        return self(normed), x if residual is None else residual
+            return skinny_linear(x, self.weight, self.bias, residual, norm, self.activation, ahead)
+        normed, total = self.ops.norm(x, residual, norm)
+        return self(normed), total

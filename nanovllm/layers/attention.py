@@ -12,19 +12,28 @@ from nanovllm.layers.linear import Linear, MergedLinear
 
 
 class SelfAttention(Layer):
+    """`packed` is the checkpoint's name for q, k and v where it stores them as one weight."""
+
     def __init__(
-        self, config: ModelConfig, layer_index: int, build: Build, qk_norm: QKNorm | None
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        build: Build,
+        qk_norm: QKNorm | None = None,
+        packed: str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.layer_index = layer_index
         self.attention, self.ops = build.attention, build.ops
+        self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
         q_size, kv_size = self.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.attention_bias, build)
-        self.o_proj = Linear(q_size, config.hidden_size, config.attention_bias, build, "o_proj")
+        if packed is not None:
+            parts = {packed: sum(parts.values())}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias, build)
+        self.o_proj = Linear(q_size, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
-        self.spec = AttentionSpec(self.head_dim**-0.5)
 
     def forward(
         self,
@@ -34,7 +43,8 @@ class SelfAttention(Layer):
         rope: Tensor,
         batch: ForwardBatch,
         kept: SampledTokens | None,  # the tokens to go on with; None: all of them
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `o_proj` is to project, and x + residual."""
         qkv, residual = self.qkv_proj.after(norm, x, residual, upcoming=self.o_proj)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
@@ -43,5 +53,4 @@ class SelfAttention(Layer):
         q = qkv[:, : self.num_heads]
         if kept is not None:
             q, residual, plan = q[kept.index], residual[kept.index], kept.attention
-        output = self.attention.attend(q, cache, plan, self.spec)
-        return self.o_proj.before_norm(output.flatten(1), residual), residual
+        return self.attention.attend(q, cache, plan, self.spec).flatten(1), residual

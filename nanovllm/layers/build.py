@@ -21,8 +21,8 @@ class Build:
     attention: AttentionBackend
     ops: Ops
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        tensor = torch.empty(shape, device=self.device, dtype=self.dtype)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        tensor = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
         return nn.Parameter(tensor, requires_grad=False)
 
 

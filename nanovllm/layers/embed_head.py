@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nanovllm.layers.build import Build, Layer
@@ -9,13 +10,14 @@ from nanovllm.layers.linear import Linear
 
 
 class Embedding(Layer):
-    def __init__(self, num_embeddings: int, dim: int, build: Build) -> None:
+    def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
         self.weight = build.parameter(num_embeddings, dim)
+        self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as it was in training
         self.ops = build.ops
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.ops.embed(token_ids, self.weight)
+        return self.ops.embed(token_ids, self.weight, self.scale)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         return {f"{path}.weight": self.weight}

@@ -1,34 +1,48 @@
-"""The weights of RMSNorms; the projections behind them apply them."""
+"""RMSNorms; where a projection follows, it is the one to apply them."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from nanovllm.config import ModelConfig
 from nanovllm.kernels.base import NormWeights, QKNormWeights
 from nanovllm.layers.build import Build, Layer
 
 
 class RMSNorm(Layer):
-    def __init__(self, dim: int, eps: float, build: Build) -> None:
+    """Normalises hidden states."""
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.weight = build.parameter(dim)
-        self.weights = NormWeights(self.weight, eps)
+        self.weight = build.parameter(config.hidden_size, dtype=torch.float32)
+        self.weights = NormWeights(self.weight, config.rms_norm_eps)
+        self.offset = config.norm_offset
+        self.ops = build.ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.norm(x, None, self.weights)[0]
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         return {f"{path}.weight": self.weight}
+
+    def pack(self, has_room: bool) -> None:
+        self.weight.add_(self.offset)
 
 
 class QKNorm(Layer):
     """Normalises every head of q and k, on their way through the rotation."""
 
-    def __init__(self, head_dim: int, eps: float, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.q_weight, self.k_weight = build.parameter(head_dim), build.parameter(head_dim)
-        self.weights = QKNormWeights(self.q_weight, self.k_weight, eps)
+        self.weight = build.parameter(2, config.head_dim, dtype=torch.float32)
+        self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)
+        self.offset = config.norm_offset
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         parent = path.rpartition(".")[0]
-        return {
-            f"{parent}.q_norm.weight": self.q_weight,
-            f"{parent}.k_norm.weight": self.k_weight,
-        }
+        q, k = self.weight
+        return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
+
+    def pack(self, has_room: bool) -> None:
+        self.weight.add_(self.offset)

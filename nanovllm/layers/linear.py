@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.kernels.base import PackedLinear
+from nanovllm.kernels.base import Activation, PackedLinear
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 
@@ -12,7 +12,7 @@ from nanovllm.layers.layernorm import RMSNorm
 class MergedLinear(Layer):
     """Stack the outputs of `parts` (checkpoint name -> size): q, k, v or gate, up.
 
-    A gated one returns silu(gate) * up.
+    One with an activation returns activation(gate) * up.
     """
 
     def __init__(
@@ -21,10 +21,10 @@ class MergedLinear(Layer):
         parts: dict[str, int],
         bias: bool,
         build: Build,
-        is_gated: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         super().__init__()
-        self.is_gated = is_gated
+        self.activation = activation
         self.parts = parts
         num_out = sum(parts.values())
         self.weight = build.parameter(num_out, in_features)
@@ -66,7 +66,7 @@ class MergedLinear(Layer):
 
     def pack(self, has_room: bool) -> None:
         """Hand the loaded weight over to the device's layout, which keeps what it needs of it."""
-        self._packed = self.ops.pack_linear(self.weight, self.bias, self.is_gated, has_room)
+        self._packed = self.ops.pack_linear(self.weight, self.bias, self.activation, has_room)
         del self.weight
 
 

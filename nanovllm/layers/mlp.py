@@ -11,11 +11,13 @@ from nanovllm.layers.linear import Linear, MergedLinear
 
 
 class GatedMLP(Layer):
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    """`packed` is the checkpoint's name for gate and up where it stores them as one weight."""
+
+    def __init__(self, config: ModelConfig, build: Build, packed: str | None = None) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build, is_gated=True)
+        parts = {"gate_proj": size, "up_proj": size} if packed is None else {packed: 2 * size}
+        self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build, config.activation)
         self.down_proj = Linear(size, config.hidden_size, bias, build, "down_proj")
 
     def forward(

@@ -12,13 +12,17 @@ from nanovllm.config import RopeConfig
 
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
     """Return [positions, 2, head_dim / 2]: pairs (i, i + head_dim / 2) turn by these angles."""
-    angles = torch.outer(torch.arange(max_position).float(), rope_frequencies(head_dim, rope))
-    return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+    positions = torch.arange(max_position).float()[:, None]
+    angles = positions * rope_frequencies(head_dim, rope, positions)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
+    return table.to(device)
 
 
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
+def rope_frequencies(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
     """Return the angle per position of each pair, scaled as the checkpoint was trained."""
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    if rope.kind == "dynamic":
+        return 1.0 / _dynamic_base(head_dim, rope, positions) ** exponents
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -26,7 +30,19 @@ def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
         return frequencies / torch.tensor(rope.factors)
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope)
     return frequencies
+
+
+def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
+    """Past the trained context the base grows with the length that a sequence has by then.
+
+    A token keeps the rotation that it got when it was the newest, whatever is in its batch.
+    """
+    lengths = (positions + 1).clamp(min=rope.original_max_position)
+    growth = rope.factor * lengths / rope.original_max_position - (rope.factor - 1)
+    return rope.theta * growth ** (head_dim / (head_dim - 2))
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
@@ -35,3 +51,20 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / rope.factor)
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """The same, blended by the index of the frequency."""
+    num_frequencies = len(frequencies)
+    first, last = (
+        num_frequencies
+        * math.log(rope.original_max_position / (turns * 2 * math.pi))
+        / math.log(rope.theta)
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_frequencies - 1)
+    index = torch.arange(num_frequencies).float()
+    blend = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies * (1 - blend + blend / rope.factor)

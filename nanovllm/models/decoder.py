@@ -20,12 +20,18 @@ class DecoderLayer(Layer):
     """Pre-norm attention and MLP; the residual is carried beside x so that adds fuse with norms."""
 
     def __init__(
-        self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module, build: Build
+        self,
+        config: ModelConfig,
+        self_attn: SelfAttention,
+        mlp: nn.Module,
+        build: Build,
+        mlp_name: str = "mlp",  # in checkpoints
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.input_layernorm = RMSNorm(config, build)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.post_attention_layernorm = RMSNorm(config, build)
+        self.add_module(mlp_name, mlp)  # the name under which its weights are found: the first
         self.mlp = mlp
 
     def forward(
@@ -36,7 +42,8 @@ class DecoderLayer(Layer):
         batch: ForwardBatch,
         kept: SampledTokens | None,
     ) -> tuple[Tensor | None, Tensor]:
-        x, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
+        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
+        x = self.self_attn.o_proj.before_norm(output, residual)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
 
@@ -47,18 +54,24 @@ class DecoderBody(Layer):
         self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, config.embedding_scale, build
+        )
         self.layers = nn.ModuleList(build_layer(config, i, build) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.rope = rope_table(config.head_dim, max_model_len, config.rope, build.device)
+        self.norm = RMSNorm(config, build)
+        tables = {
+            rope: rope_table(config.head_dim, max_model_len, rope, build.device)
+            for rope in {layer.rope for layer in config.layers}
+        }
+        self.ropes = [tables[layer.rope] for layer in config.layers]
 
     def forward(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
         """Return what the last layer adds and what it adds to, for the tokens with logits."""
         x, residual = self.embed_tokens(batch.input_ids), None
-        for i, layer in enumerate(self.layers, 1):
+        for i, (layer, rope) in enumerate(zip(self.layers, self.ropes, strict=True), 1):
             # Of the last layer, tokens without logits need only keys and values.
             kept = batch.sampled if i == len(self.layers) else None
-            x, residual = layer(x, residual, self.rope, batch, kept)
+            x, residual = layer(x, residual, rope, batch, kept)
         assert residual is not None, "a model without layers"
         return x, residual
 

@@ -10,5 +10,5 @@ from nanovllm.models.decoder import DecoderLayer
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
-    self_attn = SelfAttention(config, layer_index, build, qk_norm=None)
+    self_attn = SelfAttention(config, layer_index, build)
     return DecoderLayer(config, self_attn, GatedMLP(config, build), build)

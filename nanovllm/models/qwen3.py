@@ -11,6 +11,10 @@ from nanovllm.models.decoder import DecoderLayer
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
-    qk_norm = QKNorm(config.head_dim, config.rms_norm_eps, build)
-    self_attn = SelfAttention(config, layer_index, build, qk_norm)
-    return DecoderLayer(config, self_attn, GatedMLP(config, build), build)
+    return DecoderLayer(
+        config, build_attention(config, layer_index, build), GatedMLP(config, build), build
+    )
+
+
+def build_attention(config: ModelConfig, layer_index: int, build: Build) -> SelfAttention:
+    return SelfAttention(config, layer_index, build, QKNorm(config, build))

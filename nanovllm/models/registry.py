@@ -1,26 +1,46 @@
-"""Which architecture is built by which family file."""
+"""Which architecture is read and built by which family file."""
 
 from __future__ import annotations
 
-from nanovllm.config import ModelConfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.config import ModelConfig, read_architecture, read_model_config
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import Build
-from nanovllm.models import llama, qwen3
+from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from nanovllm.models.decoder import BuildLayer, DecoderModel
 
-FAMILIES: dict[str, BuildLayer] = {
-    "LlamaForCausalLM": llama.build_layer,
-    "Qwen3ForCausalLM": qwen3.build_layer,
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    build_layer: BuildLayer
+    read_config: Callable[[Mapping[str, Any]], ModelConfig] = read_model_config
+
+
+FAMILIES = {
+    "Gemma3ForCausalLM": Family(gemma3.build_layer, gemma3.read_config),
+    "LlamaForCausalLM": Family(llama.build_layer),
+    "MistralForCausalLM": Family(llama.build_layer, mistral.read_config),
+    "MixtralForCausalLM": Family(mixtral.build_layer, mixtral.read_config),
+    "Phi3ForCausalLM": Family(phi3.build_layer, phi3.read_config),
+    "Qwen2ForCausalLM": Family(llama.build_layer, qwen2.read_config),
+    "Qwen3ForCausalLM": Family(qwen3.build_layer, qwen2.read_windows),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.build_layer, qwen3_moe.read_config),
 }
 
 
-def build_model(config: ModelConfig, max_model_len: int, build: Build) -> DecoderModel:
-    return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture])
-
-
-def check_architecture(name: str) -> None:
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Read a config.json as its family does."""
+    name = read_architecture(config)
     if name not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported; supported: {supported}"
         )
+    return FAMILIES[name].read_config(config)
+
+
+def build_model(config: ModelConfig, max_model_len: int, build: Build) -> DecoderModel:
+    return DecoderModel(config, max_model_len, build, FAMILIES[config.architecture].build_layer)

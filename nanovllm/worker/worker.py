@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ class Worker:
             fill_dummy_weights(model, config.seed)
         else:
             load_weights(model, self.checkpoint)
-        pack_linears(model, platform)
+        pack_weights(model, platform)
 
         spec = kv_cache_spec(config, self.model_config, dtype)
         platform.profile(lambda: self._largest_step(backend, model, spec))
@@ -95,13 +97,13 @@ class Worker:
         backend.sampler(buffers)(eager(plan), plan)
 
 
-def pack_linears(model: nn.Module, platform: Platform) -> None:
-    """Lay out every weight as the device multiplies it fastest."""
-    linears = [module for module in model.modules() if isinstance(module, MergedLinear)]
-    num_bytes = sum(linear.weight.nbytes for linear in linears)
+def pack_weights(model: nn.Module, platform: Platform) -> None:
+    """Lay out every weight as the device works with it fastest."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "pack")]
+    num_bytes = sum(module.weight.nbytes for module in modules if isinstance(module, MergedLinear))
     has_room = platform.has_room_for_copy(num_bytes)
-    for linear in linears:
-        linear.pack(has_room)
+    for module in modules:
+        module.pack(has_room)
 
 
 def _choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:

@@ -10,7 +10,7 @@ import pytest
 from nanovllm.bench.floors import ModelCost, Rates, decode_floor, model_cost, prefill_floor
 from nanovllm.bench.models import model_path
 from nanovllm.bench.workloads import Workload, mixed, uniform
-from nanovllm.config import read_model_config
+from nanovllm.models.registry import read_config
 
 # Small enough to count on paper; memory is so slow here that it bounds everything.
 COST = ModelCost(layer_weights=100, head_weights=20, kv_bytes=8, attention_flops=16, itemsize=2)
@@ -18,15 +18,24 @@ RATES = Rates(bytes_per_second=10.0, flops_per_second=1000.0)
 
 
 def cost_of(name: str) -> ModelCost:
-    return model_cost(read_model_config(json.loads(Path(model_path(name)).read_text())), 2)
+    return model_cost(read_config(json.loads(Path(model_path(name)).read_text())), 2)
 
 
 def test_bytes_of_a_step() -> None:
     small, large = cost_of("qwen3-0.6b"), cost_of("qwen3-8b")
-    assert small.weight_bytes == 1_191_968_768  # 28 x 15,728,640 + 151,936 x 1,024, in bf16
-    assert large.weight_bytes == 15_136_194_560  # without the input embedding
+    assert small.weight_bytes(1) == 1_191_968_768  # 28 x 15,728,640 + 151,936 x 1,024, in bf16
+    assert large.weight_bytes(1) == 15_136_194_560  # without the input embedding
     assert (small.kv_bytes, large.kv_bytes) == (114_688, 147_456)
     assert small.attention_flops == 28 * 16 * 128 * 4
+
+
+def test_bytes_of_a_step_with_experts() -> None:
+    cost = cost_of("qwen3-30b-a3b")
+    expert = 48 * 3 * 2048 * 768
+    rest = 48 * (2048 * (2 * 4096 + 2 * 512) + 2048 * 128) + 151936 * 2048
+    assert cost.weight_bytes(1) == 2 * (rest + 8 * expert)
+    assert cost.weight_bytes(2) == pytest.approx(2 * (rest + 15.5 * expert))
+    assert cost.weight_bytes(10_000) == pytest.approx(2 * (rest + 128 * expert))
 
 
 def test_prefill_by_hand() -> None:

@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.bench.floors import model_cost
 from nanovllm.bench.models import model_names, model_path
-from nanovllm.config import read_model_config
+from nanovllm.models.registry import read_config
 
 # Parameters of the published checkpoints; a tied embedding counts once.
 SIZES = {
     "llama-3.1-8b": 8_030_261_248,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
+    "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-32b": 32_762_123_264,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
@@ -41,24 +42,26 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**read(name)))
     assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name]
-    config = read_model_config(read(name))
+    config = read_config(read(name))
     cost = model_cost(config, itemsize=2)
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
     embedding = 0 if config.tie_word_embeddings else cost.head_weights
-    assert cost.layer_weights + cost.head_weights + embedding == matrices
+    experts = cost.num_experts * cost.expert_weights
+    assert cost.layer_weights + experts + cost.head_weights + embedding == matrices
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_constants(name: str) -> None:
-    config = read_model_config(read(name))
-    assert (config.head_dim, config.num_kv_heads, config.dtype) == (128, 8, "bfloat16")
+    config = read_config(read(name))
+    rope, num_kv_heads = config.layers[0].rope, 4 if name == "qwen3-30b-a3b" else 8
+    assert (config.head_dim, config.num_kv_heads, config.dtype) == (128, num_kv_heads, "bfloat16")
     if name.startswith("qwen3"):
         assert (config.vocab_size, config.max_position_embeddings) == (151936, 40960)
-        assert (config.rope.kind, config.rope.theta) == ("default", 1e6)
+        assert (rope.kind, rope.theta) == ("default", 1e6)
         assert config.rms_norm_eps == 1e-6
         assert config.tie_word_embeddings == (name in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"))
     else:
         assert (config.vocab_size, config.max_position_embeddings) == (128256, 131072)
-        assert (config.rope.kind, config.rope.theta) == ("llama3", 5e5)
-        assert (config.rope.factor, config.rope.original_max_position) == (8.0, 8192)
+        assert (rope.kind, rope.theta) == ("llama3", 5e5)
+        assert (rope.factor, rope.original_max_position) == (8.0, 8192)
         assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-5, False)

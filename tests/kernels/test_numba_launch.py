@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from nanovllm.kernels import create_cpu_ops, numba_launch
-from nanovllm.kernels.base import PackedLinear
+from nanovllm.kernels.base import NormWeights, PackedLinear
 from nanovllm.kernels.numba_launch import Launcher, find_openmp, float_bits
 from nanovllm.kernels.numba_ops import NumbaOps
 from nanovllm.kernels.reference import TorchOps
@@ -34,19 +34,18 @@ class Block:
         def make(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        self.table, self.norm = make(VOCAB_SIZE, DIM), make(DIM)
+        self.table = make(VOCAB_SIZE, DIM)
+        self.norm = NormWeights(make(DIM).float(), 1e-6)
         self.up: PackedLinear = self.ops.pack_linear(
-            make(2 * SIZE, DIM), make(2 * SIZE), False, True
+            make(2 * SIZE, DIM), make(2 * SIZE), "silu", True
         )
-        self.down: PackedLinear = self.ops.pack_linear(make(DIM, SIZE), None, False, True)
+        self.down: PackedLinear = self.ops.pack_linear(make(DIM, SIZE), None, None, True)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         x = self.ops.embed(token_ids, self.table)
-        residual = x
-        x = self.ops.rms_norm(x, self.norm, 1e-6)
+        x, residual = self.ops.norm(x, None, self.norm)
         for _ in range(3):
-            x = self.down(self.ops.silu_mul(self.up(x)))
-            x, residual = self.ops.add_rms_norm(x, residual, self.norm, 1e-6)
+            x, residual = self.ops.norm(self.down(self.up(x)), residual, self.norm)
         return x
 
 

@@ -23,11 +23,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": LLAMA3,
     "llama3-published": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": YARN,
+    "yarn-mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.3, "beta_fast": 16.0},
+    "yarn-chosen": {**YARN, "attention_factor": 0.8, "beta_slow": 2.0, "truncate": False},
+    "yarn-short": {**YARN, "original_max_position_embeddings": 16},
 }
 CASES = pytest.mark.parametrize("name", list(SCALINGS))
 
@@ -50,7 +56,12 @@ def turn(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch
 
 
 def rope_config(name: str, theta: float = 500000.0) -> RopeConfig:
-    return read_rope_config({"rope_parameters": {**SCALINGS[name], "rope_theta": theta}})
+    parameters = {**SCALINGS[name], "rope_theta": theta}
+    return read_rope_config({"rope_parameters": parameters, "max_position_embeddings": 2048})
+
+
+def frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+    return rope_frequencies(head_dim, rope, torch.zeros(1, 1)).view(-1)
 
 
 @CASES
@@ -62,14 +73,14 @@ def test_frequencies_equal_transformers(name: str, head_dim: int, theta: float) 
         SCALINGS[name]["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
     )
     want, attention_scaling = init(config)
-    assert attention_scaling == 1.0
-    got = rope_frequencies(head_dim, rope_config(name, theta))
+    assert rope_config(name, theta).attention_factor == pytest.approx(attention_scaling)
+    got = frequencies(head_dim, rope_config(name, theta))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 def test_llama3_scales_slow_frequencies_only() -> None:
-    plain = rope_frequencies(64, rope_config("default"))
-    scaled = rope_frequencies(64, rope_config("llama3"))
+    plain = frequencies(64, rope_config("default"))
+    scaled = frequencies(64, rope_config("llama3"))
     assert scaled[0] == plain[0]
     assert scaled[-1] == plain[-1] / 8
     is_between = (scaled < plain) & (scaled > plain / 8)
@@ -80,16 +91,16 @@ def test_factors_divide_each_frequency() -> None:
     factors = [1.0 + i / 4 for i in range(32)]
     scaling = {"rope_type": "factors", "factors": factors}
     rope = read_rope_config({"rope_theta": 500000.0, "rope_scaling": scaling})
-    want = rope_frequencies(64, rope_config("default")) / torch.tensor(factors)
-    assert torch.equal(rope_frequencies(64, rope), want)
+    want = frequencies(64, rope_config("default")) / torch.tensor(factors)
+    assert torch.equal(frequencies(64, rope), want)
 
 
 def test_factors_of_llama3_equal_llama3() -> None:
     """GGUF files store the llama3 scaling as one divisor per frequency."""
-    plain = rope_frequencies(64, rope_config("default"))
-    want = rope_frequencies(64, rope_config("llama3"))
+    plain = frequencies(64, rope_config("default"))
+    want = frequencies(64, rope_config("llama3"))
     rope = RopeConfig(500000.0, kind="factors", factors=tuple((plain / want).tolist()))
-    torch.testing.assert_close(rope_frequencies(64, rope), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(frequencies(64, rope), want, rtol=1e-6, atol=0)
 
 
 @CASES
@@ -133,13 +144,35 @@ def test_both_layouts_read_the_same(name: str) -> None:
     """transformers 4 keeps the base apart; before that the kind was called `type`."""
     scaling = SCALINGS[name]
     want = rope_config(name)
-    assert read_rope_config({"rope_theta": 500000.0, "rope_scaling": scaling}) == want
+    old = {"rope_theta": 500000.0, "max_position_embeddings": 2048}
+    assert read_rope_config({**old, "rope_scaling": scaling}) == want
     renamed = {"type": scaling["rope_type"], **scaling}
     del renamed["rope_type"]
-    assert read_rope_config({"rope_theta": 500000.0, "rope_scaling": renamed}) == want
+    assert read_rope_config({**old, "rope_scaling": renamed}) == want
     saved = hf_config(name).to_dict()
     assert "rope_parameters" in saved
     assert read_rope_config(saved) == want
+
+
+@pytest.mark.parametrize("length", [1, 2048, 2049, 5000])
+def test_dynamic_equals_transformers_at_the_newest_token(length: int) -> None:
+    """A token is turned as transformers turns it when it is generated."""
+    reference = LlamaRotaryEmbedding(hf_config("dynamic"))
+    cos, sin = reference(torch.zeros(1), torch.tensor([[length - 1]]))
+    table = rope_table(64, 5000, rope_config("dynamic"), torch.device("cpu"))
+    torch.testing.assert_close(table[length - 1, 0], cos[0, 0, :32], rtol=0, atol=2e-3)
+    torch.testing.assert_close(table[length - 1, 1], sin[0, 0, :32], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "want"),
+    [("default", 1.0, 100), ("linear", 3.0, 300), ("dynamic", 2.5, 250), ("yarn", 4.0, 160)],
+)
+def test_scaling_makes_room_for_more_positions(kind: str, factor: float, want: int) -> None:
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 40}
+    config = {**hf_config("default").to_dict(), "architectures": ["LlamaForCausalLM"]}
+    config |= {"max_position_embeddings": 100, "rope_parameters": scaling}
+    assert read_model_config(config).max_position_embeddings == want
 
 
 def test_defaults() -> None:
@@ -148,7 +181,7 @@ def test_defaults() -> None:
     assert read_rope_config({"rope_parameters": {"rope_theta": 7.0}}) == RopeConfig(theta=7.0)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "longrope", "dynamic", "su", "mrope"])
+@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "proportional"])
 def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
     scaling = {"rope_type": kind, "factor": 2.0}
     configs: list[dict[str, Any]] = [
@@ -166,11 +199,24 @@ def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
             read_model_config(whole)
 
 
+def test_partial_rotation_is_refused() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    for config in ({"rope_parameters": parameters}, {"partial_rotary_factor": 0.75}):
+        with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor 0\.75"):
+            read_rope_config(config)
+
+
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("linear", "factor"), *(("llama3", field) for field in LLAMA3 if field != "rope_type")],
+    [
+        ("linear", "factor"),
+        ("dynamic", "factor"),
+        *(("llama3", field) for field in LLAMA3 if field != "rope_type"),
+    ],
 )
 def test_a_missing_parameter_is_named(name: str, field: str) -> None:
     scaling = {key: value for key, value in SCALINGS[name].items() if key != field}
     with pytest.raises(CheckpointError, match=f"'{field}'"):
-        read_rope_config({"rope_theta": 1e4, "rope_scaling": scaling})
+        read_rope_config(
+            {"rope_theta": 1e4, "rope_scaling": scaling, "max_position_embeddings": 2048}
+        )

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import triton_ops
-from nanovllm.kernels.base import NormWeights, QKNormWeights
+from nanovllm.kernels.base import Activation, NormWeights, QKNormWeights
 from nanovllm.kernels.few_rows_linear import few_rows_linear
 from nanovllm.kernels.fused import gather_decode
 from nanovllm.kernels.reference import TorchOps
 from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.kernels.triton_ops import TritonOps
 
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -32,14 +33,18 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
     for shape in ((1, 64), (3, 576), (5, 1000)):
         x, residual = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
-        weight = make(shape[1], dtype=dtype, device=device, seed=2)
-        assert_close(TritonOps().rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6))
-        got = TritonOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-        want = TorchOps().add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-        for a, b in zip(got, want, strict=True):
-            assert_close(a, b)
+        norm = NormWeights(make(shape[1], dtype=torch.float32, device=device, seed=2), 1e-6)
+        for more in (None, residual):
+            got, want = (
+                ops.norm(x.clone(), None if more is None else more.clone(), norm)
+                for ops in (TritonOps(), TorchOps())
+            )
+            for a, b in zip(got, want, strict=True):
+                assert_close(a, b)
         gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
-        assert_close(TritonOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up))
+        for activation in ACTIVATIONS:
+            got, want = (ops.gate(gate_up, activation) for ops in (TritonOps(), TorchOps()))
+            assert_close(got, want)
 
 
 def check_rope_write(dtype: torch.dtype, device: str) -> None:
@@ -50,7 +55,7 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
         num_tokens = 5
         qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
         rope = make(100, 2, head_dim // 2, dtype=torch.float32, device=device)
-        weights = [make(head_dim, dtype=dtype, device=device, seed=i) for i in (3, 4)]
+        weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
         norm = QKNormWeights(*weights, 1e-6) if has_norm else None
         positions = torch.tensor([0, 99, 7, 7, 50], device=device)
         kv_slots = torch.tensor([3, 63, 0, 17, 40], device=device)
@@ -81,8 +86,8 @@ def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
     if device != "cpu":  # the interpreter takes milliseconds per program
         sizes += [(64, 300), (4100, 96)]
     flags = (False, True)
-    for (num_out, num_in), has_bias, is_gated, kind in itertools.product(
-        sizes, flags, flags, ("alone", "norm", "residual")
+    for (num_out, num_in), has_bias, activation, kind in itertools.product(
+        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "residual")
     ):
         weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
@@ -90,13 +95,13 @@ def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
         residual = None
         if kind == "residual":
             residual = make(1, num_in, dtype=dtype, device=device, seed=9)
-        composed = TorchOps().pack_linear(weight, bias, is_gated, has_room=False)
+        composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
         if kind == "alone":
-            got, _ = skinny_linear(x, weight, bias, is_gated=is_gated)
+            got, _ = skinny_linear(x, weight, bias, activation=activation)
             assert_close(got, composed(x))
             continue
-        norm = NormWeights(make(num_in, dtype=dtype, device=device, seed=8), 1e-6)
-        got, total = skinny_linear(x, weight, bias, residual, norm, is_gated)
+        norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
+        got, total = skinny_linear(x, weight, bias, residual, norm, activation)
         want, want_total = composed.after_norm(x.clone(), residual, norm)
         assert_close(got, want)
         assert_close(total, want_total)
@@ -104,21 +109,21 @@ def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
 
 def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
     """Sizes that fill the tiles and sizes that do not; parts add up to the whole."""
-    for num_rows, num_out, num_in, is_gated, num_parts, has_bias in (
-        (2, 64, 128, False, 1, False),
-        (5, 200, 96, False, 1, True),
-        (17, 128, 200, False, 2, True),
-        (130, 96, 128, True, 1, False),
-        (3, 100, 72, True, 1, True),
-        (64, 64, 512, False, 4, False),
-        (33, 64, 320, False, 4, True),
+    for num_rows, num_out, num_in, activation, num_parts, has_bias in (
+        (2, 64, 128, None, 1, False),
+        (5, 200, 96, None, 1, True),
+        (17, 128, 200, None, 2, True),
+        (130, 96, 128, "silu", 1, False),
+        (3, 100, 72, "gelu_tanh", 1, True),
+        (64, 64, 512, None, 4, False),
+        (33, 64, 320, None, 4, True),
     ):
-        num_lines = 2 * num_out if is_gated else num_out
+        num_lines = num_out if activation is None else 2 * num_out
         weight = make(num_lines, num_in, dtype=dtype, device=device) / num_in**0.5
         bias = make(num_lines, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
-        want = TorchOps().pack_linear(weight, bias, is_gated, has_room=False)(x)
-        got = few_rows_linear(x, weight, bias, is_gated, num_parts)
+        want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
+        got = few_rows_linear(x, weight, bias, activation, num_parts)
         if num_parts > 1:
             assert got.shape == (num_parts, *want.shape)
             got = got.sum(0).to(dtype)
@@ -129,7 +134,7 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
     """Whichever kernel serves them, and whatever it leaves to the norm."""
     weight = make(96, 512, dtype=dtype, device=device) / 16
     after_weight = make(192, 96, dtype=dtype, device=device) / 10
-    norm = NormWeights(make(96, dtype=dtype, device=device, seed=8), 1e-6)
+    norm = NormWeights(make(96, dtype=torch.float32, device=device, seed=8), 1e-6)
     for num_rows, has_bias in (
         *itertools.product((0, 1, 2, 16, 257, 300), (False, True)),
         (65, False),
@@ -139,8 +144,8 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
         residual = make(num_rows, 96, dtype=dtype, device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
-            first = ops.pack_linear(weight, bias, False, has_room=False)
-            second = ops.pack_linear(after_weight, None, True, has_room=False)
+            first = ops.pack_linear(weight, bias, None, has_room=False)
+            second = ops.pack_linear(after_weight, None, "silu", has_room=False)
             total = residual.clone()
             with patch.object(triton_ops, "ADD_ROWS", 300):
                 summands = first.summands(x, total)

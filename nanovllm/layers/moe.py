@@ -1,0 +1,72 @@
+"""A mixture of experts in place of the MLP: every token runs through a few of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanovllm.config import ExpertsConfig
+from nanovllm.kernels.base import PackedExperts, Routing
+from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls an expert's projections."""
+
+    gate: str
+    up: str
+    down: str
+
+
+class Experts(Layer):
+    """The projections of all experts, each kind in one tensor."""
+
+    def __init__(
+        self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
+    ) -> None:
+        super().__init__()
+        self.gate_up = build.parameter(config.num_experts, 2 * config.size, hidden_size)
+        self.down = build.parameter(config.num_experts, hidden_size, config.size)
+        self.routing = Routing(config.top_k, config.is_normalized)
+        self.names = names
+        self.ops = build.ops
+        self._packed: PackedExperts | None = None
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        assert self._packed is not None, "forward before pack"
+        return self._packed(x, logits)
+
+    def weight_slots(self, path: str) -> dict[str, Tensor]:
+        slots = {}
+        for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            slots[f"{path}.{i}.{self.names.gate}.weight"] = gate
+            slots[f"{path}.{i}.{self.names.up}.weight"] = up
+            slots[f"{path}.{i}.{self.names.down}.weight"] = down
+        return slots
+
+    def pack(self, has_room: bool) -> None:
+        self._packed = self.ops.pack_experts(self.gate_up, self.down, self.routing)
+        del self.gate_up, self.down
+
+
+class SparseMLP(Layer):
+    """A router chooses each token's experts; what they give is added up by its weights."""
+
+    def __init__(
+        self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(hidden_size, config.num_experts, False, build, "gate")
+        self.experts = Experts(hidden_size, config, names, build)
+        self.ops = build.ops
+
+    def forward(
+        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(x, residual, norm.weights)
+        return self.experts(normed, self.gate(normed)), residual

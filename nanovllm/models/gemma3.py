@@ -1,0 +1,102 @@
+"""Gemma 3 (text): a norm behind every block as well, scaled embeddings, windows in most layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.config import (
+    LayerAttention,
+    ModelConfig,
+    field,
+    read_model_config,
+    read_rope_config,
+    sliding_layers,
+)
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.mlp import GatedMLP
+
+DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_local_base_freq": 10000.0,
+}
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
+    config = {**DEFAULTS, **config}
+    model = read_model_config({**config, "rope_parameters": None, "rope_scaling": None})
+    sliding = sliding_layers(config)
+    if sliding is None:
+        pattern = config["sliding_window_pattern"]
+        sliding = [i for i in range(model.num_layers) if (i + 1) % pattern]
+    local, whole = read_ropes(config)
+    return replace(
+        model,
+        layers=tuple(
+            LayerAttention(local, field(config, "sliding_window"))
+            if i in sliding
+            else LayerAttention(whole)
+            for i in range(model.num_layers)
+        ),
+        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+        embedding_scale=model.hidden_size**0.5,
+        norm_offset=1.0,
+    )
+
+
+def read_ropes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the rotation of layers with a window, and of those without."""
+    if parameters := config.get("rope_parameters"):
+        theta = {"sliding_attention": 10000.0, "full_attention": 1e6}
+        local, whole = (
+            read_rope_config(
+                {**config, "rope_parameters": parameters.get(kind), "rope_theta": base}
+            )
+            for kind, base in theta.items()
+        )
+        return local, whole
+    plain = {**config, "rope_scaling": None, "rope_theta": config["rope_local_base_freq"]}
+    return read_rope_config(plain), read_rope_config({"rope_theta": 1e6, **config})
+
+
+class Gemma3Layer(Layer):
+    def __init__(self, config: ModelConfig, layer_index: int, build: Build) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, layer_index, build, QKNorm(config, build))
+        self.mlp = GatedMLP(config, build)
+        self.input_layernorm = RMSNorm(config, build)
+        self.post_attention_layernorm = RMSNorm(config, build)
+        self.pre_feedforward_layernorm = RMSNorm(config, build)
+        self.post_feedforward_layernorm = RMSNorm(config, build)
+
+    def forward(
+        self,
+        x: Tensor | None,
+        residual: Tensor | None,
+        rope: Tensor,
+        batch: ForwardBatch,
+        kept: SampledTokens | None,
+    ) -> tuple[Tensor, Tensor]:
+        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
+        x = self.post_attention_layernorm(self.self_attn.o_proj(output))
+        gated, residual = self.mlp.gate_up_proj.after(self.pre_feedforward_layernorm, x, residual)
+        return self.post_feedforward_layernorm(self.mlp.down_proj(gated)), residual
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: Build) -> Gemma3Layer:
+    return Gemma3Layer(config, layer_index, build)

@@ -1,0 +1,13 @@
+"""Mistral: Llama's layer, which may see no further back than a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.config import ModelConfig, read_model_config, with_window
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    model = read_model_config(config)
+    return with_window(model, config.get("sliding_window"), range(model.num_layers))

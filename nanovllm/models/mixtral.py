@@ -1,0 +1,34 @@
+"""Mixtral: Mistral's attention, and experts in place of every MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.config import ExpertsConfig, ModelConfig, field
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.build import Build
+from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.models import mistral
+from nanovllm.models.decoder import DecoderLayer
+
+NAMES = ExpertNames(gate="w1", up="w3", down="w2")
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    model = mistral.read_config(config)
+    experts = ExpertsConfig(
+        num_experts=field(config, "num_local_experts"),
+        top_k=field(config, "num_experts_per_tok"),
+        size=model.intermediate_size,
+        is_normalized=True,
+    )
+    return replace(model, experts=experts)
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+    assert config.experts is not None
+    self_attn = SelfAttention(config, layer_index, build)
+    sparse = SparseMLP(config.hidden_size, config.experts, NAMES, build)
+    return DecoderLayer(config, self_attn, sparse, build, mlp_name="block_sparse_moe")

@@ -1,0 +1,27 @@
+"""Phi-3 and Phi-4: Llama's layer, whose q, k, v and gate, up are stored as one weight each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.config import ModelConfig
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.build import Build
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.models import mistral
+from nanovllm.models.decoder import DecoderLayer
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    model = mistral.read_config(config)
+    # What Phi-3's first checkpoints call "yarn" or "su" is longrope.
+    if (kind := model.layers[0].rope.kind) != "default":
+        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported for Phi-3")
+    return model
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+    self_attn = SelfAttention(config, layer_index, build, packed="qkv_proj")
+    return DecoderLayer(config, self_attn, GatedMLP(config, build, packed="gate_up_proj"), build)

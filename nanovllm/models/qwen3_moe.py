@@ -1,0 +1,43 @@
+"""Qwen3-MoE: Qwen3's attention, and experts in place of most MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.config import ExpertsConfig, ModelConfig, field, read_model_config, with_window
+from nanovllm.layers.build import Build
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.models.decoder import DecoderLayer
+from nanovllm.models.qwen3 import build_attention
+
+NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    model = read_model_config(config)
+    if config.get("use_sliding_window"):
+        model = with_window(model, field(config, "sliding_window"), range(model.num_layers))
+    step = config.get("decoder_sparse_step", 1)
+    is_dense = {i for i in range(model.num_layers) if (i + 1) % step} | set(
+        config.get("mlp_only_layers") or ()
+    )
+    experts = ExpertsConfig(
+        num_experts=config.get("num_experts") or field(config, "num_local_experts"),
+        top_k=field(config, "num_experts_per_tok"),
+        size=field(config, "moe_intermediate_size"),
+        is_normalized=config.get("norm_topk_prob", False),
+        dense_layers=frozenset(is_dense),
+    )
+    return replace(model, experts=experts)
+
+
+def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
+    assert config.experts is not None
+    self_attn = build_attention(config, layer_index, build)
+    if layer_index in config.experts.dense_layers:
+        return DecoderLayer(config, self_attn, GatedMLP(config, build), build)
+    sparse = SparseMLP(config.hidden_size, config.experts, NAMES, build)
+    return DecoderLayer(config, self_attn, sparse, build)
