@@ -27,6 +27,8 @@ _TOP_TENSORS = {
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+# Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
+_END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -78,6 +80,8 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
     reader = open_gguf(path)
     ids = [field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens = field(reader, "tokenizer.ggml.tokens", [])
+    ids += [tokens.index(text) for text in _END_TEXTS if text in tokens]
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
 
 

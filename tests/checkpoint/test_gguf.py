@@ -147,6 +147,9 @@ def test_every_end_of_generation_id(tmp_path: Path) -> None:
     ids = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
     path = write_gguf(tmp_path / "m.gguf", metadata=ids)
     assert read_generation_config(path) == {"eos_token_id": [2, 7]}
+    tokens = ["a", "<end_of_turn>", "</s>", "<|endoftext|>", "<|end|>", "end"]
+    path = write_gguf(tmp_path / "t.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    assert read_generation_config(path) == {"eos_token_id": [2, 4, 1, 3]}
 
 
 def test_biases_are_named_and_permuted(tmp_path: Path) -> None:
