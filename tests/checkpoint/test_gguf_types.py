@@ -151,6 +151,18 @@ def test_quantised_model_is_close_to_the_original(
         assert np.abs(array - expected[name]).max() <= limit, name
 
 
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_1"])
+def test_quantised_experts_are_those_of_single_tensors(tmp_path: Path, quant: str) -> None:
+    tensors = hf_tensors("qwen3moe", tied=True)
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, quant=quant)
+    kind, loaded = gguf.GGMLQuantizationType[quant], dict(iter_tensors(path))
+    assert loaded.keys() == tensors.keys()
+    for name, array in tensors.items():
+        if ".experts." in name:
+            alone = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+            np.testing.assert_array_equal(loaded[name], alone, err_msg=name)
+
+
 def test_every_type_is_covered() -> None:
     assert {*REFERENCES, "F32", "F16"} == set(TENSOR_TYPES)
 

@@ -18,7 +18,13 @@ from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from tests.checkpoint.reference_bpe import LETTERS, encode_bytes, encode_pieces, split_like
+from tests.checkpoint.reference_bpe import (
+    LETTERS,
+    encode_bytes,
+    encode_pieces,
+    split_like,
+    split_marked,
+)
 from tests.checkpoint.tiny_gguf import add_value
 
 Tokenizer = PreTrainedTokenizerBase
@@ -42,9 +48,9 @@ TEXTS = [
 ]
 
 
-def write_vocabulary(path: Path, **metadata: Any) -> Checkpoint:
+def write_vocabulary(path: Path, architecture: str = "llama", **metadata: Any) -> Checkpoint:
     """Write a GGUF file that is only a tokenizer; keywords are `tokenizer.ggml.*` values."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         name = "tokenizer.chat_template" if key == "chat_template" else f"tokenizer.ggml.{key}"
         add_value(writer, name, value)
@@ -73,7 +79,10 @@ BYTE_LEVEL: dict[str, Any] = {
 MARKED = ["<|im_start|>", "<|im_end|>", "<think>"]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "default", "smollm", "llama-bpe", "llama3", "qwen2"])
+PRE_TOKENIZERS = ["gpt-2", "default", "smollm", "llama-bpe", "llama3", "qwen2", "dbrx"]
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_byte_level_equals_the_reference(tmp_path: Path, pre: str) -> None:
     tokenizer = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **BYTE_LEVEL, pre=pre))
     split, whole = split_like(pre), pre.startswith("llama")
@@ -98,6 +107,7 @@ def test_digit_groups_tell_the_pre_tokenizers_apart(tmp_path: Path) -> None:
     assert pieces("smollm") == [" ", "1", "2", "3", "1"]
     assert pieces("qwen2") == [" ", "1", "2", "3", "1"]
     assert pieces("llama-bpe") == [" ", "123", "1"]
+    assert pieces("dbrx") == [" ", "123", "1"]
 
 
 def test_special_and_user_defined_tokens(tmp_path: Path) -> None:
@@ -116,6 +126,7 @@ def test_special_and_user_defined_tokens(tmp_path: Path) -> None:
     ("pre", "flags", "expected"),
     [
         ("gpt-2", {}, [260]),
+        ("dbrx", {}, [260]),
         ("llama-bpe", {}, [269, 260]),
         ("llama-bpe", {"add_bos_token": False}, [260]),
         ("qwen2", {"add_bos_token": True}, [269, 260]),
@@ -221,6 +232,40 @@ def test_sentencepiece_specials_and_prefix(tmp_path: Path) -> None:
         "</s>",
         "<unk>",
     )
+
+
+def test_gemma_keeps_every_space(tmp_path: Path) -> None:
+    runs = ["\n\n", "  ", "   ", "<b>"]  # converters write user-defined spaces as spaces
+    tokens, scores = [*SENTENCEPIECE["tokens"], *runs], [*SENTENCEPIECE["scores"], *[-1000.0] * 4]
+    kinds = [*SENTENCEPIECE["token_type"], *[USER_DEFINED] * 4]
+    columns = {"tokens": tokens, "scores": scores, "token_type": kinds, "add_space_prefix": False}
+    gemma = write_vocabulary(tmp_path / "v.gguf", "gemma3", **(SENTENCEPIECE | columns))
+    tokenizer, ids = load_tokenizer(gemma), {token: i for i, token in enumerate(tokens)}
+    assert tokenizer.encode("hello") == [1, *reference_pieces("hello")]
+    assert reference_pieces("hello") == [ids["hello"]]
+    text = "<|end|>\nhello\n\n   the tin  a <b>abc</s>    x"
+    expected: list[int] = []
+    for part in split_marked(text, [*runs, "<|end|>", "</s>"]):
+        known = part in runs or part in ("<|end|>", "</s>")
+        expected += [ids[part]] if known else reference_pieces(part)
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
+    assert tokenizer.decode(expected) == text
+    assert [ids["   "], *reference_pieces(" ")] == tokenizer.encode("    ")[1:]  # longest first
+
+
+@pytest.mark.parametrize("eos", ["<|end|>", "</s>"])
+def test_phi3_marks_take_the_space_after_them(tmp_path: Path, eos: str) -> None:
+    ids = {token: i for i, token in enumerate(SENTENCEPIECE["tokens"])}
+    metadata = SENTENCEPIECE | {"eos_token_id": ids[eos], "pre": "default"}
+    tokenizer = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", "phi3", **metadata))
+    assert tokenizer.encode("<|end|>\n hello<tool>  </s>\nhello", add_special_tokens=False) == [
+        *(ids["<|end|>"], ids["▁hello"], ids["<tool>"], ids["</s>"], ids["▁hello"]),
+    ]
+    kept = [1, *reference_pieces(" \nhello")]  # <s> does not
+    assert tokenizer.encode("<s>\nhello", add_special_tokens=False) == kept
+    llama = load_tokenizer(write_vocabulary(tmp_path / "l.gguf", **metadata))
+    kept = [ids["<|end|>"], *reference_pieces(" \nhello")]
+    assert llama.encode("<|end|>\nhello", add_special_tokens=False) == kept
 
 
 def test_sentencepiece_merges_agree_with_transformers(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Write tiny GGUF files the way converters do."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,35 +8,66 @@ import gguf
 import numpy as np
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
+EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3"]
+Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
 
 
 def hf_tensors(arch: str, *, tied: bool, seed: int = 0) -> Arrays:
     """Random weights under Hugging Face names."""
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            prefix + "input_layernorm.weight": (HIDDEN,),
-            prefix + "post_attention_layernorm.weight": (HIDDEN,),
-            prefix + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-            prefix + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-            prefix + "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-            prefix + "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-            prefix + "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
-        }
-        if arch == "qwen3":
-            shapes[prefix + "self_attn.q_norm.weight"] = (HEAD_DIM,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (HEAD_DIM,)
+        parts = layer_shapes(arch)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    for name, array in tensors.items():
+        if name.endswith("norm.weight"):
+            array[:] = np.round(array * 1024) / 1024  # so that adding 1 to it is exact
+    return tensors
+
+
+def layer_shapes(arch: str) -> Shapes:
+    q_size, kv_size = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes: Shapes = {
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.o_proj.weight": (HIDDEN, q_size),
+    }
+    if arch == "phi3":
+        return shapes | {
+            "self_attn.qkv_proj.weight": (q_size + 2 * kv_size, HIDDEN),
+            "mlp.gate_up_proj.weight": (2 * INTERMEDIATE, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        }
+    sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    shapes |= {f"self_attn.{name}.weight": (size, HIDDEN) for name, size in sizes.items()}
+    if arch == "qwen2":
+        shapes |= {f"self_attn.{name}.bias": (size,) for name, size in sizes.items()}
+    if arch in ("qwen3", "qwen3moe", "gemma3"):
+        shapes |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+    if arch == "gemma3":
+        shapes |= {f"{name}_feedforward_layernorm.weight": (HIDDEN,) for name in ("pre", "post")}
+    if arch != "qwen3moe":
+        return shapes | mlp_shapes("mlp", INTERMEDIATE)
+    shapes["mlp.gate.weight"] = (EXPERTS, HIDDEN)
+    for expert in range(EXPERTS):
+        shapes |= mlp_shapes(f"mlp.experts.{expert}", EXPERT_INTERMEDIATE)
+    return shapes
+
+
+def mlp_shapes(prefix: str, size: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (size, HIDDEN),
+        f"{prefix}.up_proj.weight": (size, HIDDEN),
+        f"{prefix}.down_proj.weight": (HIDDEN, size),
+    }
 
 
 def gguf_name(hf_name: str, arch: str) -> str:
@@ -45,6 +77,17 @@ def gguf_name(hf_name: str, arch: str) -> str:
     name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
     assert name is not None, hf_name
     return name
+
+
+def stack_experts(tensors: Arrays) -> Arrays:
+    """Join `experts.0`, `experts.1` and so on into one tensor named `experts`."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, array in tensors.items():
+        stacks.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(array)
+    return {
+        name: np.stack(arrays) if ".experts." in name else arrays[0]
+        for name, arrays in stacks.items()
+    }
 
 
 def permute_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -66,7 +109,7 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     raw: Arrays | None = None,
 ) -> Path:
-    """Write a model as converters do: matrices quantised, norms float32, llama's q/k permuted."""
+    """Write a model as converters do: matrices quantised, norms float32, rows and norms changed."""
     writer = gguf.GGUFWriter(path, arch)
     values = {
         f"{arch}.block_count": LAYERS,
@@ -81,15 +124,25 @@ def write_gguf(
         f"{arch}.rope.freq_base": 50000.0,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
-    } | (metadata or {})
+    }
+    if arch == "qwen3moe":
+        values["qwen3moe.expert_count"] = EXPERTS
+        values["qwen3moe.expert_used_count"] = EXPERTS_USED
+        values["qwen3moe.expert_feed_forward_length"] = EXPERT_INTERMEDIATE
+    if arch in ("gemma3", "phi3"):
+        values[f"{arch}.attention.sliding_window"] = WINDOW
+    values |= metadata or {}
     for key, value in values.items():
         if value is not None:
             add_value(writer, key, value)
-    for name, array in (hf_tensors(arch, tied=True) if tensors is None else tensors).items():
+    tensors = hf_tensors(arch, tied=True) if tensors is None else tensors
+    for name, array in stack_experts(tensors).items():
         if arch == "llama" and ".q_proj." in name:
             array = permute_rows(array, HEADS)
         if arch == "llama" and ".k_proj." in name:
             array = permute_rows(array, KV_HEADS)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         kind = gguf.GGMLQuantizationType[quant if array.ndim > 1 else "F32"]
         writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(array, kind), raw_dtype=kind)
     for name, array in (raw or {}).items():
