@@ -95,6 +95,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma3-six": Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 1},
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+    ),
     "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=WINDOW),
 }
 

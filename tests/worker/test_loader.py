@@ -21,7 +21,7 @@ import gguf
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from tests.checkpoint.tiny_gguf import add_value, permute_rows
+from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,6 +60,7 @@ class Case:
     tokens: list[list[int]]  # from its one safetensors file
 
 
+GGUF_NAMES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}  # by model_type
 VARIANTS = ["qwen3", "llama", "qwen3-tied", "llama-tied-rope", "llama-mha-bias"]
 
 
@@ -108,7 +109,10 @@ def test_pytorch_bin(case: Case, tmp_path: Path) -> None:
 
 def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     """Write a checkpoint in F32 as converters do: renamed, llama's q and k rows interleaved."""
-    config, arch = checkpoint.model.config, checkpoint.model.config.model_type
+    config = checkpoint.model.config
+    arch = GGUF_NAMES.get(config.model_type, config.model_type)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer = gguf.GGUFWriter(path, arch)
     values = {
         "block_count": config.num_hidden_layers,
@@ -117,25 +121,36 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "expert_count": getattr(config, "num_experts", None),
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
     }
+    if rope["rope_type"] == "yarn":
+        values["rope.scaling.type"] = "yarn"
+        values["rope.scaling.factor"] = rope["factor"]
+        trained = rope["original_max_position_embeddings"]
+        values["rope.scaling.original_context_length"] = trained
     for key, value in values.items():
-        add_value(writer, f"{arch}.{key}", value)
+        if value is not None:
+            add_value(writer, f"{arch}.{key}", value)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in read_tensors(checkpoint).items():
-        array, projection = tensor.numpy(), name.split(".")[-2]
+    arrays = {name: tensor.numpy() for name, tensor in read_tensors(checkpoint).items()}
+    for name, array in stack_experts(arrays).items():
+        projection = name.split(".")[-2]
         if arch == "llama" and projection in heads:
             array = permute_rows(array, heads[projection])
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array)
-    if config.rope_parameters["rope_type"] == "llama3":
-        plain = 1 / config.rope_parameters["rope_theta"] ** (
-            torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        )
+    if rope["rope_type"] == "llama3":
+        plain = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         factors = plain / checkpoint.model.model.rotary_emb.inv_freq
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     writer.write_header_to_file()
@@ -147,6 +162,13 @@ def write_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
 
 def test_gguf(case: Case, tmp_path: Path) -> None:
     assert run(write_gguf(tmp_path / "model.gguf", case.checkpoint)) == case.tokens
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-yarn", "qwen3-moe", "gemma3-six", "phi3"])
+def test_gguf_of_every_family(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    checkpoint = tiny(name)
+    want = [checkpoint.generate(prompt, 8) for prompt in PROMPTS]
+    assert run(write_gguf(tmp_path / "model.gguf", checkpoint)) == want
 
 
 def test_a_bfloat16_checkpoint_loads_in_float32(llama: TinyCheckpoint, tmp_path: Path) -> None:
