@@ -60,6 +60,24 @@ class PackedLinear(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Each token goes to the top_k experts with the largest softmax of the router's logits."""
+
+    top_k: int
+    is_normalized: bool  # whether the weights of the chosen are made to sum to one
+
+
+class PackedExperts(Protocol):
+    """The experts of a layer, and the choice among them, as the device runs them."""
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        x is [tokens, hidden], logits are [tokens, experts] and of the same dtype.
+        """
+
+
 class Ops(Protocol):
     """`reference.py` says in plain torch what each one computes."""
 
@@ -104,4 +122,10 @@ class Ops(Protocol):
         """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
 
         A gated one holds gate and up, and returns silu_mul of what they give.
+        """
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        """Lay experts out: gate_up [experts, 2 * size, hidden], down [experts, hidden, size].
+
+        Each is down(silu(gate(x)) * up(x)), and gate_up holds its gate, then its up.
         """
