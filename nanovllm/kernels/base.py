@@ -38,24 +38,6 @@ class QKNormWeights:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Each token goes to the top_k experts with the largest softmax of the router's logits."""
-
-    top_k: int
-    is_normalized: bool  # whether the weights of the chosen are made to sum to one
-
-
-class PackedExperts(Protocol):
-    """The experts of a layer as the device runs them."""
-
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
-
-        x is [tokens, hidden], logits [tokens, experts].
-        """
-
-
 class PackedLinear(Protocol):
     """A projection as the device runs it."""
 
@@ -80,6 +62,24 @@ class PackedLinear(Protocol):
 
         Both may be overwritten.
         `upcoming` comes next, but after work that reads little: its weight may be fetched ahead.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Each token goes to the top_k experts with the largest softmax of the router's logits."""
+
+    top_k: int
+    is_normalized: bool  # whether the weights of the chosen are made to sum to one
+
+
+class PackedExperts(Protocol):
+    """The experts of a layer, and the choice among them, as the device runs them."""
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        x is [tokens, hidden], logits are [tokens, experts] and of the same dtype.
         """
 
 
@@ -127,4 +127,10 @@ class Ops(Protocol):
         """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
 
         One with an activation holds gate and up, and returns `gate` of what they give.
+        """
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        """Lay experts out: gate_up [experts, 2 * size, hidden], down [experts, hidden, size].
+
+        Each is down(silu(gate(x)) * up(x)), and gate_up holds its gate, then its up.
         """

@@ -14,6 +14,7 @@ import numpy as np
 from numba import cfunc, float32, int32, int64, types, uint32
 
 from nanovllm.kernels.base import GELU_BEND, GELU_SCALE
+from nanovllm.kernels.numba_experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.numba_simd import (
     FAST,
     LANES,
@@ -35,6 +36,7 @@ from nanovllm.kernels.numba_simd import (
 )
 
 EMBED, LINEAR, NORM, ADD_NORM, SILU_MUL, GELU_MUL, ROPE_WRITE, ATTEND = range(8)
+ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(8, 12)
 PROGRAM_WIDTH = 24
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -88,6 +90,14 @@ def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
         _rope_write(args, at + 1, thread, num_threads, like)
     elif number == ATTEND:
         _attend(args, at + 1, thread, num_threads, like)
+    elif number == ROUTE:
+        route(args, at + 1, thread, num_threads, like)
+    elif number == GROUP:
+        group(args, at + 1, thread, num_threads, like)
+    elif number == GROUPED_LINEAR:
+        grouped_linear(args, at + 1, thread, num_threads, like)
+    elif number == ADD_CHOICES:
+        add_choices(args, at + 1, thread, num_threads, like)
 
 
 @kernel

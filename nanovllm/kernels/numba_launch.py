@@ -70,9 +70,9 @@ class Launcher:
         self._single.lines[0, : len(line)] = line
         self._single.run()
 
-    def empty(self, *shape: int) -> Tensor:
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate what a kernel writes; a recording holds on to it."""
-        tensor = torch.empty(shape, dtype=self.dtype)
+        tensor = torch.empty(shape, dtype=dtype or self.dtype)
         if self._recorded is not None:
             self._kept.append(tensor)
         return tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,20 +13,27 @@ from nanovllm.kernels.base import (
     Activation,
     LinearFn,
     NormWeights,
+    PackedExperts,
     PackedLinear,
     QKNormWeights,
+    Routing,
 )
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.numba_launch import Launcher, float_bits
+from nanovllm.kernels.reference import run_experts
 
 # More rows than that and oneDNN's blocked product is faster: benchmarks/cpu_linear.py.
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
+
+# Of an expert, were the tokens spread evenly: benchmarks/cpu_experts.py.
+MAX_EXPERT_ROWS = {torch.bfloat16: 8, torch.float32: 24}
 
 
 class NumbaOps:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.max_linear_rows = MAX_LINEAR_ROWS[launcher.dtype]
+        self.max_expert_rows = MAX_EXPERT_ROWS[launcher.dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
@@ -107,6 +116,67 @@ class NumbaOps:
             return y
 
         return ComposedLinear(self, run, activation)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        gate_up, down = gate_up.contiguous(), down.contiguous()
+        most = self.max_expert_rows * len(down) // routing.top_k
+        return NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaExperts:
+    """Few tokens run in kernels that read each chosen expert once, more of them in oneDNN."""
+
+    ops: NumbaOps
+    gate_up: Tensor
+    down: Tensor
+    routing: Routing
+    max_tokens: int
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        if len(x) > self.max_tokens:
+            return run_experts(x, logits, self.gate_up, self.down, self.routing)
+        num_tokens, hidden = x.shape
+        order, starts, weights = self._route(logits.contiguous())
+        y = self._linear(x.contiguous(), self.gate_up, order, starts, num_tokens)
+        y = self._linear(self.ops.gate(y, "silu"), self.down, order, starts, num_tokens)
+        out = self.ops.launcher.empty(num_tokens, hidden)
+        addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
+        sizes = num_tokens, self.routing.top_k, hidden
+        self.ops.launcher.launch(kernels.ADD_CHOICES, *addresses, *sizes)
+        return out
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs (token, choice) by expert, each expert's first, and their weights."""
+        launcher, top_k = self.ops.launcher, self.routing.top_k
+        num_tokens, num_experts = logits.shape
+        num_pairs = num_tokens * top_k
+        ids, order = (launcher.empty(num_pairs, dtype=torch.int32) for _ in range(2))
+        starts = launcher.empty(num_experts + 1, dtype=torch.int32)
+        weights = launcher.empty(num_pairs, dtype=torch.float32)
+        addresses = ids.data_ptr(), weights.data_ptr(), logits.data_ptr()
+        sizes = num_tokens, num_experts, top_k
+        launcher.launch(kernels.ROUTE, *addresses, *sizes, self.routing.is_normalized)
+        addresses = order.data_ptr(), starts.data_ptr(), ids.data_ptr()
+        launcher.launch(kernels.GROUP, *addresses, num_pairs, num_experts)
+        return order, starts, weights
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, max_rows: int
+    ) -> Tensor:
+        """Multiply each pair with its expert; x has a line for each token, or for each pair."""
+        launcher = self.ops.launcher
+        num_experts, num_out, num_in = weight.shape
+        num_pairs = len(order)
+        y = launcher.empty(num_pairs, num_out)
+        max_rows = -(-max_rows // kernels.TILE_ROWS) * kernels.TILE_ROWS
+        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + kernels.TILE))
+        tensors = y, x, weight, order, starts, scratch
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        pairs_per_line = num_pairs // max(len(x), 1)
+        sizes = max_rows, num_experts, pairs_per_line, num_out, num_in
+        launcher.launch(kernels.GROUPED_LINEAR, *addresses, *sizes)
+        return y
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

@@ -250,4 +250,5 @@ def _prefetch(builder: Any, pointer: Any, index: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
     name = "llvm.prefetch.p0"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    builder.call(function, [address, i32(0), i32(3), i32(1)])  # for reading, into every cache
+    # For reading, into the second cache: the first one holds the rows of x.
+    builder.call(function, [address, i32(0), i32(2), i32(1)])

@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.base import Activation, NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.base import (
+    Activation,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
 from nanovllm.kernels.composed_linear import ComposedLinear
 
 
@@ -55,6 +62,9 @@ class TorchOps:
     ) -> PackedLinear:
         return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
 
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        return lambda x, logits: run_experts(x, logits, gate_up, down, routing)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide x by its root mean square, in float32, then scale by weight."""
@@ -68,6 +78,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
+
+
+def run_experts(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
+) -> Tensor:
+    """See Ops.pack_experts; each expert that was chosen at all runs once, over all its tokens."""
+    ids, weights = route(logits, routing)  # [tokens, top_k]
+    order = ids.flatten().argsort(stable=True)  # of (token, choice), by expert
+    counts = ids.flatten().bincount(minlength=len(down)).tolist()
+    y = x.new_empty(len(order), x.shape[1])
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs) > 0:
+            gate, up = F.linear(x[pairs // routing.top_k], gate_up[expert]).chunk(2, dim=-1)
+            y[pairs] = F.linear(F.silu(gate) * up, down[expert])
+    y = y.view(*ids.shape, x.shape[1])
+    return torch.bmm(weights.unsqueeze(1), y).squeeze(1)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the ids of each token's experts, the best first, and their weights."""
+    # A stable sort, unlike topk, says which of two equal logits comes first.
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = logits.float().softmax(-1).gather(1, ids)
+    if routing.is_normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights.to(logits.dtype)
 
 
 def reference_attention(

@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import fused
-from nanovllm.kernels.base import Activation, NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.base import (
+    Activation,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
+from nanovllm.kernels.reference import run_experts
 from nanovllm.kernels.skinny_linear import skinny_linear
 
 ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
@@ -56,6 +64,9 @@ class TritonOps:
         if weight.dtype == torch.float32:
             return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
         return CudaLinear(self, weight, bias, activation)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        return lambda x, logits: run_experts(x, logits, gate_up, down, routing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""A layer of experts on the CPU: a loop over them, oneDNN for each, our kernels.
+
+    python -m benchmarks.cpu_experts [--experts 128] [--tokens 1 64 ...]
+
+Random weights in the shape of Qwen3-30B-A3B's layers, bf16 with all and float32 with half of the
+experts. Candidates take turns; medians count. The floor is what it takes to read every expert that
+was chosen once, at the speed at which torch sums up the same memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.base import PackedExperts, Routing
+from nanovllm.kernels.numba_launch import Launcher
+from nanovllm.kernels.numba_ops import NumbaOps
+from nanovllm.kernels.reference import TorchOps, route
+
+HIDDEN, SIZE, TOP_K = 2048, 768, 8
+TOKENS = (1, 8, 64, 128, 256, 1024)
+NUM_ROUNDS = 5
+
+
+def main() -> None:
+    args = parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {NUM_ROUNDS} rounds")
+    routing = Routing(TOP_K, is_normalized=True)
+    with torch.inference_mode():
+        for dtype, num_experts in (
+            (torch.bfloat16, args.experts),
+            (torch.float32, args.experts // 2),
+        ):
+            gate_up = make(num_experts, 2 * SIZE, HIDDEN, dtype=dtype)
+            down = make(num_experts, HIDDEN, SIZE, dtype=dtype)
+            ops = NumbaOps(Launcher(dtype))
+            ops.max_expert_rows = max(args.tokens) * TOP_K  # our kernels run them all
+            candidates = {
+                "loop": pack_loop(gate_up, down, routing),
+                "oneDNN": TorchOps().pack_experts(gate_up, down, routing),
+                "ours": ops.pack_experts(gate_up, down, routing),
+            }
+            for num_tokens in args.tokens:
+                report(candidates, gate_up, down, routing, num_tokens)
+
+
+def pack_loop(gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+    """As models are often written: a mask for each expert, and a sum in place."""
+
+    def run(x: Tensor, logits: Tensor) -> Tensor:
+        ids, weights = route(logits, routing)
+        out = torch.zeros_like(x)
+        mask = F.one_hot(ids, len(down)).permute(2, 1, 0)  # [experts, top_k, tokens]
+        for expert in range(len(down)):
+            choices, tokens = torch.where(mask[expert])
+            gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, down[expert])
+            out.index_add_(0, tokens, y * weights[tokens, choices, None])
+        return out
+
+    return run
+
+
+def report(
+    candidates: dict[str, PackedExperts],
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    num_tokens: int,
+) -> None:
+    num_experts, dtype = len(down), down.dtype
+    x = torch.randn(num_tokens, HIDDEN).to(dtype)
+    logits = torch.randn(num_tokens, num_experts).to(dtype)
+    num_chosen = len(route(logits, routing)[0].unique())
+    reads = {"floor": lambda: read(gate_up[:num_chosen], down[:num_chosen])}
+    runs = {name: bind(run, x, logits) for name, run in candidates.items()}
+    times = medians(reads | runs)
+    cells = [f"{name} {seconds * 1e3:8.2f}" for name, seconds in times.items()]
+    ratio = f"loop / ours {times['loop'] / times['ours']:5.2f}"
+    place = (
+        f"{str(dtype).removeprefix('torch.'):8s} {num_tokens:4d} tokens, {num_chosen:3d} experts"
+    )
+    print(f"{place}, ms: {'  '.join(cells)}   {ratio}", flush=True)
+
+
+def bind(run: PackedExperts, x: Tensor, logits: Tensor) -> Callable[[], object]:
+    return lambda: run(x, logits)
+
+
+def read(gate_up: Tensor, down: Tensor) -> None:
+    for weight in (gate_up, down):
+        weight.view(torch.float32).sum()
+
+
+def medians(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each; they take turns, since other work on the machine comes and goes."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(NUM_ROUNDS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def make(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Small random numbers; the float32 of all of them would not fit beside the result."""
+    weight = torch.empty(shape, dtype=dtype)
+    for expert in weight:
+        expert.copy_(torch.randn(shape[1:]) / shape[2] ** 0.5)
+    return weight
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--experts", type=int, default=128, help="in bf16; float32 takes half (default: 128)")
+    add("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help=f"default: {TOKENS}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Every family's config in both layouts, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from nanovllm.config import RopeConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.models.registry import FAMILIES, read_config
+from tests import checkpoints
+
+CONFIGS = checkpoints.VARIANTS | checkpoints.FAMILIES
+ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+def saved(name: str) -> dict[str, Any]:
+    """The config as transformers 5 writes it."""
+    config = CONFIGS[name].to_dict()
+    return {**config, "architectures": [ARCHITECTURES[config["model_type"]]], "dtype": "bfloat16"}
+
+
+def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """The same as transformers 4 wrote it."""
+    config = dict(config)
+    config["torch_dtype"] = config.pop("dtype")
+    rope = config.pop("rope_parameters")
+    if config["model_type"] == "gemma3_text":
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
+        rope = rope["full_attention"]
+        if config["num_hidden_layers"] == 6:  # as the pattern says
+            del config["layer_types"]
+        del config["tie_word_embeddings"]
+    elif config["model_type"] != "gemma3_text":
+        config.pop("layer_types", None)
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    config["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    return config
+
+
+def test_every_family_has_a_config_here() -> None:
+    assert {saved(name)["architectures"][0] for name in CONFIGS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_both_layouts_read_the_same(name: str) -> None:
+    new = saved(name)
+    old = as_transformers_4(new)
+    assert read_config(old) == read_config(new)
+    again = AutoConfig.for_model(**old).to_dict()  # transformers agrees that they are the same
+    assert again["rope_parameters"] == new["rope_parameters"]
+    assert again.get("layer_types") == new.get("layer_types")
+
+
+def test_windows() -> None:
+    def windows(name: str, **changes: Any) -> list[int | None]:
+        return [layer.window for layer in read_config({**saved(name), **changes}).layers]
+
+    assert windows("mistral") == [20, 20]
+    assert windows("mistral-whole") == windows("qwen2") == windows("llama") == [None, None]
+    assert windows("qwen2-window") == [None, 20]
+    assert windows("qwen2-window", layer_types=["sliding_attention"] * 2) == [20, 20]
+    assert windows("qwen2-window", use_sliding_window=False) == [None, None]
+    assert windows("gemma3") == [20, None]
+    assert windows("gemma3-six") == [20, 20, 20, 20, 20, None]
+    assert windows("gemma3-six", layer_types=None, sliding_window_pattern=2) == [20, None] * 3
+
+
+def test_gemma_rotates_layers_with_a_window_differently() -> None:
+    layers = read_config(saved("gemma3")).layers
+    assert [layer.rope for layer in layers] == [RopeConfig(1e4), RopeConfig(1e6)]
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {**as_transformers_4(saved("gemma3")), "rope_scaling": scaling}
+    local, whole = read_config(old).layers
+    assert local.rope == RopeConfig(1e4)
+    assert whole.rope == RopeConfig(1e6, "linear", factor=8.0)
+
+
+def test_constants_that_gemma_configs_leave_out() -> None:
+    config = {key: value for key, value in saved("gemma3").items() if value is not None}
+    for key in ("head_dim", "query_pre_attn_scalar", "hidden_activation", "tie_word_embeddings"):
+        del config[key]
+    model = read_config(config)
+    assert (model.head_dim, model.attention_scale) == (256, 1 / 16)
+    assert (model.activation, model.tie_word_embeddings) == ("gelu_tanh", True)
+
+
+def test_which_layers_have_experts() -> None:
+    def dense_layers(**changes: Any) -> list[int]:
+        changes |= {"num_hidden_layers": 6}
+        experts = read_config({**saved("qwen3-moe"), **changes}).experts
+        assert experts is not None
+        return sorted(experts.dense_layers)
+
+    assert dense_layers() == []
+    assert dense_layers(mlp_only_layers=[2, 5]) == [2, 5]
+    assert dense_layers(decoder_sparse_step=2) == [0, 2, 4]
+    assert dense_layers(decoder_sparse_step=3, mlp_only_layers=[2]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"hidden_activation": "relu"}, "'relu'"),
+        ("qwen2-window", {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "'su'"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "'yarn'"),
+        ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, "0.75"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(
+    name: str, changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        read_config({**saved(name), **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("llama", "hidden_size"),
+        ("mixtral", "num_local_experts"),
+        ("mixtral", "num_experts_per_tok"),
+        ("qwen3-moe", "moe_intermediate_size"),
+        ("qwen3-moe", "num_local_experts"),
+        ("qwen2-window", "sliding_window"),
+        ("phi3", "rms_norm_eps"),
+    ],
+)
+def test_a_missing_field_is_named(name: str, field: str) -> None:
+    config = saved(name)
+    del config[field]
+    with pytest.raises(CheckpointError, match=f"'{field}'"):
+        read_config(config)
+
+
+def test_layer_types_of_another_length_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="3 entries for 2 layers"):
+        read_config({**saved("gemma3"), "layer_types": ["full_attention"] * 3})
