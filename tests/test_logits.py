@@ -80,6 +80,7 @@ def transformers_logits(root: Path, name: str, device: str, dtype: str) -> tuple
     model, path = checkpoint(root, name).model, checkpoint(root, name).path
     rounded = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
     exact = copy.deepcopy(model).double().to(device)
+    exact.set_experts_implementation("eager")  # the others know no float64
     exact.load_state_dict(rounded.state_dict())
     prompts, answers = make_sequences(rounded.config.vocab_size)
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -111,7 +112,16 @@ def test_as_exact_as_transformers(
     ) as llm:
         for _ in range(2):  # the second time every prompt is cached
             ours = torch.cat(forced_logits(llm, prompts, answers))
-            assert_as_exact(ours - exact, theirs - exact, FACTORS[dtype])
+            errors = [most_rows(logits - exact, name) for logits in (ours, theirs)]
+            assert_as_exact(*errors, FACTORS[dtype])
+
+
+def most_rows(errors: Tensor, name: str) -> Tensor:
+    """With experts, leave out the worst few: near a tie rounding chooses another expert."""
+    if name not in ("mixtral", "qwen3-moe"):
+        return errors
+    order = errors.square().mean(1).argsort()
+    return errors[order[: len(order) * 15 // 16]]
 
 
 def assert_as_exact(ours: Tensor, theirs: Tensor, factor: float) -> None:
