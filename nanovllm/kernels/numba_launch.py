@@ -5,12 +5,31 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels.numba_kernels import PROGRAM_WIDTH, compile_interpreter
+
+
+class NotRecordableError(Exception):
+    """Something other than our kernels computes: a replay would leave it out."""
+
+
+class OnlyViews(TorchDispatchMode):
+    """Refuses what computes; views and empty tensors are as good in a replay."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        returned = func._schema.returns[0].alias_info if func._schema.returns else None
+        is_view = returned is not None and not returned.is_write
+        if not is_view and not func._schema.name.startswith("aten::empty"):
+            raise NotRecordableError(f"{func} is none of the kernels that can be recorded")
+        return func(*args, **(kwargs or {}))
 
 
 class Program:
@@ -89,7 +108,8 @@ class Launcher:
         """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
         self._recorded, self._kept = [], []
         try:
-            output = function()
+            with OnlyViews():
+                output = function()
             lines = np.zeros((len(self._recorded), PROGRAM_WIDTH), np.int64)
             for i, line in enumerate(self._recorded):
                 lines[i, : len(line)] = line

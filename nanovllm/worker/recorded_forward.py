@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,11 +10,13 @@ from torch import Tensor
 
 from nanovllm.attention.numba_paged import NumbaPlan
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.numba_launch import Launcher
+from nanovllm.kernels.numba_launch import Launcher, NotRecordableError
 from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +33,22 @@ class RecordedForward:
         self.eager = eager
         self.launcher = launcher
         self.max_model_len = max_model_len
+        self._max_rows = MAX_LINEAR_ROWS[eager.dtype]
         self._steps: dict[int, RecordedStep] = {}  # by number of rows
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         num_rows = len(plan.slots)
-        if num_rows > MAX_LINEAR_ROWS[self.eager.dtype] or not is_decode(plan):
+        if num_rows > self._max_rows or not is_decode(plan):
             return self.eager(plan)
         eager = self.eager
         batch = eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
         if num_rows not in self._steps:
-            self._steps[num_rows] = self._record(batch)
+            try:
+                self._steps[num_rows] = self._record(batch)
+            except NotRecordableError as error:
+                logger.warning("Decode steps run eagerly, which is slower: %s", error)
+                self._max_rows = 0
+                return self.eager(plan)
         step = self._steps[num_rows]
         _copy(batch, step.batch)
         step.replay()

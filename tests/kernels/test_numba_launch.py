@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 
 from nanovllm.kernels import create_cpu_ops, numba_launch
 from nanovllm.kernels.base import NormWeights, PackedLinear
-from nanovllm.kernels.numba_launch import Launcher, find_openmp, float_bits
+from nanovllm.kernels.numba_launch import Launcher, NotRecordableError, find_openmp, float_bits
 from nanovllm.kernels.numba_ops import NumbaOps
 from nanovllm.kernels.reference import TorchOps
 
@@ -42,7 +42,7 @@ class Block:
         self.down: PackedLinear = self.ops.pack_linear(make(DIM, SIZE), None, None, True)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        x = self.ops.embed(token_ids, self.table)
+        x = self.ops.embed(token_ids, self.table, 1.0)
         x, residual = self.ops.norm(x, None, self.norm)
         for _ in range(3):
             x, residual = self.ops.norm(self.down(self.up(x)), residual, self.norm)
@@ -77,18 +77,33 @@ def test_a_replay_sees_what_its_inputs_hold_now(block: Block, num_rows: int) -> 
         assert torch.equal(output, block(wanted_ids.to(torch.int32)))
 
 
-def test_recording_runs_nothing(block: Block) -> None:
-    seen = []
+def test_recording_runs_nothing(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, shapes = tokens(1, 2), []
 
-    def run() -> Tensor:
-        output = block(tokens(1, 2))
-        output.fill_(7.0)
-        seen.append(output)
-        return output
+    def note(*shape: int) -> Tensor:
+        shapes.append(shape)
+        return block.launcher.empty(*shape)
 
-    _, output = block.launcher.record(run)
-    assert seen[0] is output
+    monkeypatch.setattr(block.ops, "_empty", note)
+    block(inputs)
+    filled = iter([torch.full(shape, 7.0, dtype=block.launcher.dtype) for shape in shapes])
+    monkeypatch.setattr(block.ops, "_empty", lambda *shape: next(filled))
+    _, output = block.launcher.record(lambda: block(inputs))
     assert bool((output == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda x: x + 1, lambda x: x.add_(1), torch.zeros_like, lambda x: x[x > 0]]
+)
+def test_what_a_replay_would_leave_out_is_refused(
+    block: Block, compute: Callable[[Tensor], Tensor]
+) -> None:
+    inputs = tokens(4, 8)
+    with pytest.raises(NotRecordableError, match="aten"):
+        block.launcher.record(lambda: compute(block(inputs)))
+    program, output = block.launcher.record(lambda: block(inputs).view(-1, 2).t()[:3])
+    program.run()
+    assert torch.equal(output, block(inputs).view(-1, 2).t()[:3])
 
 
 def test_a_program_holds_on_to_its_buffers(block: Block) -> None:

@@ -140,11 +140,13 @@ def test_linear_keeps_the_weight_and_leaves_it_as_it_was(
 @SEVERAL_THREADS
 @DTYPES
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 40])
-def test_embed_copies_lines(num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scale", [1.0, 6.9375])
+def test_embed(num_rows: int, dtype: torch.dtype, scale: float) -> None:
     table = make(50, 33, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(50, (num_rows,), generator=generator, dtype=torch.int32)
-    assert torch.equal(make_ops(dtype).embed(token_ids, table), torch_ops.embed(token_ids, table))
+    got, want = (ops.embed(token_ids, table, scale) for ops in (make_ops(dtype), torch_ops))
+    assert torch.equal(got, want)
 
 
 ROWS_AND_DIMS = pytest.mark.parametrize(
