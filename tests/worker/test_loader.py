@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -245,6 +246,33 @@ def test_a_tied_checkpoint_may_also_store_its_head(
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     assert run(make_folder(tmp_path / "m", checkpoint, tensors)) == run(checkpoint.path)
+
+
+SPECIAL = {  # a tensor that only this family has
+    "gemma3": "model.layers.1.pre_feedforward_layernorm.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    "phi3": "model.layers.0.self_attn.qkv_proj.weight",
+    "qwen2": "model.layers.0.self_attn.k_proj.bias",
+    "qwen3-moe": "model.layers.0.mlp.gate.weight",
+    "qwen3-moe-mixed": "model.layers.0.mlp.experts.4.up_proj.weight",
+}
+
+
+@pytest.mark.parametrize(("family", "name"), list(SPECIAL.items()))
+def test_what_is_special_is_loaded_as_strictly(
+    tiny: Tiny, tmp_path: Path, family: str, name: str
+) -> None:
+    checkpoint = tiny(family)
+    tensors = read_tensors(checkpoint)
+    rest = {key: tensor for key, tensor in tensors.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"missing.*{re.escape(name)}"):
+        run(make_folder(tmp_path / "missing", checkpoint, rest))
+    short = tensors | {name: tensors[name][:-1].clone()}
+    with pytest.raises(CheckpointError, match=f"'{re.escape(name)}' has shape"):
+        run(make_folder(tmp_path / "short", checkpoint, short))
+    extra = re.sub(r"layers\.\d", "layers.2", name)
+    with pytest.raises(CheckpointError, match=f"'{re.escape(extra)}' has no place"):
+        run(make_folder(tmp_path / "extra", checkpoint, tensors | {extra: tensors[name].clone()}))
 
 
 def test_derived_buffers_are_ignored(llama: TinyCheckpoint, tmp_path: Path) -> None:
