@@ -76,10 +76,11 @@ def test_every_option_states_its_default() -> None:
 
 def test_options_reach_the_engine() -> None:
     arguments = "generate x --model m --max_num_seqs 3 --kvcache-block-size=16 --no-prefix-caching"
+    arguments += " --revision v2"
     sampling = "--max_tokens=9 --top-k 5 --stop A_B --stop c --ignore_eos --seed -1"
     args = build_parser().parse_args(dashed(f"{arguments} {sampling}".split()))
     assert engine_config(args) == EngineConfig(
-        "m", max_num_seqs=3, kvcache_block_size=16, enable_prefix_caching=False
+        "m", revision="v2", max_num_seqs=3, kvcache_block_size=16, enable_prefix_caching=False
     )
     assert sampling_params(args) == SamplingParams(
         temperature=0.0, max_tokens=9, top_k=5, stop=["A_B", "c"], ignore_eos=True, seed=-1
