@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.checkpoint.gguf_file import field, open_gguf, release_pages
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -101,17 +102,34 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
 
 
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor under its Hugging Face name and shape; `read` returns it in floats."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], npt.NDArray[Any]]
+
+
 def iter_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield (Hugging Face name, float array), one tensor in memory at a time."""
+    for tensor in list_tensors(path):
+        yield tensor.name, tensor.read()
+
+
+def list_tensors(path: Path) -> list[GGUFTensor]:
     metadata = _Metadata.of(path)
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
     num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
     tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != _ROPE_FACTORS]
-    names = [_hf_name(tensor, architecture, path) for tensor in tensors]  # refuse before any work
-    for name, tensor in zip(names, tensors, strict=True):
-        array, part = _to_float(tensor), tensor.name.split(".")[-2]
-        yield name, _unpermute(array, num_heads[part]) if part in architecture.permuted else array
+    listed = []
+    for tensor in tensors:
+        part, shape = tensor.name.split(".")[-2], tuple(map(int, reversed(tensor.shape)))
+        heads = num_heads[part] if part in architecture.permuted else None
+        read = partial(_read, metadata.reader, tensor, heads)
+        listed.append(GGUFTensor(_hf_name(tensor, architecture, path), shape, read))
+    return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +220,12 @@ def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> st
     if match is None or match[2] not in architecture.layer_tensors:
         raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
     return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
+
+
+def _read(reader: GGUFReader, tensor: ReaderTensor, num_heads: int | None) -> npt.NDArray[Any]:
+    array = _to_float(tensor)
+    release_pages(reader)
+    return array if num_heads is None else _unpermute(array, num_heads)
 
 
 def _to_float(tensor: ReaderTensor) -> npt.NDArray[Any]:
