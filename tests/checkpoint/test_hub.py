@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -93,8 +94,9 @@ def run(hub: Hub, tmp_path: Path) -> Callable[..., list[str]]:
     """Run a script with an empty cache at first, which later runs of the same test find filled."""
 
     def in_process(script: str, *arguments: str, **variables: str) -> list[str]:
-        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "NO_PROXY": "127.0.0.1"}
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+        is_odd = re.compile("HF_.*|.*_proxy", re.IGNORECASE).fullmatch
+        inherited = {key: value for key, value in os.environ.items() if not is_odd(key)}
         environment = {**inherited, "OMP_NUM_THREADS": "1", **own, **variables}
         command = [sys.executable, "-c", script, *arguments]
         result = subprocess.run(
