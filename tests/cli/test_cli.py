@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from nanovllm import __version__
+from nanovllm.checkpoint.find import ALIASES
 from nanovllm.cli import build_parser
 from nanovllm.cli.chat import Conversation
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed, engine_config, sampling_params
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
+from nanovllm.models.registry import FAMILIES
 from nanovllm.outputs import StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.terminal_process import ROOT, TerminalProcess, quiet_environment
@@ -50,6 +52,7 @@ def test_version() -> None:
         ["chat", "--help"],
         ["bench", "-h"],
         ["bench", "latency", "-h"],
+        ["models", "-h"],
     ],
 )
 def test_help_teaches_without_loading_torch(arguments: list[str]) -> None:
@@ -76,10 +79,11 @@ def test_every_option_states_its_default() -> None:
 
 def test_options_reach_the_engine() -> None:
     arguments = "generate x --model m --max_num_seqs 3 --kvcache-block-size=16 --no-prefix-caching"
+    arguments += " --revision v2"
     sampling = "--max_tokens=9 --top-k 5 --stop A_B --stop c --ignore_eos --seed -1"
     args = build_parser().parse_args(dashed(f"{arguments} {sampling}".split()))
     assert engine_config(args) == EngineConfig(
-        "m", max_num_seqs=3, kvcache_block_size=16, enable_prefix_caching=False
+        "m", revision="v2", max_num_seqs=3, kvcache_block_size=16, enable_prefix_caching=False
     )
     assert sampling_params(args) == SamplingParams(
         temperature=0.0, max_tokens=9, top_k=5, stop=["A_B", "c"], ignore_eos=True, seed=-1
@@ -159,6 +163,24 @@ def test_generate_answers_every_line_of_stdin_as_json() -> None:
         assert list(answer) == ["prompt", "text", "token_ids", "finish_reason"]
         assert (len(answer["token_ids"]), answer["finish_reason"]) == (6, "length")
     assert "INFO: Loaded " in result.stderr
+
+
+def test_models_lists_every_architecture_and_short_name() -> None:
+    shown, as_json = nanovllm("models"), nanovllm("models", "--json")
+    assert (shown.returncode, shown.stderr) == (as_json.returncode, as_json.stderr) == (0, "")
+    records = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert [record["architecture"] for record in records] == list(FAMILIES)
+    short_names: dict[str, str] = {}
+    expected: list[str] = []
+    for record in records:
+        assert record["examples"]
+        short_names |= record["short_names"]
+        expected += [record["architecture"], *(f"  {example}" for example in record["examples"])]
+    assert short_names == {alias: hub_id for alias, (hub_id, _) in ALIASES.items()}
+    lines = shown.stdout.splitlines()
+    assert [line.partition(", short: ")[0] for line in lines] == expected
+    for alias, hub_id in short_names.items():
+        assert f"  {hub_id}, short: {alias}" in lines
 
 
 def test_chat_in_a_pipe_prints_answers_only() -> None:

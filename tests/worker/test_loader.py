@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ pytest.importorskip("gguf")
 
 import gguf
 
+from benchmarks.loading import load_in_process, write_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.platforms import create_platform
 from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
+from tests.devices import DEVICES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
@@ -201,6 +205,46 @@ def test_a_tensor_without_a_place_is_named(
     path = make_folder(tmp_path / "m", llama, read_tensors(llama) | {name: torch.ones(4)})
     with pytest.raises(CheckpointError, match=f"'{name}' has no place"):
         run(path)
+
+
+def write_shards(folder: Path, checkpoint: TinyCheckpoint, shards: list[Tensors]) -> Path:
+    folder.mkdir()
+    shutil.copy(checkpoint.path / "config.json", folder)
+    for i, shard in enumerate(shards, 1):
+        save_file(shard, folder / f"model-{i:05}.safetensors")
+    return folder
+
+
+def test_a_problem_names_its_shard(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    shards = split_in_three(read_tensors(llama))
+    extra = [*shards[:2], shards[2] | {"extra": torch.ones(4)}]
+    with pytest.raises(CheckpointError, match=r"model-00003.safetensors: tensor 'extra' has no"):
+        run(write_shards(tmp_path / "extra", llama, extra))
+    name = next(iter(shards[1]))
+    odd = [shards[0], shards[1] | {name: torch.ones(1, 2, 3)}, shards[2]]
+    with pytest.raises(CheckpointError, match=rf"model-00002.safetensors: tensor '{name}' has sh"):
+        run(write_shards(tmp_path / "odd", llama, odd))
+    twice = [*shards[:2], shards[2] | {name: shards[1][name]}]
+    expected = rf"-00003.safetensors: tensor '{name}' appears twice, also in .*-00002.safetensors"
+    with pytest.raises(CheckpointError, match=expected):
+        run(write_shards(tmp_path / "twice", llama, twice))
+    path = write_shards(tmp_path / "broken", llama, shards)
+    broken = path / "model-00002.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model-00002.safetensors is not a readable"):
+        run(path)
+
+
+def test_many_problems_are_counted(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    tensors = read_tensors(llama)
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+    with pytest.raises(CheckpointError) as error:
+        run(make_folder(tmp_path / "m", llama, kept | {"a": torch.ones(1), "b": torch.ones(1)}))
+    problems = str(error.value).split("; ")
+    assert "'a' has no place" in problems[0]
+    assert "'b' has no place" in problems[1]
+    assert all("layers.1." in problem and "missing" in problem for problem in problems[2:5])
+    assert problems[5:] == [f"and {len(tensors) - len(kept) - 3} more"]
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -392,3 +436,32 @@ def test_a_broken_safetensors_file_is_named(
     (path / "model.safetensors").write_bytes(whole[:size])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         run(path)
+
+
+def test_the_log_says_how_fast(llama: TinyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="nanovllm.worker.loader"):
+        run(llama.path)
+    assert re.search(r"Loaded 0\.\d+ GB of weights in \d+\.\d s, \d+\.\d GB/s", caplog.text)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_arrive_in_place(device: str, dtype: torch.dtype) -> None:
+    """From several threads at once, converted on the way, into rows that need not be contiguous."""
+    platform, rows = create_platform(device), torch.randn(64, 96).bfloat16()
+    whole = torch.zeros(64, 128, dtype=dtype, device=platform.device)
+    slot = whole[:, 16:112]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(platform.fill, slot.split(4), rows.split(4)))
+    assert torch.equal(slot.cpu(), rows.to(dtype))
+    assert not whole[:, :16].any()
+    assert not whole[:, 112:].any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_memory_beyond_the_weights_is_a_few_pieces(tmp_path: Path) -> None:
+    """Of one 200 MB file, of which a map that is kept would count whole beside the weights."""
+    write_checkpoint(tmp_path, gigabytes=0.2, num_shards=1)
+    load = load_in_process(tmp_path, "bfloat16", "cpu")
+    assert load.weight_bytes > 0.19e9
+    assert load.peak_bytes - load.held_bytes - load.weight_bytes < 0.1e9

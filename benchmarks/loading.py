@@ -1,0 +1,139 @@
+"""How fast weights load, and how much memory that takes beyond the weights themselves.
+
+    python -m benchmarks.loading [--gigabytes 1] [--shards 4] [--dtype float32] [--device cpu]
+
+Writes a bf16 checkpoint of random weights into a temporary folder and loads it in fresh processes:
+cold, with the files out of the page cache where the system takes such advice, and warm. Memory is
+what the process holds (VmRSS before the model is made, VmHWM, its peak, when the last weight is in
+place). Pages of a mapped file count as long as they are mapped, although the system may take them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.startup import drop_from_memory
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.config import read_model_config
+from nanovllm.layers.build import Build
+from nanovllm.models.registry import build_model
+from nanovllm.platforms import create_platform
+from nanovllm.worker.loader import load_weights, weight_slots
+
+GB = 1e9
+HIDDEN, VOCAB = 1024, 32_000
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+LAYER_BYTES = 2 * (4 * HIDDEN**2 + 3 * 4 * HIDDEN**2 + 2 * HIDDEN)
+OTHER_BYTES = 2 * (2 * VOCAB * HIDDEN + HIDDEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    file_bytes: int
+    weight_bytes: int  # in the dtype and on the device they were loaded to
+    seconds: float
+    held_bytes: int  # by the process before
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        beyond = (self.peak_bytes - self.file_bytes) / GB
+        return (
+            f"{self.file_bytes / GB:.2f} GB of files into {self.weight_bytes / GB:.2f} GB in "
+            f"{self.seconds:.2f} s: {self.file_bytes / GB / self.seconds:.2f} GB/s; "
+            f"peak {self.peak_bytes / GB:.2f} GB, which is {beyond:.2f} more than the files "
+            f"({self.held_bytes / GB:.2f} before loading)"
+        )
+
+
+def main() -> int:
+    args = parse_args()
+    if args.measure:
+        print(json.dumps(asdict(measure(Path(args.measure), args.dtype, args.device))))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        write_checkpoint(Path(name), args.gigabytes, args.shards)
+        for kind in ("cold", "warm"):
+            if kind == "cold":
+                drop_from_memory(Path(name))
+            print(f"{kind}: {load_in_process(Path(name), args.dtype, args.device)}", flush=True)
+    return 0
+
+
+def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
+    """Write about so many bytes; the first and last tensors, by name, are the largest."""
+    num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
+    config = CONFIG | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
+    slots = weight_slots(build_model(read_model_config(config), 64, build))
+    names = sorted(slots)
+    for i in range(num_shards):
+        own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
+        tensors = {n: torch.randn(slots[n].shape, dtype=torch.bfloat16) for n in own}
+        save_file(tensors, folder / f"model-{i + 1:05}-of-{num_shards:05}.safetensors")
+
+
+def load_in_process(folder: Path, dtype: str, device: str) -> Load:
+    command = [sys.executable, "-m", "benchmarks.loading", "--measure", str(folder)]
+    command += ["--dtype", dtype, "--device", device]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root)
+    return Load(**json.loads(result.stdout.splitlines()[-1]))
+
+
+def measure(folder: Path, dtype: str, device: str) -> Load:
+    checkpoint, platform = (
+        find_checkpoint(str(folder), need_tokenizer=False),
+        create_platform(device),
+    )
+    build = Build(platform.device, getattr(torch, dtype), None, None)  # type: ignore[arg-type]
+    held_bytes = resident_bytes("VmRSS")
+    with torch.inference_mode(), platform.in_order():
+        model = build_model(read_model_config(checkpoint.config), 64, build)
+        start = time.perf_counter()
+        load_weights(model, checkpoint, platform)
+        seconds = time.perf_counter() - start
+    file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
+    weight_bytes = sum(slot.nbytes for slot in weight_slots(model).values())
+    return Load(file_bytes, weight_bytes, seconds, held_bytes, resident_bytes("VmHWM"))
+
+
+def resident_bytes(name: str) -> int:
+    """Not from getrusage, whose peak a process inherits from the one that started it."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[name].split()[0]) * 1024
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=1.0, help="size of the files (default: 1)")
+    add("--shards", type=int, default=4, help="number of files (default: 4)")
+    add("--dtype", default="bfloat16", help="to load into (default: bfloat16, as stored)")
+    add("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
+    add("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

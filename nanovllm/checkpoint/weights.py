@@ -1,0 +1,118 @@
+"""The tensors of a checkpoint: listed from the files' headers, then read some rows at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint import gguf
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+PIECE_BYTES = 32 << 20  # enough for every thread to have a share
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint file, not read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    file: Path
+    read: Callable[[], Iterator[Tensor]]  # some rows after others; each is valid until the next
+
+
+def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
+    readers = {"safetensors": _list_safetensors, "bin": _list_bin, "gguf": _list_gguf}
+    list_file = readers[checkpoint.weight_format]
+    return [tensor for file in checkpoint.weight_files for tensor in list_file(file)]
+
+
+def _list_safetensors(path: Path) -> Iterator[StoredTensor]:
+    mapped = _map_safetensors(path)
+    (header_size,) = struct.unpack_from("<Q", mapped)
+    first_byte = 8 + header_size
+    header: dict[str, Any] = json.loads(mapped[8:first_byte])
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise UnsupportedModelError(
+                f"{path}: tensor {name!r} is stored as {entry['dtype']}; supported: "
+                f"{', '.join(_DTYPES)}"
+            )
+        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        offset = first_byte + entry["data_offsets"][0]
+        yield StoredTensor(name, shape, path, partial(_read_mapped, mapped, offset, shape, dtype))
+
+
+def _map_safetensors(path: Path) -> mmap.mmap:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt"), path.open("rb") as file:  # safe_open checks it
+            # Copied on write, because torch warns of memory that is read-only; nobody writes.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _read_mapped(
+    mapped: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    whole = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
+    for rows in _split(whole.view(shape)):
+        yield rows
+        start = offset + rows.data_ptr() - whole.data_ptr()
+        _release(mapped, start, start + rows.nbytes)
+
+
+def _list_bin(path: Path) -> Iterator[StoredTensor]:
+    is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
+    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+        raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
+    for name, tensor in tensors.items():
+        yield StoredTensor(name, tuple(tensor.shape), path, partial(_split, tensor))
+
+
+def _list_gguf(path: Path) -> Iterator[StoredTensor]:
+    for tensor in gguf.list_tensors(path):
+        yield StoredTensor(tensor.name, tensor.shape, path, partial(_dequantise, tensor))
+
+
+def _dequantise(tensor: gguf.GGUFTensor) -> Iterator[Tensor]:
+    return _split(torch.from_numpy(tensor.read()))
+
+
+def _split(tensor: Tensor) -> Iterator[Tensor]:
+    num_rows = max(PIECE_BYTES // tensor[0].nbytes, 1)
+    for first in range(0, len(tensor), num_rows):
+        yield tensor[first : first + num_rows]
+
+
+def _release(mapped: mmap.mmap, start: int, end: int) -> None:
+    """Give read pages back: while they stay mapped they count as memory of this process."""
+    if hasattr(mapped, "madvise"):  # not on Windows
+        start -= start % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -1,0 +1,228 @@
+"""Models from a hub: the real huggingface_hub, in processes of its own, against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.errors import ConfigError
+from tests.checkpoint.hub_server import TOKEN, Files, Hub, serve
+from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
+from tests.checkpoints import TinyCheckpoint
+from tests.cli.terminal_process import ROOT
+
+WANTED = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+}
+UNWANTED = {
+    "README.md",
+    "pytorch_model.bin",
+    "original/model.safetensors",
+    "original/consolidated.00.pth",
+    "onnx/model.onnx",
+    "consolidated.safetensors",
+    "flax_model.msgpack",
+}
+FIND = """
+import json, sys
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.errors import CheckpointError
+for options in json.loads(sys.argv[1]):
+    try:
+        found = find_checkpoint(**options)
+        answer = [found.path.name, found.weight_format, found.config["hidden_size"]]
+    except CheckpointError as error:
+        answer = " ".join(str(error).split())
+    print(json.dumps(answer))
+"""
+GENERATE = """
+from nanovllm import LLM, SamplingParams
+sizes = dict(kvcache_block_size=16, max_num_seqs=4, max_model_len=64)
+with LLM("org/tiny", revision="old", skip_tokenizer_init=True, **sizes) as llm:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    print(llm.generate([3, 14, 15], params, use_tqdm=False)[0].token_ids)
+"""
+
+
+def model(hidden_size: int, names: set[str]) -> Files:
+    """A model whose config can be told from others; its other files are never opened."""
+    files = {name: f"{name} of {hidden_size}".encode() for name in names}  # no two alike
+    shards = [name for name in names if name.startswith("model-")]
+    index = {"weight_map": {name: name for name in shards}}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    files["generation_config.json"] = b"{}"
+    files["config.json"] = json.dumps({"hidden_size": hidden_size}).encode()
+    return files
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    sharded = model(1, WANTED | UNWANTED)
+    only_bin = {"config.json": b'{"hidden_size": 4}', "pytorch_model.bin": b"x"}
+    models = {
+        "org/name": {"main": sharded, "v2": model(2, WANTED), "refs/pr/1": model(3, WANTED)},
+        "org/bin": {"main": only_bin},
+        "org/gated": {"main": sharded},
+        "org/gguf": {"main": {"q8/a.gguf": write_gguf(tmp_path / "a.gguf").read_bytes()}},
+        "Qwen/Qwen3-0.6B": {"main": model(5, WANTED)},
+        "HuggingFaceTB/SmolLM2-135M-Instruct": {"main": model(6, WANTED)},
+    }
+    with serve(Hub(models, gated=("org/gated",))) as running:
+        yield running
+
+
+@pytest.fixture
+def run(hub: Hub, tmp_path: Path) -> Callable[..., list[str]]:
+    """Run a script with an empty cache at first, which later runs of the same test find filled."""
+
+    def in_process(script: str, *arguments: str, **variables: str) -> list[str]:
+        own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+        is_odd = re.compile("HF_.*|.*_proxy", re.IGNORECASE).fullmatch
+        inherited = {key: value for key, value in os.environ.items() if not is_odd(key)}
+        environment = {**inherited, "OMP_NUM_THREADS": "1", **own, **variables}
+        command = [sys.executable, "-c", script, *arguments]
+        result = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.splitlines()
+
+    return in_process
+
+
+@pytest.fixture
+def find(run: Callable[..., list[str]]) -> Callable[..., list[Any]]:
+    """Find some checkpoints in one process: [folder, weight format, hidden size], or the error."""
+
+    def in_process(*calls: dict[str, Any], **variables: str) -> list[Any]:
+        return [json.loads(line) for line in run(FIND, json.dumps(calls), **variables)]
+
+    return in_process
+
+
+def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]]) -> None:
+    commit = hub.commit("org/name", "main")
+    alone = {"model": "org/name", "need_weights": False, "need_tokenizer": False}
+    assert find(alone) == [[commit, "none", 1]]
+    assert hub.fetched() == ["config.json", "generation_config.json"]
+    assert find({"model": "org/name"}) == [[commit, "safetensors", 1]]
+    assert hub.fetched() == sorted(WANTED)  # the two files from before are not sent again
+
+
+def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[Any]]) -> None:
+    of_bin, of_gguf, missing, no_config = find(
+        {"model": "org/bin"},
+        {"model": "org/gguf/q8/a.gguf"},
+        {"model": "org/gguf/b.gguf"},
+        {"model": "org/gguf"},
+    )
+    assert of_bin[1:] == ["bin", 4]
+    assert of_gguf == ["a.gguf", "gguf", HIDDEN]
+    assert "'org/gguf' on the Hugging Face hub has no file 'b.gguf'" in missing
+    assert "on the hub: org/name/file.gguf" in no_config
+    assert hub.fetched() == ["config.json", "pytorch_model.bin", "q8/a.gguf"]
+
+
+def test_short_names_are_hub_ids(find: Callable[..., list[Any]]) -> None:
+    """A revision is of the hub's model, also where a package carries the model."""
+    qwen3, smollm2 = find({"model": "qwen3"}, {"model": "SmolLM2", "revision": "main"})
+    assert (qwen3[2], smollm2[2]) == (5, 6)
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["HF_HUB_OFFLINE", "no-network"])
+def test_a_complete_copy_serves_without_the_hub(
+    hub: Hub, find: Callable[..., list[Any]], is_told: bool
+) -> None:
+    commits = {name: hub.commit("org/name", name) for name in ("main", "v2", "refs/pr/1")}
+    by_name = [{"model": "org/name", "revision": name} for name in (None, "v2")]
+    by_commit = {"model": "org/name", "revision": commits["refs/pr/1"]}
+    found = find(*by_name, by_commit)
+    assert found == [
+        [commits["main"], "safetensors", 1],
+        [commits["v2"], "safetensors", 2],
+        [commits["refs/pr/1"], "safetensors", 3],
+    ]
+    gone = {"HF_HUB_OFFLINE": "1"} if is_told else {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    partial = {"model": "org/bin", "need_weights": False}
+    find(partial)
+    hub.asked.clear()
+    absent = {"model": "org/name", "revision": "v3"}
+    *again, in_part, no_weights, nothing, other = find(
+        *by_name, by_commit, partial, {"model": "org/bin"}, {"model": "org/absent"}, absent, **gone
+    )
+    assert hub.asked == []
+    assert again == found
+    assert in_part[1:] == ["none", 4]
+    for error, wanted in (
+        (no_weights, "'org/bin'"),
+        (nothing, "'org/absent'"),
+        (other, "'org/name at revision v3'"),
+    ):
+        assert f"{wanted} is neither a folder here nor (completely) in the hub cache" in error
+        assert "connect to the network" in error
+    assert ("HF_HUB_OFFLINE" in nothing) == is_told
+
+
+def test_an_unknown_revision_or_model_is_named(find: Callable[..., list[Any]]) -> None:
+    revision, absent = find({"model": "org/name", "revision": "v3"}, {"model": "org/absent"})
+    assert "'org/name' on the Hugging Face hub has no revision 'v3'" in revision
+    assert "'org/absent' is neither a folder here nor a model" in absent
+    assert "set HF_TOKEN or run `hf auth login`" in absent
+
+
+def test_a_gated_model_needs_the_token(hub: Hub, find: Callable[..., list[Any]]) -> None:
+    [error] = find({"model": "org/gated"})
+    assert "set HF_TOKEN or run `hf auth login`" in error
+    [refused] = find({"model": "org/gated"}, HF_TOKEN="hf_wrong")
+    assert refused == error
+    assert hub.fetched() == []
+    [found] = find({"model": "org/gated"}, HF_TOKEN=TOKEN)
+    assert found[1:] == ["safetensors", 1]
+
+
+def test_revisions_are_other_weights(
+    hub: Hub,
+    run: Callable[..., list[str]],
+    find: Callable[..., list[Any]],
+    tiny: Callable[[str], TinyCheckpoint],
+) -> None:
+    """With both in the cache, and no hub, the answer is that of the revision asked for."""
+    variants = {"main": tiny("qwen3"), "old": tiny("llama")}
+    hub.models["org/tiny"] = {
+        revision: {file.name: file.read_bytes() for file in checkpoint.path.iterdir()}
+        for revision, checkpoint in variants.items()
+    }
+    find({"model": "org/tiny", "revision": "old"}, {"model": "org/tiny"})
+    [tokens] = run(GENERATE, HF_HUB_OFFLINE="1")
+    assert tokens == str(variants["old"].generate([3, 14, 15], 8))
+
+
+def test_a_local_path_has_no_revisions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"revision='main' .* {tmp_path} is a local path"):
+        find_checkpoint(str(tmp_path), revision="main")
+    for revision in ("", 3):
+        with pytest.raises(ConfigError, match=r"revision must be .* got"):
+            LLM("org/name", revision=revision)
+
+
+def test_code_from_a_hub_is_never_run() -> None:
+    with pytest.raises(TypeError, match="trust_remote_code"):
+        LLM("org/name", trust_remote_code=True)

@@ -1,0 +1,77 @@
+"""Stored tensors: their pieces make up the whole, whatever the format, dtype or offset."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanovllm.checkpoint import weights
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+TENSORS = {
+    "double": torch.randn(5, 3, dtype=torch.float64),
+    "wide": torch.randn(7, 300),
+    "half": torch.randn(33, 8).half(),
+    "narrow": torch.randn(64, 5, 3).bfloat16(),
+    "vector": torch.randn(1000).bfloat16(),
+}
+
+
+def list_file(path: Path, tensors: dict[str, Tensor] = TENSORS) -> list[weights.StoredTensor]:
+    save = save_file if path.suffix == ".safetensors" else torch.save
+    save(tensors, path)  # type: ignore[operator]
+    return weights.list_tensors(checkpoint(path))
+
+
+def checkpoint(path: Path) -> Checkpoint:
+    weight_format = path.suffix[1:]
+    return Checkpoint(path.parent, {}, {}, (path,), weight_format)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+def test_pieces_make_up_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    stored = {tensor.name: tensor for tensor in list_file(tmp_path / name)}
+    assert stored.keys() == TENSORS.keys()
+    for key, tensor in TENSORS.items():
+        assert (stored[key].shape, stored[key].file) == (tuple(tensor.shape), tmp_path / name)
+        for _ in range(2):  # what was let go is there again
+            pieces = [rows.clone() for rows in stored[key].read()]
+            assert torch.equal(torch.cat(pieces), tensor)
+            assert pieces[0].dtype == tensor.dtype
+            assert all(rows.nbytes <= piece_bytes or len(rows) == 1 for rows in pieces)
+
+
+@pytest.mark.parametrize("padding", range(4))
+def test_a_header_of_any_length(tmp_path: Path, padding: int) -> None:
+    """Old files do not pad their header, so that the data begins at an odd address."""
+    tensor = torch.randn(9, 5).bfloat16()
+    entry = {"dtype": "BF16", "shape": [9, 5], "data_offsets": [0, tensor.nbytes]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "w": entry}).encode() + b" " * padding
+    data = tensor.view(torch.int16).numpy().tobytes()
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+    [stored] = weights.list_tensors(checkpoint(file))
+    assert torch.equal(torch.cat(list(stored.read())), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {**TENSORS, "codes": torch.ones(4, 4).to(dtype)}
+    with pytest.raises(UnsupportedModelError, match=r"m.safetensors: tensor 'codes' is stored as"):
+        list_file(tmp_path / "m.safetensors", tensors)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone.safetensors"):
+        weights.list_tensors(checkpoint(tmp_path / "gone.safetensors"))
