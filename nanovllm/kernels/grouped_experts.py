@@ -45,13 +45,18 @@ def grouped_config(rows_per_expert: int, x: Tensor) -> GroupedConfig:
 
 
 def run_grouped(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
+    x: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    config: GroupedConfig | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous."""
     num_tokens, top_k = len(x), routing.top_k
     num_experts, hidden, size = down.shape
     num_pairs = num_tokens * top_k
-    config = grouped_config(num_pairs // num_experts, x)
+    config = config or grouped_config(num_pairs // num_experts, x)
     counts = torch.zeros(num_experts, device=x.device, dtype=torch.int32)
     ids, weights, ranks = route(logits, routing, counts)
     max_tiles = min(num_pairs, num_experts + num_pairs // config.num_rows)
