@@ -16,7 +16,12 @@ pytest.importorskip("triton")
 
 from nanovllm import LLM
 from tests.devices import NEEDS_GPU
-from tests.kernels.interpreted import fused_cases, paged_attention_cases, sampling_cases
+from tests.kernels.interpreted import (
+    experts_cases,
+    fused_cases,
+    paged_attention_cases,
+    sampling_cases,
+)
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_sampled_requests import mixed_params
 
@@ -35,6 +40,14 @@ SAMPLING_CASES = [
 @pytest.mark.parametrize("check", FUSED_CHECKS, ids=lambda check: check.__name__)
 def test_fused(check: Any, dtype: torch.dtype) -> None:
     check(*[dtype] * ("dtype" in signature(check).parameters), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts(dtype: torch.dtype) -> None:
+    """Routing, pairs and sorted pairs, tiles of every shape."""
+    experts_cases.check_routing(dtype, "cuda")
+    experts_cases.check_experts(dtype, "cuda")
+    experts_cases.check_every_tile(dtype, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tma"])

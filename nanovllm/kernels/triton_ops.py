@@ -18,11 +18,13 @@ from nanovllm.kernels.base import (
     Routing,
 )
 from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.experts import route, run_pairs
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
-from nanovllm.kernels.reference import run_experts
+from nanovllm.kernels.grouped_experts import run_grouped
 from nanovllm.kernels.skinny_linear import skinny_linear
 
 ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
+MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
 class TritonOps:
@@ -66,7 +68,7 @@ class TritonOps:
         return CudaLinear(self, weight, bias, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        return lambda x, logits: run_experts(x, logits, gate_up, down, routing)
+        return CudaExperts(gate_up.contiguous(), down.contiguous(), routing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +110,21 @@ class CudaLinear:
             return skinny_linear(x, self.weight, self.bias, residual, norm, self.activation, ahead)
         normed, total = self.ops.norm(x, residual, norm)
         return self(normed), total
+
+
+@dataclass(frozen=True, slots=True)
+class CudaExperts:
+    """Tokens read their experts each for itself while they are few, together when they are more."""
+
+    gate_up: Tensor
+    down: Tensor
+    routing: Routing
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        x, logits = x.contiguous(), logits.contiguous()
+        if len(x) == 0:
+            return x
+        if len(x) > MAX_PAIR_TOKENS:
+            return run_grouped(x, logits, self.gate_up, self.down, self.routing)
+        ids, weights, _ = route(logits, self.routing)
+        return run_pairs(x, ids, weights, self.gate_up, self.down)

@@ -49,13 +49,13 @@ LAYERS = [
     Layer(1, 6, 1, 40, 24),
     Layer(1, 60, 8, 70, 33, is_normalized=False),
     Layer(3, 8, 2, 1, 1),
-    Layer(5, 60, 8, 64, 48),
+    Layer(4, 60, 8, 64, 48),
     Layer(7, 6, 6, 33, 31, is_normalized=False),
     Layer(9, 16, 4, 96, 40, choices="all equal"),
     Layer(17, 8, 2, 72, 20, choices="one hot"),
-    Layer(40, 60, 4, 48, 17, is_normalized=False, choices="few used"),
-    Layer(90, 6, 2, 34, 20),
-    Layer(130, 7, 1, 40, 36, is_normalized=False, choices="one hot"),
+    Layer(20, 12, 4, 48, 17, is_normalized=False, choices="few used"),
+    Layer(40, 6, 2, 34, 20),
+    Layer(40, 7, 1, 40, 36, is_normalized=False, choices="one hot"),
 ]
 
 

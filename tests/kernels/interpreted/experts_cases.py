@@ -1,0 +1,104 @@
+"""Cases for the kernels of experts: run by Triton's interpreter on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from unittest.mock import patch
+
+import torch
+
+from nanovllm.kernels import grouped_experts, triton_ops
+from nanovllm.kernels.base import Routing
+from nanovllm.kernels.experts import route
+from nanovllm.kernels.grouped_experts import grouped_config
+from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.reference import route as reference_route
+from nanovllm.kernels.triton_ops import TritonOps
+from tests.kernels.expert_layers import LAYERS, Layer
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+EVEN_LAYER = Layer(10, 2, 2, 128, 64)  # fills the tiles
+
+
+def check_routing(dtype: torch.dtype, device: str) -> None:
+    """The same experts as the reference, in the same order; each pair has a rank of its own."""
+    for layer in LAYERS:
+        _, logits = layer.inputs(dtype, device)
+        counts = torch.zeros(layer.num_experts, device=device, dtype=torch.int32)
+        ids, weights, ranks = route(logits, layer.routing, counts)
+        want_ids, want_weights = reference_route(logits, layer.routing)
+        assert torch.equal(ids, want_ids.int())
+        torch.testing.assert_close(weights, want_weights.float(), rtol=1e-2, atol=TOLERANCE[dtype])
+        assert torch.equal(counts, ids.flatten().bincount(minlength=layer.num_experts).int())
+        for expert in range(layer.num_experts):
+            assert sorted(ranks[ids == expert].tolist()) == list(range(int(counts[expert])))
+
+
+def check_routing_of_strange_logits(device: str) -> None:
+    """Zeros of both signs are equal; NaN and infinity still choose experts that exist."""
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor(
+        [[-0.0, 0.0, -1.0], [nan, 1.0, 2.0], [-nan, -nan, -nan], [-inf, -inf, -inf], [1, inf, inf]],
+        device=device,
+    )
+    ids, _, _ = route(logits, Routing(2, is_normalized=True))
+    assert ids[0].tolist() == [0, 1]
+    assert ids[3].tolist() == [0, 1]
+    assert ids[4].tolist() == [1, 2]
+    for chosen in ids.tolist():
+        assert len(set(chosen)) == 2
+        assert set(chosen) <= {0, 1, 2}
+
+
+def check_experts(dtype: torch.dtype, device: str) -> None:
+    """Every layer, as pairs and sorted."""
+    for layer, max_pair_tokens in itertools.product([*LAYERS, EVEN_LAYER], (0, 9)):
+        with patch.object(triton_ops, "MAX_PAIR_TOKENS", max_pair_tokens):
+            check_layer(layer, dtype, device)
+
+
+def check_every_tile(dtype: torch.dtype, device: str) -> None:
+    """The configurations for many tokens; in float32 they are fewer."""
+    like = torch.empty(0, dtype=dtype, device=device)
+    for rows_per_expert in (32, 64, 128):
+        config = grouped_config(rows_per_expert, like)
+        with patch.object(grouped_experts, "grouped_config", lambda *_, c=config: c):
+            for layer in (EVEN_LAYER, Layer(140, 1, 1, 72, 20)):
+                check_layer(layer, dtype, device)
+
+
+def check_layer(layer: Layer, dtype: torch.dtype, device: str) -> None:
+    weights, inputs = layer.weights(dtype, device), layer.inputs(dtype, device)
+    want, got = (
+        ops.pack_experts(*weights, layer.routing)(*inputs) for ops in (TorchOps(), TritonOps())
+    )
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def check_graph(layer: Layer) -> None:
+    """A replay sees other inputs, which go to other experts."""
+    dtype = torch.bfloat16
+    experts = TritonOps().pack_experts(*layer.weights(dtype, "cuda"), layer.routing)
+    x, logits = layer.inputs(dtype, "cuda")
+    static = x.clone(), logits.clone()
+    experts(*static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*static)
+    for shift in (0, 7, 0):
+        static[0].copy_(x.roll(shift, dims=1))
+        static[1].copy_(logits.roll(shift, dims=1))
+        graph.replay()
+        assert torch.equal(out, experts(*static))
+
+
+def main() -> None:
+    check_routing(torch.float16, "cpu")
+    check_experts(torch.float32, "cpu")
+    check_every_tile(torch.float16, "cpu")
+    check_routing_of_strange_logits("cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The kernels of experts equal plain torch: interpreted here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.kernels.expert_layers import Layer
+from tests.kernels.interpreted import experts_cases as cases
+
+HAS_GPU = torch.cuda.is_available()
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
+def test_interpreted_kernels_equal_the_reference() -> None:
+    """Triton must know before it is imported that it is to interpret: a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-m", cases.__name__],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+class TestCompiled:
+    @DTYPES
+    def test_routing(self, dtype: torch.dtype) -> None:
+        cases.check_routing(dtype, "cuda")
+
+    def test_routing_of_strange_logits(self) -> None:
+        cases.check_routing_of_strange_logits("cuda")
+
+    @DTYPES
+    def test_experts(self, dtype: torch.dtype) -> None:
+        cases.check_experts(dtype, "cuda")
+
+    @DTYPES
+    def test_every_tile(self, dtype: torch.dtype) -> None:
+        cases.check_every_tile(dtype, "cuda")
+
+    @DTYPES
+    @pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 700])
+    def test_a_layer_of_a_model(self, num_tokens: int, dtype: torch.dtype) -> None:
+        cases.check_layer(Layer(num_tokens, 60, 8, 1024, 768), dtype, "cuda")
+
+    def test_a_graph_chooses_anew(self) -> None:
+        for num_tokens in (1, 3, 40):
+            cases.check_graph(Layer(num_tokens, 60, 8, 256, 192))
