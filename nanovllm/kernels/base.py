@@ -82,6 +82,11 @@ class PackedExperts(Protocol):
         x is [tokens, hidden], logits are [tokens, experts] and of the same dtype.
         """
 
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        """Norm x + residual, as PackedLinear.after_norm does, let the router choose, and run."""
+
 
 class Ops(Protocol):
     """`reference.py` says in plain torch what each one computes."""

@@ -1,7 +1,8 @@
-"""A projection with the operations around it run one by one."""
+"""Projections and experts with the operations around them run one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,3 +32,18 @@ class ComposedLinear:
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.ops.norm(x, residual, norm)
         return self(x), residual
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedExperts:
+    ops: Ops
+    run: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        return self.run(x, logits)
+
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = self.ops.norm(x, residual, norm)
+        return self.run(normed, router(normed)), total

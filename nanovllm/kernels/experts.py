@@ -6,16 +6,27 @@ as large as any choice needs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.base import Routing
-from nanovllm.kernels.overlap import launch_options, prefetch_bytes, wait_for_inputs
+from nanovllm.kernels.base import NormWeights, Routing
+from nanovllm.kernels.overlap import launch_options, prefetch_share, wait_for_inputs
+from nanovllm.kernels.skinny_linear import add_residual
 
 PREFETCHED_BYTES = 32 << 20  # of the weights that come next: what L2 holds beside the current ones
 TILE_ELEMENTS = 4096  # of the weight on its way to one program of 4 warps
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRow:
+    normed: Tensor
+    total: Tensor  # x + residual
+    ids: Tensor  # [1, top_k]
+    weights: Tensor
 
 
 def route(
@@ -48,8 +59,61 @@ def route(
     return ids, weights, ranks
 
 
-def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts; all tensors are contiguous."""
+def route_row(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: NormWeights,
+    router: Tensor,
+    routing: Routing,
+    counter: Tensor,  # int32 [1], zero before and after
+) -> RoutedRow:
+    """Norm one row, multiply it with the router's weight and choose, all in one kernel."""
+    num_experts, num_in = router.shape
+    top_k, block = routing.top_k, triton.next_power_of_2(num_experts)
+    normed = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    logits = torch.empty(num_experts, device=x.device, dtype=torch.float32)
+    ids = torch.empty(1, top_k, device=x.device, dtype=torch.int32)
+    weights = torch.empty(1, top_k, device=x.device, dtype=torch.float32)
+    _route_row[(triton.cdiv(num_experts, 2),)](
+        normed,
+        total,
+        logits,
+        ids,
+        weights,
+        counter,
+        x,
+        x if residual is None else residual,
+        router,
+        norm.weight,
+        norm.eps,
+        num_experts,
+        NUM_IN=num_in,
+        BLOCK_IN=min(triton.next_power_of_2(num_in), 2048),
+        BLOCK_OUT=2,
+        HAS_RESIDUAL=residual is not None,
+        TOP_K=top_k,
+        TOP_K_BLOCK=triton.next_power_of_2(top_k),
+        BLOCK=block,
+        IS_NORMALIZED=routing.is_normalized,
+        num_warps=4,
+        **launch_options(x, 1),
+    )
+    return RoutedRow(normed, total, ids, weights)
+
+
+def run_pairs(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    upcoming: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts; all tensors are contiguous.
+
+    L2 is asked for the weight that comes next, if it is known.
+    """
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
     num_pairs = num_tokens * top_k
@@ -79,12 +143,17 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     top_k_block = triton.next_power_of_2(top_k)
     block_in = min(max(size & -size, 64), TILE_ELEMENTS // top_k_block)  # wastes no lane
     block_out = max(TILE_ELEMENTS // (top_k_block * block_in), 1)
-    _pair_down[(triton.cdiv(hidden, block_out), num_tokens)](
+    num_programs = triton.cdiv(hidden, block_out)
+    num_bytes = 0 if upcoming is None else min(upcoming.nbytes, PREFETCHED_BYTES)
+    _pair_down[(num_programs, num_tokens)](
         out,
         y,
         down,
         ids,
         weights,
+        upcoming if options["OVERLAP"] else None,
+        triton.cdiv(num_bytes, num_programs * 16) * 16,
+        num_bytes,
         hidden,
         NUM_IN=size,
         TOP_K=top_k,
@@ -111,13 +180,39 @@ def _route(  # type: ignore[no-untyped-def]
     IS_NORMALIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Keys order experts by logit, then by index, and hold both; NaN is a large number to them."""
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     is_expert = experts < num_experts
     values = tl.load(logits + token * num_experts + experts, mask=is_expert, other=-float("inf"))
-    values = values.to(tl.float32)
+    dtype = logits.dtype.element_ty
+    chosen_ids, shares = _choose(
+        values.to(tl.float32), is_expert, dtype, TOP_K, TOP_K_BLOCK, IS_NORMALIZED
+    )
+    slots = tl.arange(0, TOP_K_BLOCK)
+    is_slot = slots < TOP_K
+    places = token * TOP_K + slots
+    tl.store(ids + places, chosen_ids, mask=is_slot)
+    tl.store(weights + places, shares, mask=is_slot)
+    if counts is not None:
+        rank = tl.atomic_add(counts + chosen_ids, 1, mask=is_slot, sem="relaxed")
+        tl.store(ranks + places, rank, mask=is_slot)
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    values,
+    is_expert,
+    dtype: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+):
+    """Return the ids and the weights, rounded to dtype, of the experts with the largest logits.
+
+    Keys order experts by logit, then by index, and hold both; NaN is a large number to them.
+    """
+    experts = tl.arange(0, values.shape[0])
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # no negative zero
     keys = (_ordered(bits).to(tl.int64) << 32) - experts
     keys = tl.where(is_expert, keys, -(1 << 63))
@@ -134,13 +229,74 @@ def _route(  # type: ignore[no-untyped-def]
     largest = tl.max(values, 0)
     shares = tl.where(is_slot, tl.exp(chosen_values - largest), 0.0)
     total = tl.sum(shares, 0) if IS_NORMALIZED else tl.sum(tl.exp(values - largest), 0)
-    rounded = (shares / total).to(logits.dtype.element_ty)
-    places = token * TOP_K + slots
-    tl.store(ids + places, chosen_ids, mask=is_slot)
-    tl.store(weights + places, rounded.to(tl.float32), mask=is_slot)
-    if counts is not None:
-        rank = tl.atomic_add(counts + chosen_ids, 1, mask=is_slot, sem="relaxed")
-        tl.store(ranks + places, rank, mask=is_slot)
+    return chosen_ids, (shares / total).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _route_row(  # type: ignore[no-untyped-def]
+    normed,
+    total_out,
+    logits,
+    ids,
+    weights,
+    counter,
+    x,
+    residual,
+    router,
+    norm_weight,
+    eps,
+    num_experts,
+    NUM_IN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As _skinny for some of the logits; the program that ends last chooses among all of them."""
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < num_experts
+    lines = router + out[:, None] * NUM_IN
+    lanes = tl.arange(0, BLOCK_IN)
+    tile = tl.load(lines + lanes, mask=is_out[:, None] & (lanes < NUM_IN)[None, :], other=0.0)
+    wait_for_inputs(OVERLAP)
+    sums = tl.zeros((BLOCK_OUT,), tl.float32)
+    squares = tl.zeros((1,), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN):
+        i = begin + lanes
+        after = i + BLOCK_IN
+        mask = is_out[:, None] & (after < NUM_IN)[None, :]
+        next_tile = tl.load(lines + after, mask=mask, other=0.0)
+        values = add_residual(total_out, x, residual, i, i < NUM_IN, HAS_RESIDUAL)
+        squares += tl.sum(values * values, 0)
+        values *= tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
+        sums += tl.sum(tile.to(tl.float32) * values[None, :], 1)
+        tile = next_tile
+    scale = tl.rsqrt(squares / NUM_IN + eps)
+    dtype = x.dtype.element_ty
+    tl.store(logits + out, (sums * scale).to(dtype).to(tl.float32), mask=is_out)
+    if tl.program_id(0) == 0:
+        for begin in tl.range(0, NUM_IN, BLOCK_IN):
+            i = begin + lanes
+            values = add_residual(total_out, x, residual, i, i < NUM_IN, HAS_RESIDUAL)
+            factor = tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
+            result = ((values * scale).to(dtype) * factor).to(dtype)
+            tl.store(normed + i, result, mask=i < NUM_IN)
+    tl.debug_barrier()  # what every thread stored comes before the count
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        experts = tl.arange(0, BLOCK)
+        is_expert = experts < num_experts
+        values = tl.load(
+            logits + experts, mask=is_expert, other=-float("inf"), cache_modifier=".cg"
+        )
+        chosen_ids, shares = _choose(values, is_expert, dtype, TOP_K, TOP_K_BLOCK, IS_NORMALIZED)
+        slots = tl.arange(0, TOP_K_BLOCK)
+        tl.store(ids + slots, chosen_ids, mask=slots < TOP_K)
+        tl.store(weights + slots, shares, mask=slots < TOP_K)
+        tl.store(counter, 0)
 
 
 @triton.jit
@@ -186,10 +342,7 @@ def _pair_gate_up(  # type: ignore[no-untyped-def]
         up_sums += up.to(tl.float32) * values
     if upcoming is not None:
         expert_bytes = NUM_IN * num_out * (y.dtype.element_ty.primitive_bitwidth // 8)
-        begin = tl.program_id(0) * share
-        place = upcoming.to(tl.pointer_type(tl.uint8)) + expert * expert_bytes + begin
-        if begin < expert_bytes:
-            prefetch_bytes(place, tl.minimum(share, expert_bytes - begin))
+        prefetch_share(upcoming + expert * NUM_IN * num_out, share, expert_bytes)
     gate = tl.sum(gate_sums, 1)
     value = gate / (1.0 + tl.exp(-gate)) * tl.sum(up_sums, 1)
     tl.store(y + pair * num_out + out, value.to(y.dtype.element_ty), mask=out < num_out)
@@ -202,6 +355,9 @@ def _pair_down(  # type: ignore[no-untyped-def]
     weight,
     ids,
     pair_weights,
+    upcoming,
+    share,
+    upcoming_bytes,
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -236,3 +392,5 @@ def _pair_down(  # type: ignore[no-untyped-def]
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     places = out + token * num_out + outs
     tl.store(places, totals.to(out.dtype.element_ty), mask=outs < num_out)
+    if upcoming is not None:
+        prefetch_share(upcoming, share, upcoming_bytes)

@@ -18,7 +18,7 @@ from nanovllm.kernels.base import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.numba_launch import Launcher, float_bits
 from nanovllm.kernels.reference import run_experts
 
@@ -120,7 +120,8 @@ class NumbaOps:
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         gate_up, down = gate_up.contiguous(), down.contiguous()
         most = self.max_expert_rows * len(down) // routing.top_k
-        return NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
+        experts = NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
+        return ComposedExperts(self, experts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,3 +67,12 @@ def prefetch_bytes(place, num_bytes):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def prefetch_share(upcoming, share, upcoming_bytes):  # type: ignore[no-untyped-def]
+    """Ask L2 for this program's share of a weight."""
+    begin = tl.program_id(0).to(tl.int64) * share
+    place = upcoming.to(tl.pointer_type(tl.uint8)) + begin
+    if begin < upcoming_bytes:
+        prefetch_bytes(place, tl.minimum(share, upcoming_bytes - begin).to(tl.int32))

@@ -14,7 +14,7 @@ from nanovllm.kernels.base import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 
 
 class TorchOps:
@@ -63,7 +63,9 @@ class TorchOps:
         return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        return lambda x, logits: run_experts(x, logits, gate_up, down, routing)
+        return ComposedExperts(
+            self, lambda x, logits: run_experts(x, logits, gate_up, down, routing)
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.kernels.base import Activation, NormWeights
 from nanovllm.kernels.fused import activate
-from nanovllm.kernels.overlap import launch_options, prefetch_bytes, wait_for_inputs
+from nanovllm.kernels.overlap import launch_options, prefetch_share, wait_for_inputs
 
 
 def skinny_linear(
@@ -125,7 +125,7 @@ def _skinny(  # type: ignore[no-untyped-def]
             if ACTIVATION is not None
             else tile
         )
-        values = _add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL)
+        values = add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL)
         if HAS_NORM:
             squares += tl.sum(values * values, 0)
             values *= tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
@@ -146,11 +146,11 @@ def _skinny(  # type: ignore[no-untyped-def]
         sums = activate(sums, ACTIVATION) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
     if upcoming is not None:
-        _prefetch_share(upcoming, share, upcoming_bytes)
+        prefetch_share(upcoming, share, upcoming_bytes)
 
 
 @triton.jit
-def _add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return some inputs in float32; the first program stores them where there is a residual."""
     values = tl.load(x + i, mask=is_in, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -160,12 +160,3 @@ def _add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL: tl.constexpr):
         tl.store(total_out + i, rounded, mask=is_first)
         values = rounded.to(tl.float32)
     return values
-
-
-@triton.jit
-def _prefetch_share(upcoming, share, upcoming_bytes):  # type: ignore[no-untyped-def]
-    """Ask L2 for this program's share of a weight."""
-    begin = tl.program_id(0).to(tl.int64) * share
-    place = upcoming.to(tl.pointer_type(tl.uint8)) + begin
-    if begin < upcoming_bytes:
-        prefetch_bytes(place, tl.minimum(share, upcoming_bytes - begin).to(tl.int32))

@@ -18,7 +18,7 @@ from nanovllm.kernels.base import (
     Routing,
 )
 from nanovllm.kernels.composed_linear import ComposedLinear
-from nanovllm.kernels.experts import route, run_pairs
+from nanovllm.kernels.experts import route, route_row, run_pairs
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
 from nanovllm.kernels.grouped_experts import run_grouped
 from nanovllm.kernels.skinny_linear import skinny_linear
@@ -68,7 +68,8 @@ class TritonOps:
         return CudaLinear(self, weight, bias, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        return CudaExperts(gate_up.contiguous(), down.contiguous(), routing)
+        counter = torch.zeros(1, dtype=torch.int32, device=down.device)
+        return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing, counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,11 @@ class CudaLinear:
 class CudaExperts:
     """Tokens read their experts each for itself while they are few, together when they are more."""
 
+    ops: TritonOps
     gate_up: Tensor
     down: Tensor
     routing: Routing
+    counter: Tensor
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         x, logits = x.contiguous(), logits.contiguous()
@@ -128,3 +131,14 @@ class CudaExperts:
             return run_grouped(x, logits, self.gate_up, self.down, self.routing)
         ids, weights, _ = route(logits, self.routing)
         return run_pairs(x, ids, weights, self.gate_up, self.down)
+
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.down.shape[1]
+        if x is not None and x.shape == (1, hidden) and isinstance(router, CudaLinear):
+            row = route_row(x, residual, norm, router.weight, self.routing, self.counter)
+            out = run_pairs(row.normed, row.ids, row.weights, self.gate_up, self.down)
+            return out, row.total
+        normed, total = self.ops.norm(x, residual, norm)
+        return self(normed, router(normed)), total

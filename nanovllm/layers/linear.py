@@ -32,14 +32,17 @@ class MergedLinear(Layer):
         self.ops = build.ops
         self._packed: PackedLinear | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def packed(self) -> PackedLinear:
         assert self._packed is not None, "forward before pack"
-        return self._packed(x)
+        return self._packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x)
 
     def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """Project x to what only `after` takes, together with residual: see PackedLinear."""
-        assert self._packed is not None, "forward before pack"
-        return self._packed.summands(x, residual)
+        return self.packed.summands(x, residual)
 
     def after(
         self,
@@ -49,9 +52,8 @@ class MergedLinear(Layer):
         upcoming: MergedLinear | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Project the norm of x + residual; return that and the sum as the next residual."""
-        assert self._packed is not None, "forward before pack"
-        ahead = None if upcoming is None else upcoming._packed
-        return self._packed.after_norm(x, residual, norm.weights, ahead)
+        ahead = None if upcoming is None else upcoming.packed
+        return self.packed.after_norm(x, residual, norm.weights, ahead)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         parent = path.rpartition(".")[0]

@@ -36,9 +36,12 @@ class Experts(Layer):
         self.ops = build.ops
         self._packed: PackedExperts | None = None
 
-    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
-        assert self._packed is not None, "forward before pack"
-        return self._packed(x, logits)
+    def after(
+        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None, router: Linear
+    ) -> tuple[Tensor, Tensor]:
+        """Run the experts that the router chooses on the norm of x + residual; see Linear.after."""
+        assert self._packed is not None, "after before pack"
+        return self._packed.after_norm(x, residual, norm.weights, router.packed)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         slots = {}
@@ -63,10 +66,8 @@ class SparseMLP(Layer):
         super().__init__()
         self.gate = Linear(hidden_size, config.num_experts, False, build, "gate")
         self.experts = Experts(hidden_size, config, names, build)
-        self.ops = build.ops
 
     def forward(
         self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.ops.norm(x, residual, norm.weights)
-        return self.experts(normed, self.gate(normed)), residual
+        return self.experts.after(norm, x, residual, self.gate)

@@ -58,6 +58,9 @@ class TestCompiled:
     def test_a_layer_of_a_model(self, num_tokens: int, dtype: torch.dtype) -> None:
         cases.check_layer(Layer(num_tokens, 60, 8, 1024, 768), dtype, "cuda")
 
+    def test_after_norm(self) -> None:
+        cases.check_after_norm("cuda")
+
     def test_a_graph_chooses_anew(self) -> None:
         for num_tokens in (1, 3, 40):
             cases.check_graph(Layer(num_tokens, 60, 8, 256, 192))

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from nanovllm.kernels import grouped_experts, triton_ops
-from nanovllm.kernels.base import Routing
+from nanovllm.kernels.base import NormWeights, Routing
 from nanovllm.kernels.experts import route
 from nanovllm.kernels.grouped_experts import grouped_config
 from nanovllm.kernels.reference import TorchOps
@@ -76,6 +76,36 @@ def check_layer(layer: Layer, dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def check_after_norm(device: str) -> None:
+    """One row runs through a kernel that norms, multiplies with the router and chooses.
+
+    In float32: otherwise roundings may choose another expert.
+    """
+    dtype = torch.float32
+    for layer, has_residual in itertools.product(
+        (Layer(1, 6, 1, 40, 24), Layer(1, 60, 8, 70, 33, False), Layer(2, 5, 2, 48, 16)),
+        (False, True),
+    ):
+        x, _ = layer.inputs(dtype, device)
+        generator = torch.Generator().manual_seed(5)
+        router = torch.randn(layer.num_experts, layer.hidden, generator=generator).to(device, dtype)
+        norm = NormWeights(torch.rand(layer.hidden, generator=generator).to(device) + 0.5, 1e-6)
+        residual = x.flip(1) if has_residual else None
+        results = []
+        for ops in (TorchOps(), TritonOps()):
+            if isinstance(ops, TritonOps):
+                linear = triton_ops.CudaLinear(ops, router, None, None)
+            else:
+                linear = ops.pack_linear(router, None, None, has_room=False)
+            experts = ops.pack_experts(*layer.weights(dtype, device), layer.routing)
+            for _ in range(2):  # the second time shows that counters are as they were
+                more = None if residual is None else residual.clone()
+                result = experts.after_norm(x.clone(), more, norm, linear)
+            results.append(result)
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def check_graph(layer: Layer) -> None:
     """A replay sees other inputs, which go to other experts."""
     dtype = torch.bfloat16
@@ -98,6 +128,7 @@ def main() -> None:
     check_experts(torch.float32, "cpu")
     check_every_tile(torch.float16, "cpu")
     check_routing_of_strange_logits("cpu")
+    check_after_norm("cpu")
 
 
 if __name__ == "__main__":
