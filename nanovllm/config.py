@@ -88,6 +88,9 @@ class RopeConfig:
     is_truncated: bool = True  # the borders between them fall on whole frequencies
     attention_factor: float = 1.0  # of cosines and sines
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
@@ -106,6 +109,13 @@ class ExpertsConfig:
     size: int  # of one expert
     is_normalized: bool  # whether the weights of a token's experts are made to sum to one
     dense_layers: frozenset[int] = frozenset()  # those that keep a plain MLP
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise CheckpointError(
+                f"config.json sends each token to {self.top_k} (num_experts_per_tok) of "
+                f"{self.num_experts} experts"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +205,12 @@ def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -
     return replace(model, layers=tuple(attention))
 
 
+def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    if model.activation != "silu":
+        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
+    return replace(model, experts=experts)
+
+
 def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
     """Return the layers that `layer_types` gives a window, if the config has such a list."""
     if (kinds := config.get("layer_types")) is None:
@@ -216,18 +232,16 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
-def read_rope_config(
-    config: Mapping[str, Any], layer_type: str | None = None, default_theta: float = 10000.0
-) -> RopeConfig:
-    """transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`.
-
-    The former may hold parameters for each type of layer instead.
-    """
+def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
+    """transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        raise CheckpointError(
+            "config.json has both rope_parameters and rope_scaling; move what rope_scaling says "
+            "into rope_parameters"
+        )
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if layer_type is not None:
-        scaling = dict(scaling.get(layer_type) or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or default_theta
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if kind not in ROPE_KINDS or turned != 1:
         what = f"rope scaling {kind!r}" if turned == 1 else f"partial_rotary_factor {turned}"
@@ -251,7 +265,8 @@ def read_rope_config(
         factor=field(scaling, "factor"),
         low_freq_factor=field(scaling, "low_freq_factor"),
         high_freq_factor=field(scaling, "high_freq_factor"),
-        original_max_position=field(scaling, "original_max_position_embeddings"),
+        original_max_position=scaling.get("original_max_position_embeddings")
+        or field(config, "max_position_embeddings"),
     )
 
 

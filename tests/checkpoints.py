@@ -91,6 +91,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
+        tie_word_embeddings=False,  # tied ones, scaled as they are, repeat the last token
         query_pre_attn_scalar=24,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
@@ -98,6 +99,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3-six": Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 1},
         head_dim=16,
+        tie_word_embeddings=False,
         query_pre_attn_scalar=16,
         sliding_window=WINDOW,
     ),

@@ -39,7 +39,10 @@ def family_case(request: pytest.FixtureRequest, tiny: Any) -> Case:
 
 def make_case(checkpoint: TinyCheckpoint) -> Case:
     prompts = make_prompts()
-    return str(checkpoint.path), prompts, [checkpoint.generate(p, MAX_TOKENS) for p in prompts]
+    answers = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    num_different = [len(set(answer)) for answer in answers]
+    assert sum(num_different) > 5 * len(answers), "answers repeat themselves: they prove little"
+    return str(checkpoint.path), prompts, answers
 
 
 MODES = {

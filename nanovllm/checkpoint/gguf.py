@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 # Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
 _END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
+PIECE_ELEMENTS = 4 << 20  # dequantised at a time: 16 MB
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
 # Any other key under "{architecture}." may change the numbers, so it is refused by name.
@@ -88,17 +90,11 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor under its Hugging Face name and shape; `read` returns it in floats."""
+    """A tensor under its Hugging Face name and shape; `read` yields some of its rows as floats."""
 
     name: str
     shape: tuple[int, ...]
-    read: Callable[[], npt.NDArray[Any]]
-
-
-def iter_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield (Hugging Face name, float array), one tensor in memory at a time."""
-    for tensor in list_tensors(path):
-        yield tensor.name, tensor.read()
+    read: Callable[[], Iterator[npt.NDArray[Any]]]
 
 
 def list_tensors(path: Path) -> list[GGUFTensor]:
@@ -114,10 +110,10 @@ def list_tensors(path: Path) -> list[GGUFTensor]:
         heads = num_heads[part] if part in architecture.permuted else None
         offset = architecture.norm_offset if part.endswith("norm") else 0.0
         is_stacked = "*" in name  # the same projection of all experts
+        shape = shape[1:] if is_stacked else shape
         for expert, data in enumerate(tensor.data if is_stacked else [tensor.data]):
-            read = partial(_read, metadata.reader, data, tensor.tensor_type, heads, offset)
-            part_shape = shape[1:] if is_stacked else shape
-            listed.append(GGUFTensor(name.replace("*", str(expert)), part_shape, read))
+            read = partial(_read, metadata.reader, data, tensor.tensor_type, shape, heads, offset)
+            listed.append(GGUFTensor(name.replace("*", str(expert)), shape, read))
     return listed
 
 
@@ -218,14 +214,19 @@ def _read(
     reader: GGUFReader,
     data: npt.NDArray[Any],
     kind: GGMLQuantizationType,
+    shape: tuple[int, ...],
     num_heads: int | None,
     offset: float,
-) -> npt.NDArray[Any]:
-    array = _to_float(data, kind)
-    release_pages(reader)
-    if offset:
-        array -= offset
-    return array if num_heads is None else _unpermute(array, num_heads)
+) -> Iterator[npt.NDArray[Any]]:
+    """Dequantise some rows after others, whole heads where they are out of order."""
+    step = 1 if num_heads is None else shape[0] // num_heads
+    num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
+    for first in range(0, shape[0], num_rows):
+        array = _to_float(data[first : first + num_rows], kind)
+        release_pages(reader)
+        if offset:
+            array -= offset
+        yield array if num_heads is None else _unpermute(array, len(array) // step)
 
 
 def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray[Any]:

@@ -20,6 +20,11 @@ def download(
     tokenizer = _TOKENIZER_FILES if need_tokenizer else ()
     weights = _SAFETENSORS if need_weights else ()
     folder = _snapshot(repo_id, revision, (*_CONFIG_FILES, *tokenizer, *weights))
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{repo_id!r} on the Hugging Face hub has no config.json; if it holds GGUF files, pass "
+            f'one of them as "{repo_id}/file.gguf"'
+        )
     if need_weights and not any(folder.glob("*.safetensors")):
         folder = _snapshot(repo_id, revision, _BIN)
     return folder

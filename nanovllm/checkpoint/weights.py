@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import mmap
 import pickle
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,12 +55,8 @@ def _list_safetensors(path: Path) -> Iterator[StoredTensor]:
     header: dict[str, Any] = json.loads(mapped[8:first_byte])
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise UnsupportedModelError(
-                f"{path}: tensor {name!r} is stored as {entry['dtype']}; supported: "
-                f"{', '.join(_DTYPES)}"
-            )
-        shape, dtype = tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+        shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"], entry["dtype"])
+        _check_dtype(path, name, dtype)
         offset = first_byte + entry["data_offsets"][0]
         yield StoredTensor(name, shape, path, partial(_read_mapped, mapped, offset, shape, dtype))
 
@@ -93,7 +91,27 @@ def _list_bin(path: Path) -> Iterator[StoredTensor]:
     if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
         raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
     for name, tensor in tensors.items():
-        yield StoredTensor(name, tuple(tensor.shape), path, partial(_split, tensor))
+        _check_dtype(path, name, tensor.dtype)
+        read = partial(_read_and_release if is_zip else _split, tensor)
+        yield StoredTensor(name, tuple(tensor.shape), path, read)
+
+
+def _read_and_release(tensor: Tensor) -> Iterator[Tensor]:
+    """Give torch's mapped pages back, as _release does; there is no other way to reach them."""
+    for rows in _split(tensor):
+        yield rows
+        first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = rows.data_ptr() + rows.nbytes - first
+        if num_bytes > 0 and rows.is_contiguous() and sys.platform == "linux":
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+
+
+def _check_dtype(path: Path, name: str, dtype: object) -> None:
+    if dtype not in _DTYPES.values():
+        raise UnsupportedModelError(
+            f"{path}: tensor {name!r} is stored as {dtype}; supported: {', '.join(_DTYPES)}"
+        )
 
 
 def _list_gguf(path: Path) -> Iterator[StoredTensor]:
@@ -102,7 +120,7 @@ def _list_gguf(path: Path) -> Iterator[StoredTensor]:
 
 
 def _dequantise(tensor: gguf.GGUFTensor) -> Iterator[Tensor]:
-    return _split(torch.from_numpy(tensor.read()))
+    return map(torch.from_numpy, tensor.read())
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:

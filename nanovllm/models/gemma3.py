@@ -11,12 +11,13 @@ from torch import Tensor
 from nanovllm.config import (
     LayerAttention,
     ModelConfig,
+    RopeConfig,
     field,
     read_model_config,
     read_rope_config,
     sliding_layers,
 )
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
@@ -38,7 +39,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     for name in UNSUPPORTED:
         if config.get(name):
             raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
-    config = {**DEFAULTS, **config}
+    config = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     model = read_model_config({**config, "rope_parameters": None, "rope_scaling": None})
     sliding = sliding_layers(config)
     if sliding is None:
@@ -55,23 +56,24 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         ),
         attention_scale=config["query_pre_attn_scalar"] ** -0.5,
         embedding_scale=model.hidden_size**0.5,
+        dtype="bfloat16" if model.dtype == "float16" else model.dtype,  # which it overflows
         norm_offset=1.0,
     )
 
 
-def read_ropes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotation of layers with a window, and of those without."""
-    if parameters := config.get("rope_parameters"):
-        theta = {"sliding_attention": 10000.0, "full_attention": 1e6}
-        local, whole = (
-            read_rope_config(
-                {**config, "rope_parameters": parameters.get(kind), "rope_theta": base}
-            )
-            for kind, base in theta.items()
-        )
-        return local, whole
-    plain = {**config, "rope_scaling": None, "rope_theta": config["rope_local_base_freq"]}
-    return read_rope_config(plain), read_rope_config({"rope_theta": 1e6, **config})
+    by_type = config.get("rope_parameters", {})
+    if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
+        raise CheckpointError(f"Gemma 3 has rope_parameters for types of layers, not {unknown}")
+    local = {"rope_theta": config["rope_local_base_freq"]} | by_type.get("sliding_attention", {})
+    whole = {"rope_theta": config.get("rope_theta", 1e6)} | by_type.get("full_attention", {})
+    whole |= config.get("rope_scaling", {})
+    local_rope, whole_rope = (
+        read_rope_config({**config, "rope_parameters": rope, "rope_scaling": None})
+        for rope in (local, whole)
+    )
+    return local_rope, whole_rope
 
 
 class Gemma3Layer(Layer):

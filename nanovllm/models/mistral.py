@@ -9,5 +9,9 @@ from nanovllm.config import ModelConfig, read_model_config, with_window
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    return read_window({"sliding_window": 4096, **config})
+
+
+def read_window(config: Mapping[str, Any]) -> ModelConfig:
     model = read_model_config(config)
     return with_window(model, config.get("sliding_window"), range(model.num_layers))

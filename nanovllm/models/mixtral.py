@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ExpertsConfig, ModelConfig, field
+from nanovllm.config import ExpertsConfig, ModelConfig, field, with_experts
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.moe import ExpertNames, SparseMLP
@@ -17,14 +16,14 @@ NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    model = mistral.read_config(config)
+    model = mistral.read_window({"rope_theta": 1e6, **config})
     experts = ExpertsConfig(
         num_experts=field(config, "num_local_experts"),
         top_k=field(config, "num_experts_per_tok"),
         size=model.intermediate_size,
         is_normalized=True,
     )
-    return replace(model, experts=experts)
+    return with_experts(model, experts)
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:

@@ -15,7 +15,7 @@ from nanovllm.models.decoder import DecoderLayer
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    model = mistral.read_config(config)
+    model = mistral.read_window(config)
     # What Phi-3's first checkpoints call "yarn" or "su" is longrope.
     if (kind := model.layers[0].rope.kind) != "default":
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported for Phi-3")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.layernorm import QKNorm
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.models import qwen2
 from nanovllm.models.decoder import DecoderLayer
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    return qwen2.read_windows({"head_dim": 128, **config})
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from nanovllm.config import ExpertsConfig, ModelConfig, field, read_model_config, with_window
+from nanovllm.config import (
+    ExpertsConfig,
+    ModelConfig,
+    field,
+    read_model_config,
+    with_experts,
+    with_window,
+)
 from nanovllm.layers.build import Build
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
@@ -31,7 +37,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         is_normalized=config.get("norm_topk_prob", False),
         dense_layers=frozenset(is_dense),
     )
-    return replace(model, experts=experts)
+    return with_experts(model, experts)
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:

@@ -56,7 +56,7 @@ FAMILIES = {
     ),
     "Qwen3ForCausalLM": Family(
         qwen3.build_layer,
-        qwen2.read_windows,
+        qwen3.read_config,
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"),
     ),
     "Qwen3MoeForCausalLM": Family(

@@ -12,7 +12,6 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, StepPlan
 from nanovllm.layers.build import Build
-from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.platforms import create_platform
@@ -100,7 +99,7 @@ class Worker:
 def pack_weights(model: nn.Module, platform: Platform) -> None:
     """Lay out every weight as the device works with it fastest."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "pack")]
-    num_bytes = sum(module.weight.nbytes for module in modules if isinstance(module, MergedLinear))
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     has_room = platform.has_room_for_copy(num_bytes)
     for module in modules:
         module.pack(has_room)

@@ -11,7 +11,8 @@ pytest.importorskip("gguf")
 
 import gguf
 
-from nanovllm.checkpoint.gguf import iter_tensors, read_config, read_generation_config
+from nanovllm.checkpoint import gguf as gguf_reader
+from nanovllm.checkpoint.gguf import list_tensors, read_config, read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoint.tiny_gguf import (
@@ -29,6 +30,7 @@ from tests.checkpoint.tiny_gguf import (
     WINDOW,
     Arrays,
     hf_tensors,
+    read_arrays,
     stack_experts,
     write_gguf,
 )
@@ -39,7 +41,7 @@ from tests.checkpoint.tiny_gguf import (
 def test_float32_round_trip_is_exact(tmp_path: Path, arch: str, tied: bool) -> None:
     expected = hf_tensors(arch, tied=tied)
     path = write_gguf(tmp_path / "m.gguf", arch, expected)
-    loaded = dict(iter_tensors(path))
+    loaded = read_arrays(path)
     assert loaded.keys() == expected.keys()
     for name, array in loaded.items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
@@ -160,7 +162,7 @@ def test_biases_are_named_and_permuted(tmp_path: Path) -> None:
             expected[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = bias
     path = write_gguf(tmp_path / "m.gguf", tensors=expected)
     assert read_config(path)["attention_bias"] is True
-    loaded = dict(iter_tensors(path))
+    loaded = read_arrays(path)
     assert loaded.keys() == expected.keys()
     for name, array in loaded.items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
@@ -195,7 +197,7 @@ def test_transformers_reads_the_same_model(tmp_path: Path, arch: str) -> None:
     model = AutoModelForCausalLM.from_config(ours)
     assert type(model).__name__ == config["architectures"][0]
     state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    loaded = fuse_experts(stack_experts(dict(iter_tensors(path))))
+    loaded = fuse_experts(stack_experts(read_arrays(path)))
     assert loaded.keys() == state.keys() == model.state_dict().keys()
     for name, array in loaded.items():
         assert array.shape == model.state_dict()[name].shape, name
@@ -246,7 +248,7 @@ def test_rope_scaling_kinds(tmp_path: Path) -> None:
 def test_llama3_factors_are_config_not_weights(tmp_path: Path) -> None:
     raw = {"rope_freqs.weight": np.ones(HEAD_DIM // 2, np.float32)}
     path = write_gguf(tmp_path / "m.gguf", raw=raw)
-    assert dict(iter_tensors(path)).keys() == hf_tensors("llama", tied=True).keys()
+    assert read_arrays(path).keys() == hf_tensors("llama", tied=True).keys()
 
 
 @pytest.mark.parametrize(
@@ -287,16 +289,16 @@ def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="'falcon'; supported in GGUF: llama, qwen2"):
         read_config(tmp_path / "m.gguf")
     with pytest.raises(UnsupportedModelError, match="falcon"):
-        list(iter_tensors(tmp_path / "m.gguf"))
+        list_tensors(tmp_path / "m.gguf")
 
 
 def test_unknown_tensor_and_type_are_refused_before_any_is_read(tmp_path: Path) -> None:
     extra = {"blk.0.attn_q_norm.weight": np.ones(HEAD_DIM, np.float32)}  # qwen3's, not llama's
     with pytest.raises(CheckpointError, match=r"LlamaForCausalLM has no tensor blk.0.attn_q_norm"):
-        next(iter_tensors(write_gguf(tmp_path / "a.gguf", raw=extra)))
+        list_tensors(write_gguf(tmp_path / "a.gguf", raw=extra))
     path = write_gguf(tmp_path / "b.gguf", quant="Q5_0")
     with pytest.raises(UnsupportedModelError, match=r"token_embd.weight has type Q5_0; supported"):
-        next(iter_tensors(path))
+        list_tensors(path)
 
 
 def test_truncated_or_foreign_file(tmp_path: Path) -> None:
@@ -331,6 +333,23 @@ def test_fast_reader_agrees_with_the_package(tmp_path: Path) -> None:
         assert (ours.name, ours.data_offset) == (theirs.name, theirs.data_offset)
 
 
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "qwen3moe"])
+@pytest.mark.parametrize("quant", ["F32", "Q8_0"])
+def test_pieces_are_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, quant: str
+) -> None:
+    """A piece may end in the middle of a tensor, but of no head whose rows are out of order."""
+    path = write_gguf(tmp_path / "m.gguf", arch, quant=quant)
+    whole = read_arrays(path)
+    monkeypatch.setattr(gguf_reader, "PIECE_ELEMENTS", 3 * HIDDEN)
+    num_pieces = {tensor.name: len(list(tensor.read())) for tensor in list_tensors(path)}
+    assert num_pieces["model.embed_tokens.weight"] == VOCAB // 3
+    assert num_pieces["model.layers.0.self_attn.q_proj.weight"] > 1
+    pieces = read_arrays(path)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(pieces[name], array, err_msg=name)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_one_tensor_in_memory_at_a_time(tmp_path: Path, stacked: bool) -> None:
     raw = {f"blk.{i}.ffn_up.weight": np.ones((512, 512), np.float32) for i in range(16)}
@@ -338,10 +357,11 @@ def test_one_tensor_in_memory_at_a_time(tmp_path: Path, stacked: bool) -> None:
         raw = {"blk.0.ffn_up_exps.weight": np.stack(list(raw.values()))}
     arch = "qwen3moe" if stacked else "llama"
     path = write_gguf(tmp_path / "m.gguf", arch, tensors={}, raw=raw)
-    list(iter_tensors(write_gguf(tmp_path / "warm.gguf")))
+    read_arrays(write_gguf(tmp_path / "warm.gguf"))
     tracemalloc.start()
-    for _name, _array in iter_tensors(path):
-        pass
+    for tensor in list_tensors(path):
+        for _array in tensor.read():
+            pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * 2**20  # sixteen tensors of 1 MiB; the last and the next may overlap

@@ -12,9 +12,9 @@ pytest.importorskip("gguf")
 import gguf
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.gguf import TENSOR_TYPES, iter_tensors, read_config
+from nanovllm.checkpoint.gguf import TENSOR_TYPES, list_tensors, read_config
 from nanovllm.checkpoint.gguf_file import open_gguf
-from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
+from tests.checkpoint.tiny_gguf import hf_tensors, read_arrays, write_gguf
 
 
 def half(block: bytes, at: int) -> float:
@@ -116,7 +116,7 @@ def test_dequantised_values_follow_the_format(tmp_path: Path, quant: str) -> Non
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    [(name, array)] = iter_tensors(tmp_path / "m.gguf")
+    [(name, array)] = read_arrays(tmp_path / "m.gguf").items()
     assert name == "model.layers.1.mlp.up_proj.weight"
     assert array.dtype == np.float32
     assert array.shape == (8, 512)
@@ -143,7 +143,7 @@ def test_quantised_model_is_close_to_the_original(
     expected = hf_tensors("llama", tied=False)
     path = write_gguf(tmp_path / "m.gguf", tensors=expected, quant=quant)
     assert read_config(path)["torch_dtype"] == dtype
-    for name, array in iter_tensors(path):
+    for name, array in read_arrays(path).items():
         assert array.shape == expected[name].shape
         matrix_dtype = np.float16 if quant == "F16" and array.ndim > 1 else np.float32
         assert array.dtype == matrix_dtype, name
@@ -155,7 +155,7 @@ def test_quantised_model_is_close_to_the_original(
 def test_quantised_experts_are_those_of_single_tensors(tmp_path: Path, quant: str) -> None:
     tensors = hf_tensors("qwen3moe", tied=True)
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, quant=quant)
-    kind, loaded = gguf.GGMLQuantizationType[quant], dict(iter_tensors(path))
+    kind, loaded = gguf.GGMLQuantizationType[quant], read_arrays(path)
     assert loaded.keys() == tensors.keys()
     for name, array in tensors.items():
         if ".experts." in name:
@@ -177,9 +177,9 @@ def test_smollm2_rows_are_where_transformers_wants_them() -> None:
         49152,
     )
     assert config["tie_word_embeddings"] is True
-    tensors = iter_tensors(checkpoint.path)
     name = "model.layers.0.self_attn.k_proj.weight"
-    array = next(array for tensor_name, array in tensors if tensor_name == name)
+    [tensor] = [t for t in list_tensors(checkpoint.path) if t.name == name]
+    array = np.concatenate(list(tensor.read()))
     stored = next(t for t in open_gguf(checkpoint.path).tensors if t.name == "blk.0.attn_k.weight")
     rows = [
         [v for at in range(0, 360, 20) for v in q4_1_values(row.tobytes()[at : at + 20])]

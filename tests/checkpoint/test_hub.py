@@ -137,7 +137,8 @@ def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[
     assert of_bin[1:] == ["bin", 4]
     assert of_gguf == ["a.gguf", "gguf", HIDDEN]
     assert "'org/gguf' on the Hugging Face hub has no file 'b.gguf'" in missing
-    assert "on the hub: org/name/file.gguf" in no_config
+    assert "has no config.json" in no_config
+    assert '"org/gguf/file.gguf"' in no_config
     assert hub.fetched() == ["config.json", "pytorch_model.bin", "q8/a.gguf"]
 
 

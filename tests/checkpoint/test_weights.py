@@ -65,11 +65,12 @@ def test_a_header_of_any_length(tmp_path: Path, padding: int) -> None:
     assert torch.equal(torch.cat(list(stored.read())), tensor)
 
 
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     tensors = {**TENSORS, "codes": torch.ones(4, 4).to(dtype)}
-    with pytest.raises(UnsupportedModelError, match=r"m.safetensors: tensor 'codes' is stored as"):
-        list_file(tmp_path / "m.safetensors", tensors)
+    with pytest.raises(UnsupportedModelError, match=f"{name}: tensor 'codes' is stored as"):
+        list_file(tmp_path / name, tensors)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

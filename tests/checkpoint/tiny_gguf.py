@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from nanovllm.checkpoint.gguf import list_tensors
+
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "phi3"]
@@ -152,6 +154,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def read_arrays(path: Path) -> Arrays:
+    """Every tensor of a file under its Hugging Face name."""
+    return {tensor.name: np.concatenate(list(tensor.read())) for tensor in list_tensors(path)}
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

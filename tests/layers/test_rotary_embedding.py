@@ -211,7 +211,7 @@ def test_partial_rotation_is_refused() -> None:
     [
         ("linear", "factor"),
         ("dynamic", "factor"),
-        *(("llama3", field) for field in LLAMA3 if field != "rope_type"),
+        *(("llama3", field) for field in ("factor", "low_freq_factor", "high_freq_factor")),
     ],
 )
 def test_a_missing_parameter_is_named(name: str, field: str) -> None:

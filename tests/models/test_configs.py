@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from nanovllm.config import RopeConfig
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.config import ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.models.registry import FAMILIES, read_config
 from tests import checkpoints
+from tests.checkpoints import LLAMA3_ROPE
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
 CONFIGS = checkpoints.VARIANTS | checkpoints.FAMILIES
 ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -43,7 +45,7 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
         if config["num_hidden_layers"] == 6:  # as the pattern says
             del config["layer_types"]
         del config["tie_word_embeddings"]
-    elif config["model_type"] != "gemma3_text":
+    else:
         config.pop("layer_types", None)
     if config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
@@ -126,6 +128,8 @@ def test_which_layers_have_experts() -> None:
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "'yarn'"),
         ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, "0.75"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
+        ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(
@@ -152,6 +156,46 @@ def test_a_missing_field_is_named(name: str, field: str) -> None:
     del config[field]
     with pytest.raises(CheckpointError, match=f"'{field}'"):
         read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "9 .num_experts_per_tok. of 4 experts"),
+        ("qwen3-moe", {"num_experts_per_tok": -1}, "-1 .num_experts_per_tok. of 6 experts"),
+        ("qwen3", {"rope_scaling": YARN}, "both rope_parameters and rope_scaling"),
+        ("gemma3", {"rope_parameters": YARN}, "types of layers, not .'factor'"),
+    ],
+)
+def test_what_makes_no_sense_is_named(name: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        read_config({**saved(name), **changes})
+
+
+@pytest.mark.parametrize("factor", ["2", None, True])
+def test_a_factor_is_a_number(factor: object) -> None:
+    parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
+    with pytest.raises((CheckpointError, ConfigError), match="factor"):
+        read_config({**saved("llama"), "rope_parameters": parameters})
+
+
+def test_what_a_config_leaves_out_has_the_default_of_its_class() -> None:
+    def without(name: str, *fields: str) -> ModelConfig:
+        config = as_transformers_4(saved(name))
+        return read_config({key: value for key, value in config.items() if key not in fields})
+
+    assert without("mistral", "sliding_window").layers[0].window == 4096
+    assert without("mixtral", "sliding_window").layers[0].window is None
+    assert without("mixtral", "rope_theta").layers[0].rope.theta == 1e6
+    assert without("qwen3", "head_dim").head_dim == 128
+    scaling = {**LLAMA3_ROPE, "original_max_position_embeddings": None}
+    llama = read_config({**saved("llama"), "rope_parameters": scaling})
+    assert llama.layers[0].rope.original_max_position == 512
+
+
+def test_gemma_is_not_run_in_float16_unasked() -> None:
+    assert read_config({**saved("gemma3"), "dtype": "float16"}).dtype == "bfloat16"
+    assert read_config({**saved("gemma3"), "dtype": "float32"}).dtype == "float32"
 
 
 def test_layer_types_of_another_length_are_refused() -> None:
