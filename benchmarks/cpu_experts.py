@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_experts [--experts 128] [--tokens 1 64 ...]
 
 Random weights in the shape of Qwen3-30B-A3B's layers, bf16 with all and float32 with half of the
-experts. Candidates take turns; medians count. The floor is what it takes to read every expert that
-was chosen once, at the speed at which torch sums up the same memory.
+experts. Candidates take turns; medians count. "sum" is how long torch takes to add up the weights
+of the experts that were chosen, each of which has to be read once; the last column is our speed.
 """
 
 from __future__ import annotations
@@ -78,24 +78,21 @@ def report(
     x = torch.randn(num_tokens, HIDDEN).to(dtype)
     logits = torch.randn(num_tokens, num_experts).to(dtype)
     num_chosen = len(route(logits, routing)[0].unique())
-    reads = {"floor": lambda: read(gate_up[:num_chosen], down[:num_chosen])}
+    chosen = gate_up[:num_chosen], down[:num_chosen]
+    reads = {"sum": lambda: [weight.view(torch.float32).sum() for weight in chosen]}
     runs = {name: bind(run, x, logits) for name, run in candidates.items()}
     times = medians(reads | runs)
     cells = [f"{name} {seconds * 1e3:8.2f}" for name, seconds in times.items()]
     ratio = f"loop / ours {times['loop'] / times['ours']:5.2f}"
+    speed = f"{sum(weight.nbytes for weight in chosen) / times['ours'] / 1e9:5.1f} GB/s"
     place = (
         f"{str(dtype).removeprefix('torch.'):8s} {num_tokens:4d} tokens, {num_chosen:3d} experts"
     )
-    print(f"{place}, ms: {'  '.join(cells)}   {ratio}", flush=True)
+    print(f"{place}, ms: {'  '.join(cells)}   {ratio}   {speed}", flush=True)
 
 
 def bind(run: PackedExperts, x: Tensor, logits: Tensor) -> Callable[[], object]:
     return lambda: run(x, logits)
-
-
-def read(gate_up: Tensor, down: Tensor) -> None:
-    for weight in (gate_up, down):
-        weight.view(torch.float32).sum()
 
 
 def medians(runs: dict[str, Callable[[], object]]) -> dict[str, float]:

@@ -108,12 +108,8 @@ def run_pairs(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    upcoming: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts; all tensors are contiguous.
-
-    L2 is asked for the weight that comes next, if it is known.
-    """
+    """Return the weighted sum of each token's experts; all tensors are contiguous."""
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
     num_pairs = num_tokens * top_k
@@ -143,17 +139,12 @@ def run_pairs(
     top_k_block = triton.next_power_of_2(top_k)
     block_in = min(max(size & -size, 64), TILE_ELEMENTS // top_k_block)  # wastes no lane
     block_out = max(TILE_ELEMENTS // (top_k_block * block_in), 1)
-    num_programs = triton.cdiv(hidden, block_out)
-    num_bytes = 0 if upcoming is None else min(upcoming.nbytes, PREFETCHED_BYTES)
-    _pair_down[(num_programs, num_tokens)](
+    _pair_down[(triton.cdiv(hidden, block_out), num_tokens)](
         out,
         y,
         down,
         ids,
         weights,
-        upcoming if options["OVERLAP"] else None,
-        triton.cdiv(num_bytes, num_programs * 16) * 16,
-        num_bytes,
         hidden,
         NUM_IN=size,
         TOP_K=top_k,
@@ -355,9 +346,6 @@ def _pair_down(  # type: ignore[no-untyped-def]
     weight,
     ids,
     pair_weights,
-    upcoming,
-    share,
-    upcoming_bytes,
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -392,5 +380,3 @@ def _pair_down(  # type: ignore[no-untyped-def]
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     places = out + token * num_out + outs
     tl.store(places, totals.to(out.dtype.element_ty), mask=outs < num_out)
-    if upcoming is not None:
-        prefetch_share(upcoming, share, upcoming_bytes)

@@ -6,7 +6,8 @@ have the most there can be, and programs without a tile end at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,20 +29,21 @@ class GroupedConfig:
     num_stages: int
 
 
+# By the rows that an expert has on average: most fit into one tile, so that each is read once.
+CONFIGS = (
+    (8, GroupedConfig(16, 64, 64, 4, 8)),
+    (20, GroupedConfig(32, 64, 64, 4, 8)),
+    (48, GroupedConfig(64, 128, 64, 4, 4)),
+    (math.inf, GroupedConfig(128, 128, 64, 8, 4)),
+)
+
+
 def grouped_config(rows_per_expert: int, x: Tensor) -> GroupedConfig:
-    """Few rows are a matter of reading weights, many of tensor cores; float32 has none."""
-    if x.dtype == torch.float32:
-        return GroupedConfig(16 if rows_per_expert <= 16 else 64, 64, 32, 4, 2)
-    if rows_per_expert <= 32:
-        block, lines, num_warps, stages = 16 if rows_per_expert <= 8 else 32, 64, 4, 8
-    elif rows_per_expert <= 64:
-        block, lines, num_warps, stages = 64, 128, 4, 4
-    else:
-        block, lines, num_warps, stages = 128, 128, 8, 4
-    stage_bytes = (lines + block) * 64 * x.itemsize
-    return GroupedConfig(
-        block, lines, 64, num_warps, min(stages, shared_bytes(x.device) // stage_bytes)
-    )
+    if x.dtype == torch.float32:  # no tensor cores
+        return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
+    config = next(config for most, config in CONFIGS if rows_per_expert <= most)
+    stage_bytes = (config.num_rows + config.num_lines) * config.tile * x.itemsize
+    return replace(config, num_stages=min(config.num_stages, shared_bytes(x.device) // stage_bytes))
 
 
 def run_grouped(
@@ -86,7 +88,7 @@ def run_grouped(
     _multiply(summands, y, down, order, tiles, top_k, config, is_gated=False)
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(hidden), 1024)
-    grid = triton.cdiv(hidden, block), num_tokens
+    grid = num_tokens, triton.cdiv(hidden, block)
     _add_choices[grid](out, summands, weights, hidden, TOP_K=top_k, BLOCK=block, **options)
     return out
 
@@ -231,8 +233,8 @@ def _add_choices(  # type: ignore[no-untyped-def]
     out, summands, weights, dim, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     wait_for_inputs(OVERLAP)
-    token = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         place = summands + (token * TOP_K + choice) * dim + i

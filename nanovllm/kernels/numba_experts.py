@@ -13,16 +13,18 @@ from numba import float32, int32, int64
 
 from nanovllm.kernels.numba_simd import (
     NUM_STREAMS,
-    TILE,
-    TILE_ROWS,
     dot_row,
-    dot_tile,
     kernel,
     load,
+    make_tile,
     pointer_to,
     round_to,
     store,
 )
+
+MAX_TILE_ROWS = 6  # 24 sums fill the registers; experts have so few rows that each number counts
+EXPERT_TILE = MAX_TILE_ROWS * NUM_STREAMS
+_dot_2, _dot_3, _dot_4, _dot_5, _dot_6 = (make_tile(count) for count in range(2, 7))
 
 
 @kernel
@@ -89,7 +91,7 @@ def grouped_linear(args: Any, at: int, thread: int, num_threads: int, like: Any)
     """y[pair] = x[pair // per_row] @ weight[expert of the pair].T.
 
     `scratch` holds, per thread, the sums of a tile and as float32 the rows of an expert, which are
-    at most `max_rows`, in whole tiles.
+    at most `max_rows`.
     """
     y, x, weight = (
         pointer_to(args[at], like),
@@ -100,57 +102,47 @@ def grouped_linear(args: Any, at: int, thread: int, num_threads: int, like: Any)
     scratch, max_rows = pointer_to(args[at + 5], float32(0)), args[at + 6]
     num_experts, per_row = args[at + 7], args[at + 8]
     num_out, num_in = args[at + 9], args[at + 10]
-    sums = thread * (max_rows * num_in + TILE)
-    xs = sums + TILE
+    sums = thread * (max_rows * num_in + EXPERT_TILE)
+    xs = sums + EXPERT_TILE
     begin, end = thread * num_out // num_threads, (thread + 1) * num_out // num_threads
-    per_stream = (end - begin) // NUM_STREAMS
+    apart = (end - begin) // NUM_STREAMS
+    last = end - (NUM_STREAMS - 1) * apart  # of the first stream: some lines may be in two of them
     for expert in range(num_experts):
         first, num_rows = int64(starts[expert]), int64(starts[expert + 1] - starts[expert])
-        if num_rows == 0:
-            continue
-        for row in range((num_rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
-            source = order[first + min(row, num_rows - 1)] // per_row * num_in
+        for row in range(num_rows):
+            source = order[first + row] // per_row * num_in
             for i in range(num_in):
                 scratch[xs + row * num_in + i] = load(x, source + i)
-        lines = expert * num_out * num_in
-        for i in range(begin, begin + per_stream):
-            _multiply(
-                y,
-                weight,
-                lines,
-                i,
-                per_stream,
-                scratch,
-                xs,
-                sums,
-                order,
-                first,
-                num_rows,
-                num_out,
-                num_in,
-            )
-        for i in range(begin + per_stream * NUM_STREAMS, end):
-            _multiply(
-                y, weight, lines, i, 0, scratch, xs, sums, order, first, num_rows, num_out, num_in
-            )
+        for out in range(begin, last):
+            line = (expert * num_out + out) * num_in
+            for row in range(0, num_rows, MAX_TILE_ROWS):
+                count = min(MAX_TILE_ROWS, num_rows - row)
+                _dot_tile(
+                    weight, line, apart * num_in, scratch, xs + row * num_in, num_in, sums, count
+                )
+                for j in range(count * NUM_STREAMS):
+                    pair = order[first + row + j // NUM_STREAMS]
+                    place = pair * num_out + out + j % NUM_STREAMS * apart
+                    store(y, place, scratch[sums + j])
 
 
 @kernel
-def _multiply(  # type: ignore[no-untyped-def]
-    y, weight, lines, out, per_stream, scratch, xs, sums, order, first, num_rows, num_out, num_in
-):
-    """Multiply the lines at `out` of each stream, `per_stream` apart, with all rows."""
-    base, stride = lines + out * num_in, per_stream * num_in
-    for row in range(0, num_rows, TILE_ROWS):
-        count = min(TILE_ROWS, num_rows - row)
-        if count == 1:
-            dot_row(weight, base, stride, scratch, xs + row * num_in, num_in, num_in, sums)
-        else:
-            dot_tile(weight, base, stride, scratch, xs + row * num_in, num_in, num_in, sums)
-        for j in range(count):
-            target = int64(order[first + row + j]) * num_out + out
-            for stream in range(NUM_STREAMS):
-                store(y, target + stream * per_stream, scratch[sums + j * NUM_STREAMS + stream])
+def _dot_tile(
+    a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
+) -> None:
+    """Multiply four lines of a with `count` rows of b, up to MAX_TILE_ROWS."""
+    if count == 1:
+        dot_row(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 2:
+        _dot_2(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 3:
+        _dot_3(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 4:
+        _dot_4(a, a_base, stride, b, b_base, dim, dim, sums)
+    elif count == 5:
+        _dot_5(a, a_base, stride, b, b_base, dim, dim, sums)
+    else:
+        _dot_6(a, a_base, stride, b, b_base, dim, dim, sums)
 
 
 @kernel

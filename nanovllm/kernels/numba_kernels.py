@@ -7,7 +7,9 @@ named otherwise; fractions travel as the bits of a float32. All arithmetic is fl
 
 from __future__ import annotations
 
+import zlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,20 +47,25 @@ GELU_LINEAR = np.float32(2 * GELU_SCALE)
 GELU_CUBIC = np.float32(2 * GELU_SCALE * GELU_BEND)
 
 
-def compile_interpreter(like: Any) -> Any:
+def compile_interpreter(like: Any, has_experts: bool) -> Any:
     """Return a C function that runs a program; every thread of a team calls it.
 
     Its argument points to int64: the program's address and number of lines, then the addresses of
     OpenMP's functions for the thread's number, the number of threads, and a barrier (or zeros).
     """
+    sources = _hash_sources()
 
     def interpret(header):  # type: ignore[no-untyped-def]
-        program, num_lines = pointer_to(header[0], int64(0)), header[1]
+        # The cache of machine code goes by what a function encloses, and by no other file's text.
+        program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
         thread, num_threads = int64(0), int64(1)
         if header[2] != 0:
             thread, num_threads = int64(call(header[2])), int64(call(header[3]))
         for line in range(num_lines):
-            _run_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
+            if has_experts:
+                _run_any_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
+            else:
+                _run_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
             if num_threads > 1 and line + 1 < num_lines:
                 call(header[4])
 
@@ -69,6 +76,12 @@ def compile_interpreter(like: Any) -> Any:
         return compile_function(cache=True)(interpret)
     except RuntimeError:  # neither the package's folder nor the user's can be written
         return compile_function()(interpret)
+
+
+def _hash_sources() -> int:
+    """A number that changes with the code of the kernels."""
+    files = [Path(__file__).with_name(f"numba_{name}.py") for name in ("simd", "experts")]
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
 @part
@@ -90,6 +103,14 @@ def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
         _rope_write(args, at + 1, thread, num_threads, like)
     elif number == ATTEND:
         _attend(args, at + 1, thread, num_threads, like)
+
+
+@part
+def _run_any_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """Also those of experts, which take as long to compile as all the others."""
+    number = args[at]
+    if number < ROUTE:
+        _run_line(args, at, thread, num_threads, like)
     elif number == ROUTE:
         route(args, at + 1, thread, num_threads, like)
     elif number == GROUP:

@@ -50,8 +50,9 @@ class Team:
     """The threads that torch's own operations use: a second pool would fight them for the cores."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        like = np.uint16(0) if dtype == torch.bfloat16 else np.float32(0)
-        self._interpreter = compile_interpreter(like)
+        self._like = np.uint16(0) if dtype == torch.bfloat16 else np.float32(0)
+        self._has_experts = False
+        self._interpreter = compile_interpreter(self._like, has_experts=False)
         openmp = find_openmp()
         self._start_threads = None if openmp is None else openmp.GOMP_parallel
         self.num_threads = 1 if openmp is None else torch.get_num_threads()
@@ -61,6 +62,12 @@ class Team:
             for name in names
         ]
         self._function = ctypes.c_void_p(self._interpreter.address)
+
+    def compile_experts(self) -> None:
+        if not self._has_experts:
+            self._interpreter = compile_interpreter(self._like, has_experts=True)
+            self._function = ctypes.c_void_p(self._interpreter.address)
+            self._has_experts = True
 
     def run(self, header_address: int) -> None:
         header = ctypes.c_void_p(header_address)
@@ -81,6 +88,10 @@ class Launcher:
         self._scratch = torch.empty(0)
         self._recorded: list[tuple[int, ...]] | None = None
         self._kept: list[Tensor] = []
+
+    def compile_experts(self) -> None:
+        """Must come before their kernels are launched; models without need not wait for them."""
+        self._team.compile_experts()
 
     def launch(self, *line: int) -> None:
         if self._recorded is not None:

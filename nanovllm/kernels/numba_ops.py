@@ -19,6 +19,7 @@ from nanovllm.kernels.base import (
     Routing,
 )
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
+from nanovllm.kernels.numba_experts import EXPERT_TILE
 from nanovllm.kernels.numba_launch import Launcher, float_bits
 from nanovllm.kernels.reference import run_experts
 
@@ -26,7 +27,7 @@ from nanovllm.kernels.reference import run_experts
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
 # Of an expert, were the tokens spread evenly: benchmarks/cpu_experts.py.
-MAX_EXPERT_ROWS = {torch.bfloat16: 8, torch.float32: 24}
+MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 
 class NumbaOps:
@@ -118,6 +119,7 @@ class NumbaOps:
         return ComposedLinear(self, run, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        self.launcher.compile_experts()
         gate_up, down = gate_up.contiguous(), down.contiguous()
         most = self.max_expert_rows * len(down) // routing.top_k
         experts = NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
@@ -170,8 +172,7 @@ class NumbaExperts:
         num_experts, num_out, num_in = weight.shape
         num_pairs = len(order)
         y = launcher.empty(num_pairs, num_out)
-        max_rows = -(-max_rows // kernels.TILE_ROWS) * kernels.TILE_ROWS
-        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + kernels.TILE))
+        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + EXPERT_TILE))
         tensors = y, x, weight, order, starts, scratch
         addresses = [tensor.data_ptr() for tensor in tensors]
         pairs_per_line = num_pairs // max(len(x), 1)

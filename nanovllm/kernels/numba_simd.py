@@ -1,7 +1,4 @@
-"""What numba lacks for the kernels: typed pointers, bfloat16, prefetch, vectors held in registers.
-
-After a change here also touch numba_kernels.py: numba's cache of machine code watches only that.
-"""
+"""What numba lacks for the kernels: typed pointers, bfloat16, prefetch, vectors in registers."""
 
 from __future__ import annotations
 
@@ -122,7 +119,7 @@ def _as_bits(context: Any, value: Any) -> Any:
 # Loops do not reliably become vector code, so those that take most of the time are spelt out.
 
 
-def _tile(num_rows: int) -> Any:
+def make_tile(num_rows: int) -> Any:
     """Make a product of NUM_STREAMS lines of a, `stride` apart, with num_rows lines of b.
 
     It sets b[sums + row * NUM_STREAMS + stream]; the tail of a length that fills no whole cache
@@ -172,8 +169,8 @@ def _tile(num_rows: int) -> Any:
     return multiply
 
 
-dot_row = _tile(1)
-dot_tile = _tile(TILE_ROWS)
+dot_row = make_tile(1)
+dot_tile = make_tile(TILE_ROWS)
 
 
 @intrinsic
@@ -250,5 +247,4 @@ def _prefetch(builder: Any, pointer: Any, index: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])
     name = "llvm.prefetch.p0"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    # For reading, into the second cache: the first one holds the rows of x.
-    builder.call(function, [address, i32(0), i32(2), i32(1)])
+    builder.call(function, [address, i32(0), i32(3), i32(1)])  # for reading, into every cache

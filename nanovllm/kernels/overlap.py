@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-A kernel compiled with OVERLAP may read weights before it waits for its inputs, and whatever the
-step's first kernels wrote: the embedding, which is not launched like this, lies between.
+A kernel compiled with OVERLAP may read weights before it waits for its inputs, and what was written
+before the kernel ahead of it stopped waiting: that lets this one start only then. So are the step's
+first kernels, because the embedding, which is not launched like this, lies between.
 """
 
 from __future__ import annotations
