@@ -14,12 +14,13 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.gguf import iter_tensors
+from nanovllm.checkpoint.gguf import list_tensors
 
 DTYPES = ("float32", "bfloat16")
 
@@ -101,7 +102,10 @@ def load_transformers(dtype: str) -> LlamaForCausalLM:
     """Build the transformers model from the very weights nanovllm loads."""
     checkpoint = find_checkpoint("smollm2")
     model = LlamaForCausalLM(LlamaConfig(**checkpoint.config))
-    tensors = {name: torch.from_numpy(array) for name, array in iter_tensors(checkpoint.path)}
+    tensors = {
+        tensor.name: torch.from_numpy(np.concatenate(list(tensor.read())))
+        for tensor in list_tensors(checkpoint.path)
+    }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert set(missing) <= {"lm_head.weight"}
     assert not unexpected

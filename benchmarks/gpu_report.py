@@ -48,7 +48,7 @@ class Part:
         return self.command.partition(" ")[0]
 
 
-SMALL, LARGE = "qwen3-0.6b", "qwen3-8b"
+SMALL, LARGE, SPARSE = "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"
 PARTS = (
     Part("nano-0.6b", SMALL, "throughput", 60),
     Part("bs1-0.6b", SMALL, "latency --batch 1", 20),
@@ -61,6 +61,8 @@ PARTS = (
     Part("nano-8b", LARGE, "throughput", 100),
     Part("bs1-8b", LARGE, "latency --batch 1", 30),
     Part("bs64-8b", LARGE, "latency --batch 64", 30),
+    Part("bs1-30b", SPARSE, "latency --batch 1", 40),
+    Part("bs64-30b", SPARSE, "latency --batch 64", 40),
     Part("startup-0.6b", SMALL, "startup", 110),
     Part("compare-0.6b", SMALL, "compare_transformers", 150),
 )

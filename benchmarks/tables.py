@@ -22,7 +22,7 @@ from nanovllm.bench.report import number
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
 
-SMALL, LARGE = "qwen3-0.6b", "qwen3-8b"
+SMALL, LARGE, SPARSE = "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"
 BLOCK = re.compile(
     r"(?P<begin><!-- table (?P<name>\S+) -->\n)(?P<old>.*?)(?P<end><!-- end of table -->)",
     re.DOTALL,
@@ -87,11 +87,13 @@ class SpeedTable:
         return [self.title, "nanovllm", *self._peers(), *ends]
 
     def _peers(self) -> list[str]:
-        return list(dict.fromkeys(name for case in PEERS[self.model].values() for name in case))
+        return list(
+            dict.fromkeys(name for case in PEERS.get(self.model, {}).values() for name in case)
+        )
 
     def _row(self, case: str, record: Record | None, old_rows: dict[str, list[str]]) -> list[str]:
         label = f"{self.labels[case]}, {'ms a step' if case.startswith('bs') else 'tok/s'}"
-        theirs = PEERS[self.model].get(case, {})
+        theirs = PEERS.get(self.model, {}).get(case, {})
         peers = [number(theirs[name]) if name in theirs else "" for name in self._peers()]
         old = dict(zip(self._header(), old_rows.get(label, []), strict=False))
         ours = old.get("nanovllm", "") if record is None else number(record["value"])
@@ -198,6 +200,7 @@ SMALL_TARGETS = {
     "prefill": "420,000",
 }
 LARGE_TARGETS = {"nano": "9,900", "bs1": "4.6", "bs64": "6.2"}
+SPARSE_TARGETS = {"bs1": "1.3 times the floor", "bs64": ""}
 README_LABELS = {
     "nano": "256 mixed requests",
     "bs1": "decode at batch 1",
@@ -209,6 +212,9 @@ TABLES: dict[str, Callable[[list[Record], str], str | None]] = {
     "qwen3-0.6b": SpeedTable(SMALL, "Qwen3-0.6B", {case: case for case in CASES}, SMALL_TARGETS),
     "qwen3-8b": SpeedTable(
         LARGE, "Qwen3-8B", {case: case for case in LARGE_TARGETS}, LARGE_TARGETS
+    ),
+    "qwen3-30b-a3b": SpeedTable(
+        SPARSE, "Qwen3-30B-A3B", {case: case for case in SPARSE_TARGETS}, SPARSE_TARGETS
     ),
     "readme": SpeedTable(SMALL, "", README_LABELS),
     "compare": compare_table,

@@ -37,9 +37,10 @@ def test_parts_are_selected_by_name_or_pattern() -> None:
 
 
 def test_parts_of_one_model_share_an_engine_and_starts_have_their_own() -> None:
-    small, large, starts, comparison = groups(list(PARTS))
+    small, large, sparse, starts, comparison = groups(list(PARTS))
     assert small[0].name == "nano-0.6b"
     assert {part.model for part in large} == {"qwen3-8b"}
+    assert {part.model for part in sparse} == {"qwen3-30b-a3b"}
     assert [part.name for part in starts] == ["startup-0.6b"]
     assert [part.name for part in comparison] == ["compare-0.6b"]
     arguments = command(large, OPTIONS)[2:]
