@@ -44,7 +44,8 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
         rope = rope["full_attention"]
         if config["num_hidden_layers"] == 6:  # as the pattern says
             del config["layer_types"]
-        del config["tie_word_embeddings"]
+        if config["tie_word_embeddings"]:
+            del config["tie_word_embeddings"]
     else:
         config.pop("layer_types", None)
     if config["model_type"] == "qwen3_moe":
