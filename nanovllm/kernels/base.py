@@ -17,8 +17,12 @@ LinearFn = Callable[[Tensor], Tensor]
 SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
 Activation = Literal["silu", "gelu_tanh"]
 
-# gelu_tanh(x) = x / 2 * (1 + tanh(y)) = x * sigmoid(2 * y), y = GELU_SCALE * (x + GELU_BEND * x**3)
-GELU_SCALE, GELU_BEND = (2 / math.pi) ** 0.5, 0.044715
+# Each is x * sigmoid(x * (a + b * x**2)); tanh(y) is 2 * sigmoid(2 * y) - 1.
+GELU_SCALE = 2 * (2 / math.pi) ** 0.5
+ACTIVATIONS: dict[Activation, tuple[float, float]] = {
+    "silu": (1.0, 0.0),
+    "gelu_tanh": (GELU_SCALE, GELU_SCALE * 0.044715),
+}
 
 
 @dataclass(frozen=True, slots=True)

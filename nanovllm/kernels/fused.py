@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.base import GELU_BEND, GELU_SCALE, Activation, QKNormWeights
+from nanovllm.kernels.base import ACTIVATIONS, Activation, QKNormWeights
 from nanovllm.kernels.overlap import MAX_ROWS, launch_options, wait_for_inputs
 
-GELU_LINEAR, GELU_CUBIC = tl.constexpr(2 * GELU_SCALE), tl.constexpr(2 * GELU_SCALE * GELU_BEND)
+GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numba import cfunc, float32, int32, int64, types, uint32
 
-from nanovllm.kernels.base import GELU_BEND, GELU_SCALE
 from nanovllm.kernels.numba_experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.numba_simd import (
     FAST,
@@ -37,14 +36,12 @@ from nanovllm.kernels.numba_simd import (
     store,
 )
 
-EMBED, LINEAR, NORM, ADD_NORM, SILU_MUL, GELU_MUL, ROPE_WRITE, ATTEND = range(8)
-ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(8, 12)
+EMBED, LINEAR, NORM, ADD_NORM, GATE, ROPE_WRITE, ATTEND = range(7)
+ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(7, 11)
 PROGRAM_WIDTH = 24
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
-GELU_LINEAR = np.float32(2 * GELU_SCALE)
-GELU_CUBIC = np.float32(2 * GELU_SCALE * GELU_BEND)
 
 
 def compile_interpreter(like: Any, has_experts: bool) -> Any:
@@ -95,10 +92,8 @@ def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
         _norm(args, at + 1, thread, num_threads, like)
     elif number == ADD_NORM:
         _add_norm(args, at + 1, thread, num_threads, like)
-    elif number == SILU_MUL:
-        _silu_mul(args, at + 1, thread, num_threads, like)
-    elif number == GELU_MUL:
-        _gelu_mul(args, at + 1, thread, num_threads, like)
+    elif number == GATE:
+        _gate(args, at + 1, thread, num_threads, like)
     elif number == ROPE_WRITE:
         _rope_write(args, at + 1, thread, num_threads, like)
     elif number == ATTEND:
@@ -204,32 +199,22 @@ def _add_norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
 
 
 @ordered_kernel
-def _silu_mul(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """out = silu(gate) * up, both in one line per row."""
+def _gate(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """out = activation(gate) * up, both in one line per row.
+
+    The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).
+    """
     out, gate_up = pointer_to(args[at], like), pointer_to(args[at + 1], like)
     num_rows, size = args[at + 2], args[at + 3]
+    linear, cubic = as_float(uint32(args[at + 4])), as_float(uint32(args[at + 5]))
     begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
     for row in range(num_rows):
         gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
         for i in range(begin, end):
             gate = load(gate_up, gates + i)
-            silu = round_to(gate / (float32(1) + _exp(-gate)), like)
-            store(out, outs + i, silu * load(gate_up, ups + i))
-
-
-@ordered_kernel
-def _gelu_mul(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """out = gelu(gate) * up; the usual approximation of gelu, whose tanh is a sigmoid stretched."""
-    out, gate_up = pointer_to(args[at], like), pointer_to(args[at + 1], like)
-    num_rows, size = args[at + 2], args[at + 3]
-    begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
-    for row in range(num_rows):
-        gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
-        for i in range(begin, end):
-            gate = load(gate_up, gates + i)
-            bent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
-            gelu = round_to(gate / (float32(1) + _exp(-bent)), like)
-            store(out, outs + i, gelu * load(gate_up, ups + i))
+            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))  # finite: times 0
+            active = round_to(gate / (float32(1) + _exp(-bent)), like)
+            store(out, outs + i, active * load(gate_up, ups + i))
 
 
 @kernel

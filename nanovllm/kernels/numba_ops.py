@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.kernels import numba_kernels as kernels
 from nanovllm.kernels.base import (
+    ACTIVATIONS,
     Activation,
     LinearFn,
     NormWeights,
@@ -91,8 +92,8 @@ class NumbaOps:
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(num_rows, size)
-        kernel = kernels.SILU_MUL if activation == "silu" else kernels.GELU_MUL
-        self._launch(kernel, out.data_ptr(), gate_up.data_ptr(), num_rows, size)
+        curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
+        self._launch(kernels.GATE, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
         return out
 
     def pack_linear(
