@@ -38,8 +38,8 @@ from nanovllm.bench.floors import Rates
 from nanovllm.bench.models import model_names, model_path
 from nanovllm.bench.options import at_least
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.config import read_model_config
 from nanovllm.errors import ConfigError
+from nanovllm.models.config_json import read_model_config
 from nanovllm.platforms.cuda import CudaPlatform
 
 ROWS = [1, 8, 32, 64, 128, 256]

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from benchmarks.startup import drop_from_memory
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.config import read_model_config
 from nanovllm.layers.build import Build
+from nanovllm.models.config_json import read_model_config
 from nanovllm.models.registry import build_model
 from nanovllm.platforms import create_platform
 from nanovllm.worker.loader import load_weights, weight_slots

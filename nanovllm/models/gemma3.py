@@ -8,20 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.config import (
-    LayerAttention,
-    ModelConfig,
-    RopeConfig,
-    field,
-    read_model_config,
-    read_rope_config,
-    sliding_layers,
-)
+from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.models.config_json import field, read_model_config, read_rope_config, sliding_layers
 
 DEFAULTS = {
     "head_dim": 256,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.config import ModelConfig, read_model_config, with_window
+from nanovllm.config import ModelConfig
+from nanovllm.models.config_json import read_model_config, with_window
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:

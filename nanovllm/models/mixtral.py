@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.config import ExpertsConfig, ModelConfig, field, with_experts
+from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.models import mistral
+from nanovllm.models.config_json import field, with_experts
 from nanovllm.models.decoder import DecoderLayer
 
 NAMES = ExpertNames(gate="w1", up="w3", down="w2")

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.config import ModelConfig, read_architecture, read_model_config
+from nanovllm.config import ModelConfig
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.layers.build import Build
 from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from nanovllm.models.config_json import read_architecture, read_model_config
 from nanovllm.models.decoder import BuildLayer, DecoderModel
 
 

@@ -10,10 +10,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.config import RopeConfig, read_model_config, read_rope_config
+from nanovllm.config import RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.reference import rotate
 from nanovllm.layers.rotary_embedding import rope_frequencies, rope_table
+from nanovllm.models.config_json import read_model_config, read_rope_config
 
 HEAD_DIMS = (16, 24, 64, 128)
 LLAMA3 = {

@@ -1,0 +1,169 @@
+"""Read config.json, in the layout of transformers 4 or 5, as far as families have it in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+# By their names in config.json.
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Read what all families have; a family's file reads the rest.
+
+    What would change the numbers and is not supported is refused by name.
+    """
+    hidden_size, num_heads = field(config, "hidden_size"), field(config, "num_attention_heads")
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"hidden_act {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})"
+        )
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"quantization_config={config['quantization_config']!r} in config.json is not supported"
+        )
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    head_dim = config.get("head_dim") or hidden_size // num_heads
+    bias = config.get("attention_bias", False)
+    rope = read_rope_config(config)
+    return ModelConfig(
+        architecture=read_architecture(config),
+        vocab_size=field(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=field(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=field(config, "rms_norm_eps"),
+        layers=(LayerAttention(rope),) * field(config, "num_hidden_layers"),
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        max_position_embeddings=_stretched(field(config, "max_position_embeddings"), rope),
+        dtype=dtype if dtype in DTYPES else "float32",
+        activation=ACTIVATIONS[activation],
+        attention_scale=head_dim**-0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.get("mlp_bias", False),
+    )
+
+
+def _stretched(max_position: int, rope: RopeConfig) -> int:
+    """Return how many positions there are when the rotation is scaled."""
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.factor * rope.original_max_position))
+    return int(rope.factor * max_position) if rope.kind in ("linear", "dynamic") else max_position
+
+
+def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
+    """Let some layers see only the newest tokens."""
+    chosen = set(layers)
+    attention = (
+        replace(layer, window=window) if i in chosen else layer
+        for i, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=tuple(attention))
+
+
+def with_experts(model: ModelConfig, experts: ExpertsConfig) -> ModelConfig:
+    if model.activation != "silu":
+        raise UnsupportedModelError("hidden_act: experts are supported with 'silu' only")
+    return replace(model, experts=experts)
+
+
+def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the layers that `layer_types` gives a window, if the config has such a list."""
+    if (kinds := config.get("layer_types")) is None:
+        return None
+    known = ("sliding_attention", "full_attention")
+    if unknown := sorted(set(kinds) - set(known)):
+        raise UnsupportedModelError(f"layer_types {', '.join(unknown)}: only {known} are supported")
+    if len(kinds) != field(config, "num_hidden_layers"):
+        raise CheckpointError(
+            f"layer_types has {len(kinds)} entries for {config['num_hidden_layers']} layers"
+        )
+    return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
+def read_architecture(config: Mapping[str, Any]) -> str:
+    names: list[str] = list(config.get("architectures") or ())
+    if len(names) != 1:
+        raise CheckpointError(f"config.json must name one entry in architectures, got {names}")
+    return names[0]
+
+
+def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
+    """transformers 5 has `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        raise CheckpointError(
+            "config.json has both rope_parameters and rope_scaling; move what rope_scaling says "
+            "into rope_parameters"
+        )
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if kind not in ROPE_KINDS or turned != 1:
+        what = f"rope scaling {kind!r}" if turned == 1 else f"partial_rotary_factor {turned}"
+        raise UnsupportedModelError(
+            f"{what} is not supported (supported: {', '.join(ROPE_KINDS)}, of whole heads)"
+        )
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor=field(scaling, "factor"))
+    if kind == "factors":
+        return RopeConfig(theta, kind, factors=tuple(field(scaling, "factors")))
+    if kind == "dynamic":
+        trained = field(config, "max_position_embeddings")
+        return RopeConfig(theta, kind, field(scaling, "factor"), original_max_position=trained)
+    if kind == "yarn":
+        return _read_yarn(theta, scaling, field(config, "max_position_embeddings"))
+    return RopeConfig(
+        theta,
+        kind,
+        factor=field(scaling, "factor"),
+        low_freq_factor=field(scaling, "low_freq_factor"),
+        high_freq_factor=field(scaling, "high_freq_factor"),
+        original_max_position=scaling.get("original_max_position_embeddings")
+        or field(config, "max_position_embeddings"),
+    )
+
+
+def _read_yarn(theta: float, scaling: Mapping[str, Any], max_position: int) -> RopeConfig:
+    trained = scaling.get("original_max_position_embeddings") or max_position
+    factor = scaling.get("factor") or max_position / trained
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        scales = (over, under) if over and under else (1.0, 0.0)
+        above, below = (0.1 * scale * math.log(max(factor, 1.0)) + 1.0 for scale in scales)
+        attention_factor = above / below
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_position=trained,
+        beta_fast=scaling.get("beta_fast") or 32.0,
+        beta_slow=scaling.get("beta_slow") or 1.0,
+        is_truncated=scaling.get("truncate", True),
+        attention_factor=attention_factor,
+    )
+
+
+def field(config: Mapping[str, Any], name: str) -> Any:
+    if config.get(name) is None:
+        raise CheckpointError(
+            f"config.json has no {name!r}; is this a decoder-only language model?"
+        )
+    return config[name]
