@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.base import NormWeights, Routing
+from nanovllm.kernels.fused import activate
 from nanovllm.kernels.overlap import launch_options, prefetch_share, wait_for_inputs
 from nanovllm.kernels.skinny_linear import add_residual
 
@@ -102,13 +103,7 @@ def route_row(
     return RoutedRow(normed, total, ids, weights)
 
 
-def run_pairs(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-) -> Tensor:
+def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous."""
     num_tokens, top_k = ids.shape
     _, hidden, size = down.shape
@@ -176,22 +171,19 @@ def _route(  # type: ignore[no-untyped-def]
     experts = tl.arange(0, BLOCK)
     is_expert = experts < num_experts
     values = tl.load(logits + token * num_experts + experts, mask=is_expert, other=-float("inf"))
-    dtype = logits.dtype.element_ty
-    chosen_ids, shares = _choose(
-        values.to(tl.float32), is_expert, dtype, TOP_K, TOP_K_BLOCK, IS_NORMALIZED
+    chosen_ids, is_slot = _choose(
+        *(ids + token * TOP_K, weights + token * TOP_K, values.to(tl.float32), is_expert),
+        *(logits.dtype.element_ty, TOP_K, TOP_K_BLOCK, IS_NORMALIZED),
     )
-    slots = tl.arange(0, TOP_K_BLOCK)
-    is_slot = slots < TOP_K
-    places = token * TOP_K + slots
-    tl.store(ids + places, chosen_ids, mask=is_slot)
-    tl.store(weights + places, shares, mask=is_slot)
     if counts is not None:
         rank = tl.atomic_add(counts + chosen_ids, 1, mask=is_slot, sem="relaxed")
-        tl.store(ranks + places, rank, mask=is_slot)
+        tl.store(ranks + token * TOP_K + tl.arange(0, TOP_K_BLOCK), rank, mask=is_slot)
 
 
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
+    ids,
+    weights,
     values,
     is_expert,
     dtype: tl.constexpr,
@@ -199,7 +191,7 @@ def _choose(  # type: ignore[no-untyped-def]
     TOP_K_BLOCK: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
 ):
-    """Return the ids and the weights, rounded to dtype, of the experts with the largest logits.
+    """Store ids and weights, rounded to dtype, of a token's experts; return the ids, and a mask.
 
     Keys order experts by logit, then by index, and hold both; NaN is a large number to them.
     """
@@ -220,7 +212,9 @@ def _choose(  # type: ignore[no-untyped-def]
     largest = tl.max(values, 0)
     shares = tl.where(is_slot, tl.exp(chosen_values - largest), 0.0)
     total = tl.sum(shares, 0) if IS_NORMALIZED else tl.sum(tl.exp(values - largest), 0)
-    return chosen_ids, (shares / total).to(dtype).to(tl.float32)
+    tl.store(ids + slots, chosen_ids, mask=is_slot)
+    tl.store(weights + slots, (shares / total).to(dtype).to(tl.float32), mask=is_slot)
+    return chosen_ids, is_slot
 
 
 @triton.jit
@@ -280,13 +274,9 @@ def _route_row(  # type: ignore[no-untyped-def]
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         experts = tl.arange(0, BLOCK)
         is_expert = experts < num_experts
-        values = tl.load(
-            logits + experts, mask=is_expert, other=-float("inf"), cache_modifier=".cg"
-        )
-        chosen_ids, shares = _choose(values, is_expert, dtype, TOP_K, TOP_K_BLOCK, IS_NORMALIZED)
-        slots = tl.arange(0, TOP_K_BLOCK)
-        tl.store(ids + slots, chosen_ids, mask=slots < TOP_K)
-        tl.store(weights + slots, shares, mask=slots < TOP_K)
+        least = -float("inf")
+        values = tl.load(logits + experts, mask=is_expert, other=least, cache_modifier=".cg")
+        _choose(ids, weights, values, is_expert, dtype, TOP_K, TOP_K_BLOCK, IS_NORMALIZED)
         tl.store(counter, 0)
 
 
@@ -335,7 +325,7 @@ def _pair_gate_up(  # type: ignore[no-untyped-def]
         expert_bytes = NUM_IN * num_out * (y.dtype.element_ty.primitive_bitwidth // 8)
         prefetch_share(upcoming + expert * NUM_IN * num_out, share, expert_bytes)
     gate = tl.sum(gate_sums, 1)
-    value = gate / (1.0 + tl.exp(-gate)) * tl.sum(up_sums, 1)
+    value = activate(gate, "silu") * tl.sum(up_sums, 1)
     tl.store(y + pair * num_out + out, value.to(y.dtype.element_ty), mask=out < num_out)
 
 

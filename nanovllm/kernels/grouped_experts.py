@@ -17,6 +17,7 @@ from torch import Tensor
 from nanovllm.kernels.base import Routing
 from nanovllm.kernels.experts import route
 from nanovllm.kernels.few_rows_linear import shared_bytes
+from nanovllm.kernels.fused import activate
 from nanovllm.kernels.overlap import launch_options, wait_for_inputs
 
 
@@ -221,7 +222,7 @@ def _grouped(  # type: ignore[no-untyped-def]
         acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
     if IS_GATED:
         gate, up = tl.split(acc.reshape(2, LINES, ROWS).permute(1, 2, 0))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activate(gate, "silu") * up
     outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
     targets = rows.to(tl.int64) if IS_GATED else pairs
     places = y + targets[None, :] * num_out + outs[:, None]

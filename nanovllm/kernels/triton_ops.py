@@ -40,9 +40,8 @@ class TritonOps:
         if x is None:
             x, residual = residual, None
         assert x is not None
-        return fused.rms_norm(
-            x, residual, norm.weight, norm.eps
-        ), x if residual is None else residual
+        normed = fused.rms_norm(x, residual, norm.weight, norm.eps)
+        return normed, x if residual is None else residual
 
     def rope_write(
         self,
