@@ -16,12 +16,12 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from triton import TritonError
 
+from benchmarks import replays
 from nanovllm.bench.floors import Rates
 from nanovllm.bench.options import at_least
 from nanovllm.cli.exit_code import exit_code
@@ -38,7 +38,7 @@ DTYPE = torch.bfloat16
 TOKENS = [1, 2, 4, 8, 16, 64, 256, 512, 4096]
 SHAPE = [128, 8, 2048, 768]  # Qwen3-30B-A3B's: experts, of which chosen, hidden size, expert size
 MAX_PAIR_TOKENS = 32
-NUM_LAYERS, NUM_REPLAYS, NUM_SHOWN = 6, 10, 3
+NUM_LAYERS, NUM_SHOWN = 6, 3
 MAX_ERROR = 0.02  # distance from the reference, relative to its length
 
 
@@ -161,15 +161,7 @@ def microseconds(variant: Variant, x: Tensor, layers: list[Layer], platform: Cud
             y = variant(x, layer)
         return y
 
-    replay, _ = platform.record(run)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 2)]
-    events[0].record()
-    for event in events[1:]:  # queued at once: the device never waits for the host
-        replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) for before, after in pairwise(events[1:])]
-    return 1000 * statistics.median(times) / len(layers)
+    return replays.microseconds(run, platform) / len(layers)
 
 
 def floor(layer: Layer, routing: Routing) -> float:

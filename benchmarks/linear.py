@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from triton import TritonError
 
+from benchmarks import replays
 from benchmarks.linear_variants import (
     DTYPE,
     Shape,
@@ -44,7 +43,6 @@ from nanovllm.platforms.cuda import CudaPlatform
 
 ROWS = [1, 8, 32, 64, 128, 256]
 MIN_BYTES, MIN_CALLS = 420_000_000, 8  # of the weights that take turns; in one graph
-NUM_REPLAYS = 10
 NUM_SHOWN = 3
 MAX_ERROR = 0.02  # a variant's distance from cuBLAS, relative to its length
 
@@ -155,15 +153,7 @@ def microseconds(
             y = variant.run(x, weights[index % len(weights)])
         return y
 
-    replay, _ = platform.record(project)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 2)]
-    events[0].record()
-    for event in events[1:]:  # queued at once: the device never waits for the host
-        replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) for before, after in pairwise(events[1:])]
-    return 1000 * statistics.median(times) / num_calls
+    return replays.microseconds(project, platform) / num_calls
 
 
 def line(shape: Shape, num_rows: int, timings: Timings) -> str:

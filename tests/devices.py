@@ -1,8 +1,12 @@
-"""Marks for tests that need a CUDA device, or that run wherever there is a device."""
+"""Marks for tests that need a CUDA device, and ways to run without one."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,23 @@ NEEDS_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+
+
+def run_interpreted(*arguments: str) -> str:
+    """Run a module by Triton's interpreter; return what it printed.
+
+    Triton must know before it is imported that it is to interpret: a process of its own.
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def runner_of(llm: LLM) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from benchmarks.linear_variants import (
 )
 from nanovllm.bench.models import model_names
 from tests.bench.test_scripts import script
-from tests.cli.terminal_process import ROOT
+from tests.devices import run_interpreted
 
 CPU = torch.device("cpu")
 
@@ -86,18 +83,8 @@ def test_lines() -> None:
 
 
 def test_every_way_to_project_is_right() -> None:
-    """In a process of its own: Triton must know before its import that it is to interpret."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.bench.interpreted_variants"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.split() == ["summed", "gated", "plain"]
+    printed = run_interpreted("tests.bench.interpreted_variants")
+    assert printed.split() == ["summed", "gated", "plain"]
 
 
 def test_it_needs_a_gpu() -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from tests.devices import run_interpreted
 from tests.kernels.expert_layers import Layer
 from tests.kernels.interpreted import experts_cases as cases
 
@@ -23,16 +19,7 @@ DTYPES = pytest.mark.parametrize(
 
 @pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
 def test_interpreted_kernels_equal_the_reference() -> None:
-    """Triton must know before it is imported that it is to interpret: a process of its own."""
-    result = subprocess.run(
-        [sys.executable, "-m", cases.__name__],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    run_interpreted(cases.__name__)
 
 
 @pytest.mark.gpu
