@@ -10,7 +10,7 @@ from typing import Any, Literal
 from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # and "factors", of GGUF files
 # By their names in config.json.
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -113,7 +113,7 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind not in ROPE_KINDS or turned != 1:
+    if kind not in (*ROPE_KINDS, "factors") or turned != 1:
         what = f"rope scaling {kind!r}" if turned == 1 else f"partial_rotary_factor {turned}"
         raise UnsupportedModelError(
             f"{what} is not supported (supported: {', '.join(ROPE_KINDS)}, of whole heads)"
