@@ -199,9 +199,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """Join the splits of one query head; those that got no keys wrote nothing."""
-    wait_for_inputs(OVERLAP)
     row, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     length = tl.load(context_lens + row)
+    wait_for_inputs(OVERLAP)
     lo = window_start(length - 1, WINDOW) // TILE * TILE
     split_size = _split_size(length - lo, SPLITS, TILE, MIN_SPLIT)
     splits = tl.arange(0, SPLITS_PAD)

@@ -72,6 +72,8 @@ def skinny_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int, 
         return 2, 4096, 8
     if num_out <= 2048:
         return 2, min(triton.next_power_of_2(num_in), 2048), 4
+    if num_in == 2048 and not is_gated:
+        return 4, 2048, 4
     block_in = min(triton.next_power_of_2(num_in), 1024)
     return (8 if num_out <= 4096 and not is_gated else 4), block_in, 4
 
