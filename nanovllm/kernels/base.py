@@ -56,16 +56,11 @@ class PackedLinear(Protocol):
         """
 
     def after_norm(
-        self,
-        x: Tensor | None,
-        residual: Tensor | None,
-        norm: NormWeights,
-        upcoming: PackedLinear | None = None,
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
         """Project the RMSNorm of x + residual, one of which may be missing; return also the sum.
 
         Both may be overwritten.
-        `upcoming` comes next, but after work that reads little: its weight may be fetched ahead.
         """
 
 

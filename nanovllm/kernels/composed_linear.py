@@ -24,11 +24,7 @@ class ComposedLinear:
         return self(x)
 
     def after_norm(
-        self,
-        x: Tensor | None,
-        residual: Tensor | None,
-        norm: NormWeights,
-        upcoming: PackedLinear | None = None,
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.ops.norm(x, residual, norm)
         return self(x), residual

@@ -6,8 +6,6 @@ as large as any choice needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -16,19 +14,10 @@ from torch import Tensor
 from nanovllm.kernels.base import NormWeights, Routing
 from nanovllm.kernels.fused import activate
 from nanovllm.kernels.overlap import launch_options, wait_for_inputs
-from nanovllm.kernels.skinny_linear import add_residual
 
 ROUTE_CHUNK = 32  # experts that all others are compared with at a time
 GATE_UP_LINES = 2  # of the gate, and as many of the up, for a program
 DOWN_ELEMENTS = 4096  # of the weight on its way to a program
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedRow:
-    normed: Tensor
-    total: Tensor  # x + residual
-    ids: Tensor  # [1, top_k]
-    weights: Tensor
 
 
 def route(
@@ -38,70 +27,60 @@ def route(
 
     A rank counts the pairs that have the same expert, in any order; they are added to counts.
     """
-    num_tokens, num_experts = logits.shape
-    shape = num_tokens, routing.top_k
+    shape = len(logits), routing.top_k
     ids, ranks = torch.empty(2, *shape, device=logits.device, dtype=torch.int32)
     weights = torch.empty(shape, device=logits.device, dtype=torch.float32)
-    block = triton.next_power_of_2(num_experts)
-    if num_tokens > 0:
-        _route[(num_tokens,)](
-            ids,
-            ranks,
-            weights,
-            logits,
-            counts,
-            num_experts,
-            TOP_K=routing.top_k,
-            BLOCK=block,
-            CHUNK=min(block, ROUTE_CHUNK),
-            IS_NORMALIZED=routing.is_normalized,
-            num_warps=4,
-            **launch_options(logits, num_tokens),
-        )
+    if len(logits) > 0:
+        _launch_route(ids, weights, logits, routing, ranks, counts)
     return ids, weights, ranks
 
 
-def route_row(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: NormWeights,
-    router: Tensor,
-    routing: Routing,
-    counter: Tensor,  # int32 [1], zero before and after
-) -> RoutedRow:
-    """Norm one row, multiply it with the router's weight and choose, all in one kernel."""
-    num_experts, num_in = router.shape
-    top_k, block = routing.top_k, triton.next_power_of_2(num_experts)
+def route_and_norm(
+    logits: Tensor, routing: Routing, x: Tensor, norm: NormWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and weights as `route` does, and the norm of x, which the experts read."""
+    shape = len(logits), routing.top_k
+    ids = torch.empty(shape, device=x.device, dtype=torch.int32)
+    weights = torch.empty(shape, device=x.device, dtype=torch.float32)
     normed = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    logits = torch.empty(num_experts, device=x.device, dtype=torch.float32)
-    ids = torch.empty(1, top_k, device=x.device, dtype=torch.int32)
-    weights = torch.empty(1, top_k, device=x.device, dtype=torch.float32)
-    _route_row[(triton.cdiv(num_experts, 2) + 1,)](
-        normed,
-        total,
-        logits,
+    _launch_route(ids, weights, logits, routing, None, None, normed, x, norm)
+    return ids, weights, normed
+
+
+def _launch_route(
+    ids: Tensor,
+    weights: Tensor,
+    logits: Tensor,
+    routing: Routing,
+    ranks: Tensor | None,
+    counts: Tensor | None,
+    normed: Tensor | None = None,
+    x: Tensor | None = None,
+    norm: NormWeights | None = None,
+) -> None:
+    num_tokens, num_experts = logits.shape
+    block = triton.next_power_of_2(num_experts)
+    dim = 1 if x is None else x.shape[1]
+    _route[(num_tokens,)](
         ids,
         weights,
-        counter,
+        logits,
+        ranks,
+        counts,
+        normed,
         x,
-        x if residual is None else residual,
-        router,
-        norm.weight,
-        norm.eps,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
         num_experts,
-        NUM_IN=num_in,
-        BLOCK_IN=min(triton.next_power_of_2(num_in), 2048),
-        BLOCK_OUT=2,
-        HAS_RESIDUAL=residual is not None,
-        TOP_K=top_k,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        TOP_K=routing.top_k,
         BLOCK=block,
         CHUNK=min(block, ROUTE_CHUNK),
         IS_NORMALIZED=routing.is_normalized,
         num_warps=4,
-        **launch_options(x, 1),
+        **launch_options(logits, num_tokens),
     )
-    return RoutedRow(normed, total, ids, weights)
 
 
 def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -148,11 +127,17 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
 @triton.jit
 def _route(  # type: ignore[no-untyped-def]
     ids,
-    ranks,
     weights,
     logits,
+    ranks,
     counts,
+    normed,
+    x,
+    norm_weight,
+    eps,
     num_experts,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -160,8 +145,9 @@ def _route(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
-    first = tl.program_id(0).to(tl.int64) * TOP_K
-    logits += tl.program_id(0).to(tl.int64) * num_experts
+    token = tl.program_id(0).to(tl.int64)
+    first = token * TOP_K
+    logits += token * num_experts
     dtype: tl.constexpr = logits.dtype.element_ty
     places = _choose(
         *(ids + first, weights + first, logits, num_experts),
@@ -171,6 +157,12 @@ def _route(  # type: ignore[no-untyped-def]
         is_chosen = places < TOP_K
         rank = tl.atomic_add(counts + tl.arange(0, BLOCK), 1, mask=is_chosen, sem="relaxed")
         tl.store(ranks + first + places, rank, mask=is_chosen)
+    if normed is not None:
+        i = tl.arange(0, DIM_BLOCK)
+        values = tl.load(x + token * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
+        factors = tl.load(norm_weight + i, mask=i < DIM, other=0.0)
+        values = (values * tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)).to(dtype)
+        tl.store(normed + token * DIM + i, (values * factors).to(dtype), mask=i < DIM)
 
 
 @triton.jit
@@ -215,68 +207,6 @@ def _load_keys(logits, experts, num_experts):  # type: ignore[no-untyped-def]
     ).to(tl.float32)
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # no negative zero
     return values, tl.where(is_expert, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(1 << 31))
-
-
-@triton.jit
-def _route_row(  # type: ignore[no-untyped-def]
-    normed,
-    total_out,
-    logits,
-    ids,
-    weights,
-    counter,
-    x,
-    residual,
-    router,
-    norm_weight,
-    eps,
-    num_experts,
-    NUM_IN: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """As _skinny for some of the logits; the program that ends last chooses among all of them.
-
-    The last of the grid has no logits, but stores the norm.
-    """
-    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    is_out = out < num_experts
-    lines = router + out[:, None] * NUM_IN
-    lanes = tl.arange(0, BLOCK_IN)
-    tile = tl.load(lines + lanes, mask=is_out[:, None] & (lanes < NUM_IN)[None, :], other=0.0)
-    wait_for_inputs(OVERLAP)
-    sums = tl.zeros((BLOCK_OUT,), tl.float32)
-    squares = tl.zeros((1,), tl.float32)
-    for begin in tl.range(0, NUM_IN, BLOCK_IN):
-        i = begin + lanes
-        after = i + BLOCK_IN
-        mask = is_out[:, None] & (after < NUM_IN)[None, :]
-        next_tile = tl.load(lines + after, mask=mask, other=0.0)
-        values = add_residual(total_out, x, residual, i, i < NUM_IN, HAS_RESIDUAL)
-        squares += tl.sum(values * values, 0)
-        values *= tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
-        sums += tl.sum(tile.to(tl.float32) * values[None, :], 1)
-        tile = next_tile
-    scale = tl.rsqrt(squares / NUM_IN + eps)
-    dtype: tl.constexpr = x.dtype.element_ty
-    tl.store(logits + out, (sums * scale).to(dtype).to(tl.float32), mask=is_out)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        for begin in tl.range(0, NUM_IN, BLOCK_IN):
-            i = begin + lanes
-            values = add_residual(total_out, x, residual, i, i < NUM_IN, HAS_RESIDUAL)
-            factor = tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
-            result = ((values * scale).to(dtype) * factor).to(dtype)
-            tl.store(normed + i, result, mask=i < NUM_IN)
-    tl.debug_barrier()  # what every thread stored comes before the count
-    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        _choose(ids, weights, logits, num_experts, dtype, TOP_K, BLOCK, CHUNK, IS_NORMALIZED)
-        tl.store(counter, 0)
 
 
 @triton.jit

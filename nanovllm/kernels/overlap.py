@@ -48,32 +48,3 @@ def prefetch_lines(places):  # type: ignore[no-untyped-def]
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def prefetch_bytes(place, num_bytes):  # type: ignore[no-untyped-def]
-    """Ask L2 for a multiple of 16 bytes, through one thread; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 p, thread, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [place.to(tl.int64), num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch_share(upcoming, share, upcoming_bytes):  # type: ignore[no-untyped-def]
-    """Ask L2 for this program's share of a weight."""
-    begin = tl.program_id(0).to(tl.int64) * share
-    place = upcoming.to(tl.pointer_type(tl.uint8)) + begin
-    if begin < upcoming_bytes:
-        prefetch_bytes(place, tl.minimum(share, upcoming_bytes - begin).to(tl.int32))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.kernels.base import Activation, NormWeights
 from nanovllm.kernels.fused import activate
-from nanovllm.kernels.overlap import launch_options, prefetch_share, wait_for_inputs
+from nanovllm.kernels.overlap import launch_options, wait_for_inputs
 
 
 def skinny_linear(
@@ -23,24 +23,15 @@ def skinny_linear(
     residual: Tensor | None = None,
     norm: NormWeights | None = None,
     activation: Activation | None = None,
-    upcoming: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what ComposedLinear would for x [1, in], and x + residual.
-
-    The weight that comes next after kernels that leave memory idle is asked for at the end.
-    """
+    """Return what ComposedLinear would for x [1, in], and x + residual."""
     num_rows, num_in = x.shape
     assert num_rows == 1
     num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     y = torch.empty(1, num_out, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
     block_out, block_in, num_warps = skinny_config(num_out, num_in, activation is not None)
-    num_programs = triton.cdiv(num_out, block_out)
-    options = launch_options(x, 1)
-    share = 0
-    if upcoming is not None and options["OVERLAP"]:
-        share = triton.cdiv(upcoming.nbytes, num_programs * 16) * 16
-    _skinny[(num_programs,)](
+    _skinny[(triton.cdiv(num_out, block_out),)](
         y,
         total,
         x,
@@ -49,9 +40,6 @@ def skinny_linear(
         x if bias is None else bias,
         x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
-        upcoming if share else None,
-        share,
-        0 if upcoming is None else upcoming.nbytes,
         num_out,
         NUM_IN=num_in,
         BLOCK_OUT=block_out,
@@ -61,7 +49,7 @@ def skinny_linear(
         HAS_BIAS=bias is not None,
         ACTIVATION=activation,
         num_warps=num_warps,
-        **options,
+        **launch_options(x, 1),
     )
     return y, total
 
@@ -88,9 +76,6 @@ def _skinny(  # type: ignore[no-untyped-def]
     bias,
     norm_weight,
     eps,
-    upcoming,
-    share,
-    upcoming_bytes,
     num_out,
     NUM_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -147,8 +132,6 @@ def _skinny(  # type: ignore[no-untyped-def]
     if ACTIVATION is not None:
         sums = activate(sums, ACTIVATION) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
-    if upcoming is not None:
-        prefetch_share(upcoming, share, upcoming_bytes)
 
 
 @triton.jit

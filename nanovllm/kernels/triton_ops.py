@@ -18,7 +18,7 @@ from nanovllm.kernels.base import (
     Routing,
 )
 from nanovllm.kernels.composed_linear import ComposedLinear
-from nanovllm.kernels.experts import route, route_row, run_pairs
+from nanovllm.kernels.experts import route, route_and_norm, run_pairs
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
 from nanovllm.kernels.grouped_experts import run_grouped
 from nanovllm.kernels.skinny_linear import skinny_linear
@@ -67,8 +67,7 @@ class TritonOps:
         return CudaLinear(self, weight, bias, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        counter = torch.zeros(1, dtype=torch.int32, device=down.device)
-        return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing, counter)
+        return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,10 @@ class CudaLinear:
         return few_rows_linear(x, self.weight, self.bias, None, num_parts)
 
     def after_norm(
-        self,
-        x: Tensor | None,
-        residual: Tensor | None,
-        norm: NormWeights,
-        upcoming: PackedLinear | None = None,
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
     ) -> tuple[Tensor, Tensor]:
         if x is not None and x.shape == (1, self.weight.shape[1]):  # and not summands
-            ahead = upcoming.weight if isinstance(upcoming, CudaLinear) else None
-            return skinny_linear(x, self.weight, self.bias, residual, norm, self.activation, ahead)
+            return skinny_linear(x, self.weight, self.bias, residual, norm, self.activation)
         normed, total = self.ops.norm(x, residual, norm)
         return self(normed), total
 
@@ -120,7 +114,6 @@ class CudaExperts:
     gate_up: Tensor
     down: Tensor
     routing: Routing
-    counter: Tensor
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         x, logits = x.contiguous(), logits.contiguous()
@@ -136,8 +129,8 @@ class CudaExperts:
     ) -> tuple[Tensor, Tensor]:
         hidden = self.down.shape[1]
         if x is not None and x.shape == (1, hidden) and isinstance(router, CudaLinear):
-            row = route_row(x, residual, norm, router.weight, self.routing, self.counter)
-            out = run_pairs(row.normed, row.ids, row.weights, self.gate_up, self.down)
-            return out, row.total
+            logits, total = router.after_norm(x, residual, norm)
+            ids, weights, normed = route_and_norm(logits, self.routing, total, norm)
+            return run_pairs(normed, ids, weights, self.gate_up, self.down), total
         normed, total = self.ops.norm(x, residual, norm)
         return self(normed, router(normed)), total

@@ -45,7 +45,7 @@ class SelfAttention(Layer):
         kept: SampledTokens | None,  # the tokens to go on with; None: all of them
     ) -> tuple[Tensor, Tensor]:
         """Return what `o_proj` is to project, and x + residual."""
-        qkv, residual = self.qkv_proj.after(norm, x, residual, upcoming=self.o_proj)
+        qkv, residual = self.qkv_proj.after(norm, x, residual)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights

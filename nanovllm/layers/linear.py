@@ -45,15 +45,10 @@ class MergedLinear(Layer):
         return self.packed.summands(x, residual)
 
     def after(
-        self,
-        norm: RMSNorm,
-        x: Tensor | None,
-        residual: Tensor | None,
-        upcoming: MergedLinear | None = None,
+        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Project the norm of x + residual; return that and the sum as the next residual."""
-        ahead = None if upcoming is None else upcoming.packed
-        return self.packed.after_norm(x, residual, norm.weights, ahead)
+        return self.packed.after_norm(x, residual, norm.weights)
 
     def weight_slots(self, path: str) -> dict[str, Tensor]:
         parent = path.rpartition(".")[0]

@@ -149,7 +149,7 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
             total = residual.clone()
             with patch.object(triton_ops, "ADD_ROWS", 300):
                 summands = first.summands(x, total)
-            results.append(second.after_norm(summands, total, norm, upcoming=first))
+            results.append(second.after_norm(summands, total, norm))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
 
