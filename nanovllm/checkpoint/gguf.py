@@ -90,11 +90,14 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor under its Hugging Face name and shape; `read` yields some of its rows as floats."""
+    """A tensor under its Hugging Face name and shape; `read` yields rows as floats.
+
+    All of them, or a slice that begins and ends with heads where these are out of order.
+    """
 
     name: str
     shape: tuple[int, ...]
-    read: Callable[[], Iterator[npt.NDArray[Any]]]
+    read: Callable[..., Iterator[npt.NDArray[Any]]]
 
 
 def list_tensors(path: Path) -> list[GGUFTensor]:
@@ -217,12 +220,14 @@ def _read(
     shape: tuple[int, ...],
     num_heads: int | None,
     offset: float,
+    wanted: slice = slice(None),
 ) -> Iterator[npt.NDArray[Any]]:
     """Dequantise some rows after others, whole heads where they are out of order."""
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
-    for first in range(0, shape[0], num_rows):
-        array = _to_float(data[first : first + num_rows], kind)
+    begin, end, _ = wanted.indices(shape[0])
+    for first in range(begin, end, num_rows):
+        array = _to_float(data[first : min(first + num_rows, end)], kind)
         release_pages(reader)
         if offset:
             array -= offset

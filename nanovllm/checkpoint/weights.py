@@ -10,11 +10,11 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +24,17 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 PIECE_BYTES = 32 << 20  # enough for every thread to have a share
+Index = tuple[slice, ...]  # the part of a tensor that is wanted; (): all of it
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+
+class Read(Protocol):
+    def __call__(self, index: Index = ()) -> Iterator[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     file: Path
-    read: Callable[[], Iterator[Tensor]]  # some rows after others; each is valid until the next
+    read: Read  # some rows of a part after others; each is valid until the next
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
@@ -73,13 +78,17 @@ def _map_safetensors(path: Path) -> mmap.mmap:
 
 
 def _read_mapped(
-    mapped: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    mapped: mmap.mmap,
+    offset: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    index: Index = (),
 ) -> Iterator[Tensor]:
     whole = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
-    for rows in _split(whole.view(shape)):
+    for rows in _split(whole.view(shape), index):
         yield rows
         start = offset + rows.data_ptr() - whole.data_ptr()
-        _release(mapped, start, start + rows.nbytes)
+        _release(mapped, start, start + _span(rows))
 
 
 def _list_bin(path: Path) -> Iterator[StoredTensor]:
@@ -96,13 +105,13 @@ def _list_bin(path: Path) -> Iterator[StoredTensor]:
         yield StoredTensor(name, tuple(tensor.shape), path, read)
 
 
-def _read_and_release(tensor: Tensor) -> Iterator[Tensor]:
+def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
     """Give torch's mapped pages back, as _release does; there is no other way to reach them."""
-    for rows in _split(tensor):
+    for rows in _split(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        num_bytes = rows.data_ptr() + rows.nbytes - first
-        if num_bytes > 0 and rows.is_contiguous() and sys.platform == "linux":
+        num_bytes = rows.data_ptr() + _span(rows) - first
+        if num_bytes > 0 and tensor.is_contiguous() and sys.platform == "linux":
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
 
@@ -119,14 +128,25 @@ def _list_gguf(path: Path) -> Iterator[StoredTensor]:
         yield StoredTensor(tensor.name, tensor.shape, path, partial(_dequantise, tensor))
 
 
-def _dequantise(tensor: gguf.GGUFTensor) -> Iterator[Tensor]:
-    return map(torch.from_numpy, tensor.read())
+def _dequantise(tensor: gguf.GGUFTensor, index: Index = ()) -> Iterator[Tensor]:
+    rows, *columns = index or (slice(None),)
+    of_piece = (slice(None), *columns)
+    for array in tensor.read(rows):
+        yield torch.from_numpy(array)[of_piece]
 
 
-def _split(tensor: Tensor) -> Iterator[Tensor]:
+def _split(tensor: Tensor, index: Index) -> Iterator[Tensor]:
+    # Of whole rows: where only some columns are wanted, the pages of the others are mapped too.
     num_rows = max(PIECE_BYTES // tensor[0].nbytes, 1)
-    for first in range(0, len(tensor), num_rows):
-        yield tensor[first : first + num_rows]
+    part = tensor[index]
+    for first in range(0, len(part), num_rows):
+        yield part[first : first + num_rows]
+
+
+def _span(rows: Tensor) -> int:
+    """The bytes from the first element to the last."""
+    last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    return (last + 1) * rows.itemsize
 
 
 def _release(mapped: mmap.mmap, start: int, end: int) -> None:

@@ -21,6 +21,11 @@ class TPGroup:
     size: int = 1
     process_group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing to split and nobody to ask."""
+        return self.size == 1 and self.process_group is None
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add up x, which is contiguous, over the ranks, in place."""
         if self.process_group is not None:
@@ -47,6 +52,9 @@ class TPGroup:
             return number
         numbers = self.gather_columns(torch.tensor([[number]], device=device))
         return int(numbers.min())
+
+
+ALONE = TPGroup()
 
 
 def connect(rank: int, size: int, store: dist.Store, backend: str, timeout: timedelta) -> TPGroup:

@@ -8,7 +8,8 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.linear import MergedLinear, RowParallelLinear
+from nanovllm.layers.shards import split, split_kv_heads, whole
 
 
 class SelfAttention(Layer):
@@ -23,16 +24,18 @@ class SelfAttention(Layer):
         packed: str | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        heads = split(config.num_heads, build.group)
+        kv_heads = split_kv_heads(config.num_kv_heads, build.group)
+        self.num_heads, self.head_dim = heads.count, config.head_dim
         self.layer_index = layer_index
         self.attention, self.ops = build.attention, build.ops
         self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
-        q_size, kv_size = self.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        parts = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
         if packed is not None:
-            parts = {packed: sum(parts.values())}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias, build)
-        self.o_proj = Linear(q_size, config.hidden_size, config.output_bias, build, "o_proj")
+            parts = {packed: [q, kv, kv]}
+        self.qkv_proj = MergedLinear(whole(config.hidden_size), parts, config.qkv_bias, build)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 
     def forward(

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
+from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.kernels.base import Ops
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Where parameters live, in what dtype, and how attention and the rest run."""
+    """Where parameters live, in what dtype, how attention and the rest run, and who shares them."""
 
     device: torch.device
     dtype: torch.dtype
     attention: AttentionBackend
     ops: Ops
+    group: TPGroup = ALONE
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         tensor = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)

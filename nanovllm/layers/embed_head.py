@@ -1,4 +1,4 @@
-"""Token embedding and LM head, which may share one weight."""
+"""Token embedding and LM head, which may share one weight; ranks split the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,31 +6,48 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.build import Build, Layer
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedLinear
+from nanovllm.layers.shards import WeightSlot, shared_slot, split, whole
 
 
 class Embedding(Layer):
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
-        self.weight = build.parameter(num_embeddings, dim)
+        self.vocab, self.dim = split(num_embeddings, build.group), whole(dim)
+        self.weight = build.parameter(self.vocab.count, dim)
         self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as it was in training
-        self.ops = build.ops
+        self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.ops.embed(token_ids, self.weight, self.scale)
+        if self.group.is_alone:
+            return self.ops.embed(token_ids, self.weight, self.scale)
+        lines = token_ids - self.vocab.first
+        is_elsewhere = (lines < 0) | (lines >= self.vocab.count)
+        x = self.ops.embed(lines.masked_fill(is_elsewhere, 0), self.weight, self.scale)
+        return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0.0))
 
-    def weight_slots(self, path: str) -> dict[str, Tensor]:
-        return {f"{path}.weight": self.weight}
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return {f"{path}.weight": shared_slot(self.weight, [self.vocab], self.dim)}
 
 
-class LMHead(Linear):
+class LMHead(MergedLinear):
     """Projects hidden states to logits; `tied` makes it use the embedding's weight."""
 
     def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
-        super().__init__(dim, vocab_size, False, build, "lm_head")
+        vocab = split(vocab_size, build.group)
+        super().__init__(whole(dim), {"lm_head": [vocab]}, False, build)
+        self.vocab_size, self.group = vocab_size, build.group
         self.is_tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
 
-    def weight_slots(self, path: str) -> dict[str, Tensor]:
+    def logits(self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Project the norm of x + residual; return the whole vocabulary's, without padding."""
+        shard, _ = self.after(norm, x, residual)
+        logits = self.group.gather_columns(shard)
+        is_padded = logits.shape[1] > self.vocab_size
+        return logits[:, : self.vocab_size].contiguous() if is_padded else logits
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return {} if self.is_tied else super().weight_slots(path)

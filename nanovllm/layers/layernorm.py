@@ -8,6 +8,7 @@ from torch import Tensor
 from nanovllm.config import ModelConfig
 from nanovllm.kernels.base import NormWeights, QKNormWeights
 from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.shards import WeightSlot, whole_slot
 
 
 class RMSNorm(Layer):
@@ -23,8 +24,8 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, None, self.weights)[0]
 
-    def weight_slots(self, path: str) -> dict[str, Tensor]:
-        return {f"{path}.weight": self.weight}
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        return {f"{path}.weight": whole_slot(self.weight)}
 
     def pack(self, has_room: bool) -> None:
         self.weight.add_(self.offset)
@@ -39,9 +40,9 @@ class QKNorm(Layer):
         self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)
         self.offset = config.norm_offset
 
-    def weight_slots(self, path: str) -> dict[str, Tensor]:
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         parent = path.rpartition(".")[0]
-        q, k = self.weight
+        q, k = map(whole_slot, self.weight)
         return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
 
     def pack(self, has_room: bool) -> None:

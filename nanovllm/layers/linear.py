@@ -7,27 +7,28 @@ from torch import Tensor
 from nanovllm.kernels.base import Activation, PackedLinear
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.shards import Share, WeightSlot, shared_slot, whole
 
 
 class MergedLinear(Layer):
-    """Stack the outputs of `parts` (checkpoint name -> size): q, k, v or gate, up.
+    """Stack a rank's shares of the outputs of `parts`, by checkpoint name: q, k, v or gate, up.
 
-    One with an activation returns activation(gate) * up.
+    One name may hold several of them. One with an activation returns activation(gate) * up.
     """
 
     def __init__(
         self,
-        in_features: int,
-        parts: dict[str, int],
+        inputs: Share,
+        parts: dict[str, list[Share]],
         bias: bool,
         build: Build,
         activation: Activation | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.parts = parts
-        num_out = sum(parts.values())
-        self.weight = build.parameter(num_out, in_features)
+        self.inputs, self.parts = inputs, parts
+        num_out = sum(share.count for shares in parts.values() for share in shares)
+        self.weight = build.parameter(num_out, inputs.count)
         self.bias = build.parameter(num_out) if bias else None
         self.ops = build.ops
         self._packed: PackedLinear | None = None
@@ -40,25 +41,21 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
-    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """Project x to what only `after` takes, together with residual: see PackedLinear."""
-        return self.packed.summands(x, residual)
-
     def after(
         self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Project the norm of x + residual; return that and the sum as the next residual."""
         return self.packed.after_norm(x, residual, norm.weights)
 
-    def weight_slots(self, path: str) -> dict[str, Tensor]:
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         parent = path.rpartition(".")[0]
         slots, first = {}, 0
-        for name, size in self.parts.items():
+        for name, shares in self.parts.items():
             prefix = f"{parent}.{name}" if parent else name
-            slots[f"{prefix}.weight"] = self.weight[first : first + size]
+            slots[f"{prefix}.weight"] = shared_slot(self.weight[first:], shares, self.inputs)
             if self.bias is not None:
-                slots[f"{prefix}.bias"] = self.bias[first : first + size]
-            first += size
+                slots[f"{prefix}.bias"] = shared_slot(self.bias[first:], shares)
+            first += sum(share.count for share in shares)
         return slots
 
     def pack(self, has_room: bool) -> None:
@@ -68,9 +65,33 @@ class MergedLinear(Layer):
 
 
 class Linear(MergedLinear):
-    """A projection under its own checkpoint name."""
+    """A projection under its own checkpoint name, whole on every rank."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, build: Build, name: str
     ) -> None:
-        super().__init__(in_features, {name: out_features}, bias, build)
+        super().__init__(whole(in_features), {name: [whole(out_features)]}, bias, build)
+
+
+class RowParallelLinear(MergedLinear):
+    """A projection of what is spread over the ranks; their results are added up."""
+
+    def __init__(
+        self, inputs: Share, out_features: int, bias: bool, build: Build, name: str
+    ) -> None:
+        super().__init__(inputs, {name: [whole(out_features)]}, bias, build)
+        self.group = build.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.packed(x))
+
+    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Project x to what only `after` takes, together with residual: see PackedLinear."""
+        if self.group.is_alone:
+            return self.packed.summands(x, residual)
+        return self(x)  # every rank holds the whole residual, so none may add to it
+
+    def pack(self, has_room: bool) -> None:
+        if self.group.rank > 0:
+            self.bias = None  # rank 0 adds it
+        super().pack(has_room)

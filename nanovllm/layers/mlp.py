@@ -7,7 +7,8 @@ from torch import Tensor
 from nanovllm.config import ModelConfig
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.linear import MergedLinear, RowParallelLinear
+from nanovllm.layers.shards import split, whole
 
 
 class GatedMLP(Layer):
@@ -15,10 +16,13 @@ class GatedMLP(Layer):
 
     def __init__(self, config: ModelConfig, build: Build, packed: str | None = None) -> None:
         super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
-        parts = {"gate_proj": size, "up_proj": size} if packed is None else {packed: 2 * size}
-        self.gate_up_proj = MergedLinear(config.hidden_size, parts, bias, build, config.activation)
-        self.down_proj = Linear(size, config.hidden_size, bias, build, "down_proj")
+        size, bias = split(config.intermediate_size, build.group), config.mlp_bias
+        parts = {"gate_proj": [size], "up_proj": [size]}
+        if packed is not None:
+            parts = {packed: [size, size]}
+        hidden = whole(config.hidden_size)
+        self.gate_up_proj = MergedLinear(hidden, parts, bias, build, config.activation)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias, build, "down_proj")
 
     def forward(
         self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None

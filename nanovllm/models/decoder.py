@@ -88,5 +88,4 @@ class DecoderModel(Layer):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build, tied)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        logits, _ = self.lm_head.after(self.model.norm, *self.model(batch))
-        return logits
+        return self.lm_head.logits(self.model.norm, *self.model(batch))

@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.embed_head import LMHead
+from nanovllm.layers.shards import WeightSlot
 from nanovllm.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, platform: Platform) -> None:
-    """Copy every tensor of the checkpoint into its slot; missing, extra and odd shapes raise."""
+    """Copy what has a slot of every tensor; missing, extra and odd shapes raise."""
     start = time.perf_counter()
     slots = weight_slots(model)
     tensors = _match(list_tensors(checkpoint), slots, tied_names(model), checkpoint.path)
@@ -45,18 +46,20 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, platform: Platform) -
 
 def fill_dummy_weights(model: nn.Module, seed: int) -> None:
     """Small random matrices and norms of one: shapes and speed of the real thing, no download."""
-    slots = weight_slots(model).values()
-    generator = torch.Generator(next(iter(slots)).device).manual_seed(seed)
+    slots = list(weight_slots(model).values())
+    generator = torch.Generator(slots[0].parts[0].view.device).manual_seed(seed)
     for slot in slots:
-        if slot.dim() == 1:
-            slot.fill_(1.0)
-        else:
-            slot.normal_(0.0, 0.02, generator=generator)
+        # Drawn whole, so that every number of ranks has the same model.
+        tensor = slot.parts[0].view.new_ones(slot.shape)
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        for part in slot.parts:
+            part.view.copy_(tensor[part.index])
 
 
-def weight_slots(model: nn.Module) -> dict[str, Tensor]:
-    """Map every checkpoint name the model expects to the view it is copied into."""
-    slots: dict[str, Tensor] = {}
+def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
+    """Map every checkpoint name the model expects to its place."""
+    slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if hasattr(module, "weight_slots"):
             slots.update(module.weight_slots(path))
@@ -70,7 +73,7 @@ def tied_names(model: nn.Module) -> set[str]:
 
 
 def _match(
-    tensors: list[StoredTensor], slots: dict[str, Tensor], ignored: set[str], path: Path
+    tensors: list[StoredTensor], slots: dict[str, WeightSlot], ignored: set[str], path: Path
 ) -> list[StoredTensor]:
     """Return the tensors that have a slot each; name what is extra, odd or missing."""
     found: dict[str, StoredTensor] = {}
@@ -89,20 +92,20 @@ def _match(
 
 
 def _problem(
-    tensor: StoredTensor, slots: dict[str, Tensor], found: dict[str, StoredTensor]
+    tensor: StoredTensor, slots: dict[str, WeightSlot], found: dict[str, StoredTensor]
 ) -> str | None:
     if tensor.name not in slots:
         return "has no place in the model"
     if tensor.name in found:
         return f"appears twice, also in {found[tensor.name].file}"
-    expected = tuple(slots[tensor.name].shape)
+    expected = slots[tensor.name].shape
     if tensor.shape != expected:
         return f"has shape {list(tensor.shape)}, expected {list(expected)}"
     return None
 
 
 def _fill_all(
-    tensors: list[StoredTensor], slots: dict[str, Tensor], platform: Platform
+    tensors: list[StoredTensor], slots: dict[str, WeightSlot], platform: Platform
 ) -> Iterator[int]:
     """Copy all tensors; yield the bytes of each that is done."""
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -110,10 +113,12 @@ def _fill_all(
 
 
 @torch.inference_mode()  # threads do not inherit the mode
-def _fill(tensor: StoredTensor, slots: dict[str, Tensor], platform: Platform) -> int:
-    slot, first = slots[tensor.name], 0
-    for rows in tensor.read():
-        platform.fill(slot[first : first + len(rows)], rows)
-        first += len(rows)
-    assert first == len(slot), f"{tensor.name}: {first} of {len(slot)} rows"
+def _fill(tensor: StoredTensor, slots: dict[str, WeightSlot], platform: Platform) -> int:
+    slot = slots[tensor.name]
+    for part in slot.parts:
+        first = 0
+        for rows in tensor.read(part.index):
+            platform.fill(part.view[first : first + len(rows)], rows)
+            first += len(rows)
+        assert first == len(part.view), f"{tensor.name}: {first} of {len(part.view)} rows"
     return slot.nbytes

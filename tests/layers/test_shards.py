@@ -1,0 +1,273 @@
+"""The ranks' layers, put together by hand, are the layer: no process group anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.distributed.group import ALONE, TPGroup
+from nanovllm.errors import ConfigError
+from nanovllm.kernels import create_cpu_ops
+from nanovllm.kernels.base import Ops
+from nanovllm.kernels.reference import TorchOps
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.build import Build
+from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
+from nanovllm.models.registry import read_config
+from nanovllm.worker.loader import weight_slots
+from tests.checkpoints import VARIANTS
+
+MODEL = replace(
+    read_config(VARIANTS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}),
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+HIDDEN, HEAD_DIM = MODEL.hidden_size, MODEL.head_dim
+EXPERTS = ExpertsConfig(num_experts=5, top_k=2, size=24, is_normalized=True)
+SIZES = pytest.mark.parametrize("size", [1, 2, 4])
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    torch.manual_seed(0)
+    return TorchOps() if request.param == "torch" else create_cpu_ops(torch.float32)
+
+
+def unconnected(size: int) -> list[TPGroup]:
+    """Ranks that keep what they have to themselves: a test puts it together."""
+    return [TPGroup(rank, size) for rank in range(size)]
+
+
+def build(ops: Ops, group: TPGroup = ALONE) -> Build:
+    return Build(torch.device("cpu"), torch.float32, None, ops, group)  # type: ignore[arg-type]
+
+
+def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {name: 0.2 * torch.randn(slot.shape) for name, slot in weight_slots(module).items()}
+
+
+def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
+    """As the loader does: a slot says what it takes of the tensor of its name."""
+    slots = weight_slots(module)
+    assert slots.keys() == stored.keys()
+    for name, slot in slots.items():
+        assert slot.shape == stored[name].shape
+        for part in slot.parts:
+            part.view.copy_(stored[name][part.index])
+    for layer in list(module.modules()):
+        if hasattr(layer, "pack"):
+            layer.pack(False)
+
+
+def add_up(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+def norm_of(ops: Ops) -> RMSNorm:
+    norm = RMSNorm(MODEL, build(ops))
+    norm.weight.fill_(1.0)
+    return norm
+
+
+@SIZES
+@pytest.mark.parametrize("packed", [None, "gate_up_proj"])
+def test_mlp(ops: Ops, size: int, packed: str | None) -> None:
+    one = GatedMLP(MODEL, build(ops), packed)
+    stored = stored_tensors(one)
+    load(one, stored)
+    x, norm = torch.randn(5, HIDDEN), norm_of(ops)
+    want, total = one(norm, x.clone(), None)
+    outputs = []
+    for group in unconnected(size):
+        mlp = GatedMLP(MODEL, build(ops, group), packed)
+        load(mlp, stored)
+        output, residual = mlp(norm, x.clone(), None)
+        torch.testing.assert_close(residual, total)
+        outputs.append(output)
+    torch.testing.assert_close(add_up(outputs), want)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2), (1, 4)])
+@pytest.mark.parametrize("packed", [None, "qkv_proj"])
+def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, packed: str | None) -> None:
+    """Every rank has the kv heads of its query heads, the same ones where there are too few."""
+    model = replace(MODEL, num_kv_heads=num_kv_heads)
+    one = SelfAttention(model, 0, build(ops), packed=packed)
+    stored = stored_tensors(one)
+    load(one, stored)
+    x, heads = torch.randn(3, HIDDEN), torch.randn(3, 4, HEAD_DIM)
+    q, k, v = one.qkv_proj(x).view(3, -1, HEAD_DIM).split([4, num_kv_heads, num_kv_heads], dim=1)
+    outputs = []
+    for group in unconnected(size):
+        attention = SelfAttention(model, 0, build(ops, group), packed=packed)
+        load(attention, stored)
+        own = range(group.rank * 4 // size, (group.rank + 1) * 4 // size)
+        own_kv = sorted({head * num_kv_heads // 4 for head in own})
+        want = torch.cat((q[:, own], k[:, own_kv], v[:, own_kv]), dim=1)
+        torch.testing.assert_close(attention.qkv_proj(x), want.flatten(1))
+        outputs.append(attention.o_proj(heads[:, own].flatten(1)))
+    torch.testing.assert_close(add_up(outputs), one.o_proj(heads.flatten(1)))
+
+
+@SIZES
+def test_experts(ops: Ops, size: int) -> None:
+    names = ExpertNames("gate_proj", "up_proj", "down_proj")
+    one = SparseMLP(HIDDEN, EXPERTS, names, build(ops))
+    stored = stored_tensors(one)
+    load(one, stored)
+    x, norm = torch.randn(7, HIDDEN), norm_of(ops)
+    want, _ = one(norm, x.clone(), None)
+    outputs = []
+    for group in unconnected(size):
+        sparse = SparseMLP(HIDDEN, EXPERTS, names, build(ops, group))
+        load(sparse, stored)
+        outputs.append(sparse(norm, x.clone(), None)[0])
+    torch.testing.assert_close(add_up(outputs), want)
+
+
+VOCABULARIES = pytest.mark.parametrize(
+    ("vocab_size", "size"), [(160, 1), (160, 4), (161, 2), (161, 4), (5, 4), (9, 4)]
+)
+
+
+@VOCABULARIES
+def test_embedding(ops: Ops, vocab_size: int, size: int) -> None:
+    """Some of five tokens' four ranks have none at all."""
+    table = torch.randn(vocab_size, HIDDEN)
+    token_ids = torch.randint(vocab_size, (20,), dtype=torch.int32)
+    outputs = []
+    for group in unconnected(size):
+        embedding = Embedding(vocab_size, HIDDEN, 3.0, build(ops, group))
+        load(embedding, {".weight": table})
+        outputs.append(embedding(token_ids))
+    assert torch.equal(add_up(outputs), 3.0 * table[token_ids])
+
+
+class Gathered:
+    """A group in which the others' columns are known already."""
+
+    rank, is_alone = 0, False
+
+    def __init__(self, size: int, columns: list[Tensor]) -> None:
+        self.size, self.columns = size, columns
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        return torch.cat((x, *self.columns), dim=1)
+
+
+@VOCABULARIES
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
+    """The padding of a vocabulary that does not divide is not among the logits."""
+    weight, x, norm = torch.randn(vocab_size, HIDDEN), torch.randn(3, HIDDEN), norm_of(ops)
+    heads = []
+    for group in unconnected(size):
+        embedding = Embedding(vocab_size, HIDDEN, 1.0, build(ops, group))
+        embedding.weight.fill_(torch.inf)  # what pads must not matter
+        load(embedding, {".weight": weight})
+        head = LMHead(HIDDEN, vocab_size, build(ops, group), embedding if is_tied else None)
+        head.weight[split(vocab_size, group).stored.stop :].fill_(torch.inf)
+        load(head, {} if is_tied else {"lm_head.weight": weight})
+        heads.append(head)
+    shards = [head.logits(norm, x.clone(), None) for head in heads]
+    heads[0].group = Gathered(size, shards[1:])  # type: ignore[assignment]
+    logits = heads[0].logits(norm, x.clone(), None)
+    assert logits.shape == (3, vocab_size)
+    assert logits.is_contiguous()
+    torch.testing.assert_close(logits, norm(x.clone()) @ weight.t())
+
+
+class AddsToResidual:
+    """A projection as some are on CUDA: the residual gets what it gives."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def summands(self, x: Tensor, residual: Tensor) -> None:
+        residual.add_(2 * x)
+
+
+@pytest.mark.parametrize("group", [TPGroup(0, 2), TPGroup(1, 2)], ids=["rank-0", "rank-1"])
+def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
+    """Each of several ranks has it all: what they add up must not contain it."""
+    linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
+    linear._packed = AddsToResidual()
+    x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
+    assert torch.equal(linear.before_norm(x, residual), 2 * x)
+    assert torch.equal(residual, torch.ones(3, HIDDEN))
+
+
+def test_one_rank_may_add_to_the_residual(ops: Ops) -> None:
+    linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops), "o_proj")
+    linear._packed = AddsToResidual()
+    x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
+    assert linear.before_norm(x, residual) is None
+    assert torch.equal(residual, 1 + 2 * x)
+
+
+@pytest.mark.parametrize(("size", "num_ranks"), [(12, 1), (12, 4), (13, 4), (5, 4), (3, 8)])
+def test_shares_make_up_the_whole(size: int, num_ranks: int) -> None:
+    shares = [split(size, group) for group in unconnected(num_ranks)]
+    assert len({share.count for share in shares}) == 1
+    places = [i for share in shares for i in range(size)[share.stored]]
+    assert places == list(range(size))
+
+
+def test_shares_of_kv_heads() -> None:
+    def firsts(num_heads: int, size: int) -> list[Share]:
+        return [split_kv_heads(num_heads, group) for group in unconnected(size)]
+
+    assert firsts(4, 2) == [Share(4, 0, 2), Share(4, 2, 2)]
+    assert firsts(2, 4) == [Share(2, 0, 1), Share(2, 0, 1), Share(2, 1, 1), Share(2, 1, 1)]
+    assert firsts(1, 3) == [Share(1, 0, 1)] * 3
+
+
+GOOD: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({}, 2),
+    ({}, 4),
+    ({"num_kv_heads": 3, "num_heads": 12, "intermediate_size": 81}, 3),
+    ({"vocab_size": 161}, 4),
+    ({"experts": EXPERTS, "intermediate_size": 81}, 4),  # no layer has an MLP of that size
+]
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 3, "num_attention_heads=4, intermediate_size=80, num_key_value_heads=2"),
+    ({}, 8, "num_attention_heads=4"),
+    ({"intermediate_size": 81}, 2, "intermediate_size=81"),
+    ({"num_heads": 12, "num_kv_heads": 3}, 4, "num_key_value_heads=3"),
+    ({"experts": replace(EXPERTS, size=22)}, 4, "the experts' intermediate size=22"),
+    (
+        {"experts": replace(EXPERTS, dense_layers=frozenset({1})), "intermediate_size": 81},
+        4,
+        "intermediate_size=81",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "size"), GOOD)
+def test_sizes_that_can_be_split(changes: dict[str, Any], size: int) -> None:
+    model: ModelConfig = replace(MODEL, **changes)
+    check_splits(model, size)
+
+
+@pytest.mark.parametrize(("changes", "size", "named"), BAD)
+def test_sizes_that_cannot_be_split_are_named(
+    changes: dict[str, Any], size: int, named: str
+) -> None:
+    model: ModelConfig = replace(MODEL, **changes)
+    match = f"tensor_parallel_size={size} does not divide this model's {named}$"
+    with pytest.raises(ConfigError, match=match):
+        check_splits(model, size)
