@@ -8,13 +8,16 @@ from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.platforms.cuda import CudaPlatform, has_cuda
 
 
-def create_platform(device: str, gpu_memory_utilization: float = 0.9) -> Platform:
+def create_platform(
+    device: str, gpu_memory_utilization: float = 0.9, rank: int = 0, num_ranks: int = 1
+) -> Platform:
+    """Return what one of several ranks runs on: each has a GPU, or its share of the CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
     if device != "cpu" and has_cuda():
-        return CudaPlatform(gpu_memory_utilization)
+        return CudaPlatform(gpu_memory_utilization, rank if num_ranks > 1 else None)
     if device == "cuda":
         raise ConfigError(
             "device='cuda' needs a CUDA device that torch sees, and triton; use 'auto' or 'cpu'"
         )
-    return CpuPlatform()
+    return CpuPlatform(num_ranks)

@@ -33,6 +33,11 @@ class CpuPlatform:
     depth = 0  # benchmarks/cpu_depth.py
     name = device_name = "cpu"
 
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks  # on this machine, each in a process of its own
+        if num_ranks > 1:  # together they run as many threads as one would
+            torch.set_num_threads(max(torch.get_num_threads() // num_ranks, 1))
+
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -45,13 +50,13 @@ class CpuPlatform:
         pass  # a step's activations are small beside the memory that is left free
 
     def cache_bytes(self, wanted: int) -> int:
-        available = available_memory()
-        granted = min(wanted, available // 4)
+        quarter = available_memory() // 4 // self.num_ranks
+        granted = min(wanted, quarter)
         logger.info(
             "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)",
             granted / GIB,
             wanted / GIB,
-            available / 4 / GIB,
+            quarter / GIB,
         )
         return granted
 
@@ -76,7 +81,7 @@ class CpuPlatform:
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
         # By the memory there is, not by what is free: answers must not change between runs.
-        return num_bytes <= total_memory() // 8
+        return num_bytes * self.num_ranks <= total_memory() // 8
 
 
 def has_fast_bf16() -> bool:

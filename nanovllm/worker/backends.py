@@ -9,6 +9,7 @@ import torch
 from nanovllm.attention import create_attention
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import create_cpu_ops
 from nanovllm.kernels.base import Ops
 from nanovllm.platforms.base import Platform
@@ -36,29 +37,38 @@ class Backend(Protocol):
 
 
 def create_backend(
-    platform: Platform, config: EngineConfig, vocab_size: int, dtype: torch.dtype
+    platform: Platform,
+    config: EngineConfig,
+    vocab_size: int,
+    dtype: torch.dtype,
+    group: TPGroup,
 ) -> Backend:
     if isinstance(platform, CudaPlatform):
         from nanovllm.worker.cuda_backend import CudaBackend  # needs triton
 
-        return CudaBackend(platform, config, vocab_size, dtype)
-    return CpuBackend(platform, config, dtype)
+        return CudaBackend(platform, config, vocab_size, dtype, group)
+    return CpuBackend(platform, config, dtype, group)
 
 
 class CpuBackend:
-    def __init__(self, platform: Platform, config: EngineConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, platform: Platform, config: EngineConfig, dtype: torch.dtype, group: TPGroup
+    ) -> None:
         self.config = config
+        self.group = group
         self.ops = create_cpu_ops(dtype)
         self.attention = create_attention(
             platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
         )
 
     def sampler(self, buffers: InputBuffers) -> TorchSampler:
-        return TorchSampler(buffers)
+        return TorchSampler(buffers, self.group)
 
     def steps(self, eager: EagerForward) -> Steps:
         config, launcher, sampler = self.config, self.ops.launcher, self.sampler(eager.buffers)
-        if launcher is None or config.enforce_eager or config.attention_backend != "auto":
+        is_eager = config.enforce_eager or config.attention_backend != "auto"
+        # What ranks tell each other between kernels is not recorded.
+        if launcher is None or is_eager or not self.group.is_alone:
             return Steps(eager, sampler)
         from nanovllm.worker.recorded_forward import RecordedForward  # needs numba
 

@@ -10,6 +10,7 @@ from nanovllm.attention import create_attention
 from nanovllm.attention.base import GraphedAttention
 from nanovllm.attention.triton_paged import TritonAttention
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.triton_ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
@@ -22,11 +23,17 @@ from nanovllm.worker.triton_sampler import TritonSampler
 
 class CudaBackend:
     def __init__(
-        self, platform: CudaPlatform, config: EngineConfig, vocab_size: int, dtype: torch.dtype
+        self,
+        platform: CudaPlatform,
+        config: EngineConfig,
+        vocab_size: int,
+        dtype: torch.dtype,
+        group: TPGroup,
     ) -> None:
         self.platform = platform
         self.config = config
         self.vocab_size = vocab_size
+        self.group = group
         self.ops = TritonOps()
         self.attention = create_attention(
             platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
@@ -38,13 +45,15 @@ class CudaBackend:
         if attention is not None:
             sizes = chunk_sizes(self.max_tokens, config.max_num_seqs)
             share = sizes[-1].num_tokens / self.max_tokens
+            # A group's logits exist three times while they are put side by side.
+            num_lines = config.max_num_seqs * (1 if group.is_alone else 3)
             platform.reserve_for_graphs(
-                graph_bytes(config.max_num_seqs, vocab_size, dtype),
+                graph_bytes(num_lines, vocab_size, dtype),
                 step_share=share if isinstance(attention, TritonAttention) else 0.0,
             )
 
     def sampler(self, buffers: InputBuffers) -> TritonSampler:
-        return TritonSampler(buffers, self.vocab_size)
+        return TritonSampler(buffers, self.vocab_size, self.group)
 
     def steps(self, eager: EagerForward) -> Steps:
         sampler, attention = self.sampler(eager.buffers), self._graphed_attention()

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from nanovllm.attention.base import LayerCache
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.layers.shards import split_kv_heads
 from nanovllm.platforms.base import Platform
 
 
@@ -35,9 +37,12 @@ class KVCacheSpec:
         return [LayerCache(k=layer[0], v=layer[1]) for layer in cache]
 
 
-def kv_cache_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVCacheSpec:
+def kv_cache_spec(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, group: TPGroup
+) -> KVCacheSpec:
+    num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
     return KVCacheSpec(
-        model.num_layers, config.kvcache_block_size, model.num_kv_heads, model.head_dim, dtype
+        model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim, dtype
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.sampler import SamplingColumns, sample
 from nanovllm.worker.forward import StepLogits
@@ -16,11 +17,23 @@ from nanovllm.worker.input_buffers import InputBuffers
 @dataclass(frozen=True, slots=True)
 class TorchSampler:
     buffers: InputBuffers
+    group: TPGroup
 
     def __call__(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         tables, slots, positions = self.buffers, logits.slots.long(), logits.positions.long()
         if not len(slots):
             return slots.int()
+        if self.group.rank == 0:
+            tokens = self._draw(logits.values, slots, positions)
+        else:
+            tokens = torch.empty_like(slots, dtype=torch.int32)
+        self.group.broadcast(tokens)
+        tables.tokens[slots, positions] = tokens
+        tables.lengths[slots] = logits.positions + 1
+        return tokens
+
+    def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        tables = self.buffers
         columns = SamplingColumns(
             temperature=tables.temperature[slots],
             top_k=tables.top_k[slots].long(),
@@ -29,7 +42,4 @@ class TorchSampler:
             seed=tables.seed[slots],
             position=positions,
         )
-        tokens = sample(logits.values, columns).to(torch.int32)
-        tables.tokens[slots, positions] = tokens
-        tables.lengths[slots] = logits.positions + 1
-        return tokens
+        return sample(logits, columns).to(torch.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.base import SamplingVariant
 from nanovllm.kernels.sampling import SamplingTables, advance, sample_tokens, sampling_workspace
@@ -13,8 +14,9 @@ from nanovllm.worker.input_buffers import InputBuffers
 
 
 class TritonSampler:
-    def __init__(self, buffers: InputBuffers, vocab_size: int) -> None:
+    def __init__(self, buffers: InputBuffers, vocab_size: int, group: TPGroup) -> None:
         self.buffers = buffers
+        self.group = group
         self._tables = SamplingTables(
             buffers.temperature, buffers.top_k, buffers.top_p, buffers.min_p, buffers.seed
         )
@@ -25,14 +27,16 @@ class TritonSampler:
 
     def sample(self, logits: StepLogits, variant: SamplingVariant) -> Tensor:
         out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
-        sample_tokens(
-            logits.values,
-            logits.slots,
-            self._tables,
-            logits.positions,
-            variant,
-            out,
-            self._workspace,
-        )
+        if self.group.rank == 0:
+            sample_tokens(
+                logits.values,
+                logits.slots,
+                self._tables,
+                logits.positions,
+                variant,
+                out,
+                self._workspace,
+            )
+        self.group.broadcast(out)
         advance(out, logits.slots, self.buffers.tokens, self.buffers.lengths)
         return out

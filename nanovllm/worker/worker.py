@@ -1,4 +1,7 @@
-"""A worker: builds platform, model and cache for one device, then serves plans."""
+"""A worker: builds platform, model and cache for one device, then serves plans.
+
+The workers of a group get the same plans in the same order, and each runs its share of the model.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from torch import nn
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.engine.step import ExecutorInfo, StepPlan
 from nanovllm.layers.build import Build
+from nanovllm.layers.shards import check_splits
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.platforms import create_platform
@@ -26,12 +31,20 @@ from nanovllm.worker.model_runner import ModelRunner, PendingStep
 
 class Worker:
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        group: TPGroup = ALONE,
     ) -> None:
+        check_splits(model_config, group.size)
         self.config = config
         self.model_config = model_config
         self.checkpoint = checkpoint
-        self.platform = create_platform(config.device, config.gpu_memory_utilization)
+        self.group = group
+        self.platform = create_platform(
+            config.device, config.gpu_memory_utilization, group.rank, group.size
+        )
 
     def start(self) -> ExecutorInfo:
         with torch.inference_mode(), self.platform.in_order():
@@ -42,10 +55,10 @@ class Worker:
             return self.runner.run(plan)
 
     def _start(self) -> ExecutorInfo:
-        config, platform = self.config, self.platform
+        config, platform, group = self.config, self.platform, self.group
         dtype = _choose_dtype(config.dtype, self.model_config.dtype, platform)
-        backend = create_backend(platform, config, self.model_config.vocab_size, dtype)
-        build = Build(platform.device, dtype, backend.attention, backend.ops)
+        backend = create_backend(platform, config, self.model_config.vocab_size, dtype, group)
+        build = Build(platform.device, dtype, backend.attention, backend.ops, group)
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)
@@ -53,9 +66,9 @@ class Worker:
             load_weights(model, self.checkpoint, platform)
         pack_weights(model, platform)
 
-        spec = kv_cache_spec(config, self.model_config, dtype)
+        spec = kv_cache_spec(config, self.model_config, dtype, group)
         platform.profile(lambda: self._largest_step(backend, model, spec))
-        num_blocks = choose_num_blocks(config, spec, platform)
+        num_blocks = group.smallest(choose_num_blocks(config, spec, platform), platform.device)
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
         buffers = self._buffers()
         eager = EagerForward(model, buffers, backend.attention, caches, dtype)

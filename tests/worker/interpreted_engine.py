@@ -62,7 +62,7 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
 def interpreted() -> Iterator[None]:
     """Make engines run CUDA's kernels."""
 
-    def platform(device: str, utilization: float) -> InterpretedPlatform:
+    def platform(*_: Any) -> InterpretedPlatform:
         return InterpretedPlatform()
 
     def attention(platform: Any, *_: Any) -> TritonAttention:

@@ -1,0 +1,90 @@
+"""Several ranks in threads of one process, connected by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.distributed.group import connect
+from nanovllm.engine import llm_engine
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.worker.worker import Worker
+
+TIMEOUT = timedelta(seconds=60)
+T = TypeVar("T")
+
+
+class Ranks:
+    """A thread for each rank, which does what it is told in order."""
+
+    def __init__(self, size: int) -> None:
+        self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(size)]
+        store = torch.distributed.HashStore()
+        self.groups = self.run(lambda rank: connect(rank, size, store, "gloo", TIMEOUT))
+
+    def submit(self, function: Callable[[int], T]) -> list[Future[T]]:
+        return [thread.submit(function, rank) for rank, thread in enumerate(self.threads)]
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        return [future.result() for future in self.submit(function)]
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.shutdown()
+
+
+@dataclass(frozen=True)
+class PendingOnAll:
+    steps: list[Future[Any]]
+
+    def result(self) -> StepResult:
+        """Wait for every rank; all of them know the tokens."""
+        results: list[StepResult] = [step.result().result() for step in self.steps]
+        assert all((other.tokens == results[0].tokens).all() for other in results)
+        return results[0]
+
+
+class ThreadedExecutor:
+    """One worker for each rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        size: int,
+    ) -> None:
+        self.ranks = Ranks(size)
+
+        def make(rank: int) -> Worker:
+            return Worker(config, model_config, checkpoint, self.ranks.groups[rank])
+
+        self.workers = self.ranks.run(make)
+
+    def start(self) -> ExecutorInfo:
+        infos = self.ranks.run(lambda rank: self.workers[rank].start())
+        assert all(info == infos[0] for info in infos)
+        return infos[0]
+
+    def submit(self, plan: StepPlan) -> PendingOnAll:
+        return PendingOnAll(self.ranks.submit(lambda rank: self.workers[rank].run(plan)))
+
+    def close(self) -> None:
+        self.ranks.close()
+
+
+@contextmanager
+def engines_of(size: int) -> Iterator[None]:
+    """Make engines run on several ranks."""
+    with mock.patch.object(llm_engine, "LocalExecutor", partial(ThreadedExecutor, size=size)):
+        yield
