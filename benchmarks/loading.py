@@ -1,11 +1,13 @@
 """How fast weights load, and how much memory that takes beyond the weights themselves.
 
     python -m benchmarks.loading [--gigabytes 1] [--shards 4] [--dtype float32] [--device cpu]
+        [--ranks 2]
 
 Writes a bf16 checkpoint of random weights into a temporary folder and loads it in fresh processes:
 cold, with the files out of the page cache where the system takes such advice, and warm. Memory is
 what the process holds (VmRSS before the model is made, VmHWM, its peak, when the last weight is in
 place). Pages of a mapped file count as long as they are mapped, although the system may take them.
+With --ranks, the first of several ranks loads its share.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from safetensors.torch import save_file
 
 from benchmarks.startup import drop_from_memory
 from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.build import Build
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.registry import build_model
@@ -68,14 +71,16 @@ class Load:
 def main() -> int:
     args = parse_args()
     if args.measure:
-        print(json.dumps(asdict(measure(Path(args.measure), args.dtype, args.device))))
+        load = measure(Path(args.measure), args.dtype, args.device, args.ranks)
+        print(json.dumps(asdict(load)))
         return 0
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name), args.gigabytes, args.shards)
         for kind in ("cold", "warm"):
             if kind == "cold":
                 drop_from_memory(Path(name))
-            print(f"{kind}: {load_in_process(Path(name), args.dtype, args.device)}", flush=True)
+            load = load_in_process(Path(name), args.dtype, args.device, args.ranks)
+            print(f"{kind}: {load}", flush=True)
     return 0
 
 
@@ -93,20 +98,21 @@ def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
         save_file(tensors, folder / f"model-{i + 1:05}-of-{num_shards:05}.safetensors")
 
 
-def load_in_process(folder: Path, dtype: str, device: str) -> Load:
+def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
     command = [sys.executable, "-m", "benchmarks.loading", "--measure", str(folder)]
-    command += ["--dtype", dtype, "--device", device]
+    command += ["--dtype", dtype, "--device", device, "--ranks", str(num_ranks)]
     root = Path(__file__).parent.parent
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root)
     return Load(**json.loads(result.stdout.splitlines()[-1]))
 
 
-def measure(folder: Path, dtype: str, device: str) -> Load:
+def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
     checkpoint, platform = (
         find_checkpoint(str(folder), need_tokenizer=False),
         create_platform(device),
     )
-    build = Build(platform.device, getattr(torch, dtype), None, None)  # type: ignore[arg-type]
+    first = TPGroup(0, num_ranks)
+    build = Build(platform.device, getattr(torch, dtype), None, None, first)  # type: ignore[arg-type]
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode(), platform.in_order():
         model = build_model(read_model_config(checkpoint.config), 64, build)
@@ -131,6 +137,7 @@ def parse_args() -> argparse.Namespace:
     add("--shards", type=int, default=4, help="number of files (default: 4)")
     add("--dtype", default="bfloat16", help="to load into (default: bfloat16, as stored)")
     add("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
+    add("--ranks", type=int, default=1, help="that share the weights (default: 1)")
     add("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser.parse_args()
 

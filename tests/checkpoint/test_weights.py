@@ -52,6 +52,32 @@ def test_pieces_make_up_the_tensor(
             assert all(rows.nbytes <= piece_bytes or len(rows) == 1 for rows in pieces)
 
 
+INDICES: list[weights.Index] = [
+    (slice(2, 5),),
+    (slice(None), slice(1, 3)),
+    (slice(1, 4), slice(2, 3)),
+    (slice(4, 4),),
+]
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.bin"])
+@pytest.mark.parametrize("piece_bytes", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("index", INDICES)
+def test_pieces_make_up_a_part(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    piece_bytes: int,
+    index: weights.Index,
+) -> None:
+    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    for stored in list_file(tmp_path / name):
+        part = TENSORS[stored.name][index[: len(stored.shape)]]
+        for _ in range(2):
+            pieces = [rows.clone() for rows in stored.read(index[: len(stored.shape)])]
+            assert torch.equal(torch.cat([part[:0], *pieces]), part)
+
+
 @pytest.mark.parametrize("padding", range(4))
 def test_a_header_of_any_length(tmp_path: Path, padding: int) -> None:
     """Old files do not pad their header, so that the data begins at an odd address."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,11 +27,19 @@ import gguf
 
 from benchmarks.loading import load_in_process, write_checkpoint
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint import weights
+from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
+from nanovllm.checkpoint.weights import StoredTensor
+from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.layers.build import Build
+from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
+from nanovllm.worker import loader
 from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES
+from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
@@ -465,3 +477,79 @@ def test_memory_beyond_the_weights_is_a_few_pieces(tmp_path: Path) -> None:
     load = load_in_process(tmp_path, "bfloat16", "cpu")
     assert load.weight_bytes > 0.19e9
     assert load.peak_bytes - load.held_bytes - load.weight_bytes < 0.1e9
+    share = load_in_process(tmp_path, "bfloat16", "cpu", num_ranks=4)
+    assert share.weight_bytes < 0.3 * load.weight_bytes
+    assert share.peak_bytes - share.held_bytes - share.weight_bytes < 0.1e9
+
+
+class ReadBytes:
+    """Counts what is read of a checkpoint's tensors."""
+
+    def __init__(self) -> None:
+        self.num_bytes: Counter[str] = Counter()
+
+    def list_tensors(self, checkpoint: Checkpoint) -> list[StoredTensor]:
+        return [
+            replace(tensor, read=partial(self.read, tensor))
+            for tensor in weights.list_tensors(checkpoint)
+        ]
+
+    def read(self, tensor: StoredTensor, index: weights.Index) -> Iterator[Tensor]:
+        for rows in tensor.read(index):
+            self.num_bytes[tensor.name] += rows.nbytes
+            yield rows
+
+
+@pytest.mark.parametrize("variant", ["llama", "phi3", "qwen3-moe"])
+def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
+    checkpoint = find_checkpoint(str(tiny(variant).path), need_tokenizer=False)
+    model_config = read_config(checkpoint.config)
+    whole = {tensor.name: math.prod(tensor.shape) for tensor in weights.list_tensors(checkpoint)}
+    shares: Counter[str] = Counter()
+    for rank in range(4):
+        build = Build(torch.device("cpu"), torch.float32, None, None, TPGroup(rank, 4))  # type: ignore[arg-type]
+        model, reads = build_model(model_config, 64, build), ReadBytes()
+        with mock.patch.object(loader, "list_tensors", reads.list_tensors):
+            loader.load_weights(model, checkpoint, create_platform("cpu"))
+        held = sum(parameter.numel() for parameter in model.parameters())
+        assert sum(reads.num_bytes.values()) == 4 * held
+        shares += reads.num_bytes
+    for name, size in whole.items():
+        copies = 1
+        if "norm" in name or name.endswith("mlp.gate.weight"):
+            copies = 4
+        elif re.search("(k|v)_proj", name):
+            copies = 2  # there are two heads for four ranks
+        if "qkv_proj" not in name:
+            assert shares[name] == 4 * copies * size, name
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "phi3"])
+def test_ranks_load_what_one_worker_loads(tiny: Tiny, tmp_path: Path, variant: str) -> None:
+    """In GGUF llama's heads are out of order, and experts stacked."""
+    checkpoint = tiny(variant)
+    want = run(checkpoint.path)
+    path = bin_folder(tmp_path / "bin", checkpoint)
+    torch.save(read_tensors(checkpoint), path / "pytorch_model.bin")
+    for stored in (path, write_gguf(tmp_path / "model.gguf", checkpoint)):
+        with engines_of(4):
+            assert run(stored) == want
+
+
+def test_ranks_name_what_is_odd(llama: TinyCheckpoint, tmp_path: Path) -> None:
+    """By the shapes that are stored, not by those of a share."""
+    tensors = read_tensors(llama)
+    half = tensors | {Q_PROJ: tensors[Q_PROJ][:48].clone()}
+    path = make_folder(tmp_path / "half", llama, half)
+    with (
+        engines_of(2),
+        pytest.raises(CheckpointError, match=r"q_proj.* has shape \[48, 48\], expected \[96, 48\]"),
+    ):
+        run(path)
+    path = make_folder(tmp_path / "extra", llama, tensors | {"extra": torch.ones(4)})
+    with engines_of(2), pytest.raises(CheckpointError, match="'extra' has no place"):
+        run(path)
+    del tensors[NORM]
+    path = make_folder(tmp_path / "missing", llama, tensors)
+    with engines_of(2), pytest.raises(CheckpointError, match=f"'{NORM}' is missing"):
+        run(path)
