@@ -1,4 +1,4 @@
-"""Several ranks in threads of one process, connected by gloo."""
+"""Several ranks in threads of one process, connected by gloo, or one by NCCL."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 class Ranks:
     """A thread for each rank, which does what it is told in order."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(size)]
         store = torch.distributed.HashStore()
-        self.groups = self.run(lambda rank: connect(rank, size, store, "gloo", TIMEOUT))
+        self.groups = self.run(lambda rank: connect(rank, size, store, backend, TIMEOUT))
 
     def submit(self, function: Callable[[int], T]) -> list[Future[T]]:
         return [thread.submit(function, rank) for rank, thread in enumerate(self.threads)]
@@ -63,13 +63,15 @@ class ThreadedExecutor:
         model_config: ModelConfig,
         checkpoint: Checkpoint,
         size: int,
+        backend: str = "gloo",
     ) -> None:
-        self.ranks = Ranks(size)
+        self.ranks = Ranks(size, backend)
 
         def make(rank: int) -> Worker:
             return Worker(config, model_config, checkpoint, self.ranks.groups[rank])
 
         self.workers = self.ranks.run(make)
+        self._worker = self.workers[0]
 
     def start(self) -> ExecutorInfo:
         infos = self.ranks.run(lambda rank: self.workers[rank].start())
@@ -81,10 +83,12 @@ class ThreadedExecutor:
 
     def close(self) -> None:
         self.ranks.close()
+        self._worker.platform.release()
 
 
 @contextmanager
-def engines_of(size: int) -> Iterator[None]:
+def engines_of(size: int, backend: str = "gloo") -> Iterator[None]:
     """Make engines run on several ranks."""
-    with mock.patch.object(llm_engine, "LocalExecutor", partial(ThreadedExecutor, size=size)):
+    executor = partial(ThreadedExecutor, size=size, backend=backend)
+    with mock.patch.object(llm_engine, "LocalExecutor", executor):
         yield

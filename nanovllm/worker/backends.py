@@ -67,7 +67,7 @@ class CpuBackend:
     def steps(self, eager: EagerForward) -> Steps:
         config, launcher, sampler = self.config, self.ops.launcher, self.sampler(eager.buffers)
         is_eager = config.enforce_eager or config.attention_backend != "auto"
-        # What ranks tell each other between kernels is not recorded.
+        # A recording holds kernels alone, and a group's sums stand between them.
         if launcher is None or is_eager or not self.group.is_alone:
             return Steps(eager, sampler)
         from nanovllm.worker.recorded_forward import RecordedForward  # needs numba

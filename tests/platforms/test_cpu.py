@@ -112,6 +112,15 @@ def test_room_for_a_second_copy_is_the_same_every_time(limits: Limits) -> None:
         assert not CpuPlatform().has_room_for_copy(GIB + 1)
 
 
+def test_ranks_share_the_machine(limits: Limits, num_threads: int) -> None:
+    limits(2, 8 * GIB, 4 * GIB)
+    platform = create_platform("cpu", rank=1, num_ranks=2)
+    assert torch.get_num_threads() == max(num_threads // 2, 1)
+    assert platform.cache_bytes(100 * GIB) == GIB // 2
+    assert platform.has_room_for_copy(GIB // 2)
+    assert not platform.has_room_for_copy(GIB // 2 + 1)
+
+
 def test_real_memory_is_read() -> None:
     assert 0 <= available_memory() <= total_memory() < 1 << 50
     assert CpuPlatform().has_room_for_copy(1)

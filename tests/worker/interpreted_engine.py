@@ -12,7 +12,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from nanovllm.worker.cuda_backend import CudaBackend
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.forced_tokens import Ids, forced_logits
+from tests.threaded_ranks import engines_of
 
 OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
 NUM_PROCESSORS = 8
@@ -93,7 +94,10 @@ def check_tokens(root: Path) -> None:
 
 
 def check_logits(root: Path) -> None:
-    """One row, a few and more; the summands of a projection reach the norm, also of one row."""
+    """One row, a few and more; the summands of a projection reach the norm, also of one row.
+
+    A group of one rank, which adds up, gathers and broadcasts for itself, gives the same.
+    """
     path = make_checkpoint(root / "split", SPLIT, seed=3).path
     rng = random.Random(1)
     prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 20)]
@@ -101,8 +105,9 @@ def check_logits(root: Path) -> None:
     options = {**OPTIONS, "max_num_batched_tokens": 24}
     with LLM(path, dtype="float32", **options) as llm:
         exact = forced_logits(llm, prompts, answers)
-    for max_num_seqs in (1, 3):
+    for max_num_seqs, ranks in ((1, nullcontext()), (3, nullcontext()), (3, engines_of(1))):
         with (
+            ranks,
             interpreted(),
             mock.patch.object(graphed_steps, "VARIANTS", ("greedy",)),
             LLM(path, dtype="float16", max_num_seqs=max_num_seqs, **options) as llm,

@@ -25,6 +25,7 @@ from tests.bench.test_commands import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
 from tests.test_sampled_requests import mixed_params
+from tests.threaded_ranks import engines_of
 
 pytestmark = NEEDS_GPU
 
@@ -100,6 +101,18 @@ def test_eager_and_graphed_steps_alternate(tiny: Any) -> None:
         with LLM(path, **OPTIONS, **options) as llm:
             outputs.append(generate(llm, prompts, params))
     assert outputs[1:] == outputs[:1] * 3
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-mha-bias", "gemma3", "qwen3-moe"])
+def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
+    """A group of one rank, which is what one device can have, gives what no group gives."""
+    path, prompts = tiny(name).path, make_prompts()
+    params = mixed_params(len(prompts))
+    with LLM(path, **OPTIONS) as llm:
+        want = generate(llm, prompts, params)
+    with engines_of(1, "nccl"), LLM(path, **OPTIONS) as llm:
+        assert isinstance(runner_of(llm).forward, GraphedSteps)
+        assert generate(llm, prompts, params) == want
 
 
 def test_short_prompts_are_graphs_too(tiny: Any) -> None:
