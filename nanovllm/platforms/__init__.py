@@ -9,13 +9,13 @@ from nanovllm.platforms.cuda import CudaPlatform, has_cuda
 
 
 def create_platform(
-    device: str, gpu_memory_utilization: float = 0.9, rank: int = 0, num_ranks: int = 1
+    device: str, gpu_memory_utilization: float = 0.9, num_ranks: int = 1
 ) -> Platform:
-    """Return what one of several ranks runs on: each has a GPU, or its share of the CPU."""
+    """Return what a rank runs on: this process's current GPU, or its share of the CPU's memory."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
     if device != "cpu" and has_cuda():
-        return CudaPlatform(gpu_memory_utilization, rank if num_ranks > 1 else None)
+        return CudaPlatform(gpu_memory_utilization)
     if device == "cuda":
         raise ConfigError(
             "device='cuda' needs a CUDA device that torch sees, and triton; use 'auto' or 'cpu'"

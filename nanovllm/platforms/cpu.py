@@ -34,9 +34,7 @@ class CpuPlatform:
     name = device_name = "cpu"
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.num_ranks = num_ranks  # on this machine, each in a process of its own
-        if num_ranks > 1:  # together they run as many threads as one would
-            torch.set_num_threads(max(torch.get_num_threads() // num_ranks, 1))
+        self.num_ranks = num_ranks  # that share this machine's memory
 
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -98,13 +98,8 @@ class CudaPlatform:
     depth = 1
     name = "cuda"
 
-    def __init__(self, gpu_memory_utilization: float, index: int | None = None) -> None:
-        if index is not None and index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rank {index} needs a CUDA device of its own, but torch sees "
-                f"{torch.cuda.device_count()}; lower tensor_parallel_size"
-            )
-        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    def __init__(self, gpu_memory_utilization: float) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self.device_name = torch.cuda.get_device_name(self.device)
         self.utilization = gpu_memory_utilization
         self._stream = torch.cuda.default_stream(self.device)

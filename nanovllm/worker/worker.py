@@ -42,9 +42,7 @@ class Worker:
         self.model_config = model_config
         self.checkpoint = checkpoint
         self.group = group
-        self.platform = create_platform(
-            config.device, config.gpu_memory_utilization, group.rank, group.size
-        )
+        self.platform = create_platform(config.device, config.gpu_memory_utilization, group.size)
 
     def start(self) -> ExecutorInfo:
         with torch.inference_mode(), self.platform.in_order():

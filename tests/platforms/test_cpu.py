@@ -112,10 +112,9 @@ def test_room_for_a_second_copy_is_the_same_every_time(limits: Limits) -> None:
         assert not CpuPlatform().has_room_for_copy(GIB + 1)
 
 
-def test_ranks_share_the_machine(limits: Limits, num_threads: int) -> None:
+def test_ranks_share_the_memory(limits: Limits) -> None:
     limits(2, 8 * GIB, 4 * GIB)
-    platform = create_platform("cpu", rank=1, num_ranks=2)
-    assert torch.get_num_threads() == max(num_threads // 2, 1)
+    platform = create_platform("cpu", num_ranks=2)
     assert platform.cache_bytes(100 * GIB) == GIB // 2
     assert platform.has_room_for_copy(GIB // 2)
     assert not platform.has_room_for_copy(GIB // 2 + 1)
