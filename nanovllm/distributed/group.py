@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ class TPGroup:
 
     rank: int = 0
     size: int = 1
-    process_group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+    process_group: Any = None  # gloo's or NCCL's, of which torch's stubs know no methods
 
     @property
     def is_alone(self) -> bool:
