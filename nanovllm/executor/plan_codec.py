@@ -1,0 +1,106 @@
+"""A StepPlan as bytes: its columns as they lie in memory, behind a header of their lengths.
+
+Every section is a multiple of four bytes long, so that what is decoded are views of the message.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from nanovllm.engine.step import BlockUpdate, IntColumn, NewRow, StepPlan
+from nanovllm.sampling_params import SamplingParams
+
+Section = bytes | memoryview
+
+# Decode tokens; lengths of the columns, the block updates, the released slots, the parameters.
+_PLAN = struct.Struct("<5q")
+# Slot, prompt tokens, seed; numbers of tokens, blocks and stop tokens.
+_NEW_ROW = struct.Struct("<6q")
+_PARAM_NAMES = tuple(field.name for field in fields(SamplingParams))
+
+
+def encode_plan(plan: StepPlan) -> list[Section]:
+    """Return the sections of a message; joined they are what `decode_plan` takes."""
+    updates = [number for u in plan.block_updates for number in (u.slot, u.index, u.block_id)]
+    params = _encode_params([row.params for row in plan.new_rows])
+    lengths = (len(plan.slots), len(updates), len(plan.released), len(params))
+    return [
+        _PLAN.pack(plan.num_decode_tokens, *lengths),
+        *(column.data for column in (plan.slots, plan.starts, plan.counts, plan.num_logits)),
+        _column(updates),
+        _column(plan.released),
+        params,
+        *(section for row in plan.new_rows for section in _encode_new_row(row)),
+    ]
+
+
+def decode_plan(message: bytes | bytearray) -> StepPlan:
+    """Read a plan whose arrays are views of the message, which must not change afterwards."""
+    reader = _Reader(message)
+    num_decode_tokens, num_rows, num_updates, num_released, num_bytes = reader.header(_PLAN)
+    slots, starts, counts, num_logits = (reader.column(num_rows) for _ in range(4))
+    updates = reader.column(num_updates).reshape(-1, 3).tolist()
+    released = reader.column(num_released).tolist()
+    params = _decode_params(reader.column(num_bytes // 4).tobytes())
+    return StepPlan(
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        num_logits=num_logits,
+        new_rows=[_decode_new_row(reader, row_params) for row_params in params],
+        block_updates=[BlockUpdate(*numbers) for numbers in updates],
+        released=released,
+        num_decode_tokens=num_decode_tokens,
+    )
+
+
+class _Reader:
+    """Takes a message apart from front to back."""
+
+    def __init__(self, message: bytes | bytearray) -> None:
+        self._message = message
+        self._offset = 0
+
+    def header(self, layout: struct.Struct) -> tuple[int, ...]:
+        values = layout.unpack_from(self._message, self._offset)
+        self._offset += layout.size
+        return values
+
+    def column(self, length: int) -> IntColumn:
+        column = np.frombuffer(self._message, np.int32, length, self._offset)
+        self._offset += column.nbytes
+        return column
+
+
+def _encode_new_row(row: NewRow) -> list[Section]:
+    stop_token_ids = sorted(row.stop_token_ids)
+    lengths = (len(row.token_ids), len(row.block_ids), len(stop_token_ids))
+    header = _NEW_ROW.pack(row.slot, row.num_prompt_tokens, row.seed, *lengths)
+    return [header, row.token_ids.data, _column(row.block_ids), _column(stop_token_ids)]
+
+
+def _decode_new_row(reader: _Reader, params: SamplingParams) -> NewRow:
+    slot, num_prompt_tokens, seed, *lengths = reader.header(_NEW_ROW)
+    token_ids, block_ids, stop_token_ids = (reader.column(length) for length in lengths)
+    stop_ids = frozenset(stop_token_ids.tolist())
+    return NewRow(slot, token_ids, block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids)
+
+
+def _encode_params(params: list[SamplingParams]) -> bytes:
+    if not params:
+        return b""
+    text = json.dumps([[getattr(each, name) for name in _PARAM_NAMES] for each in params])
+    return text.encode().ljust(-(-len(text) // 4) * 4)  # JSON may end in spaces
+
+
+def _decode_params(text: bytes) -> list[SamplingParams]:
+    return [SamplingParams(*values) for values in json.loads(text)] if text else []
+
+
+def _column(numbers: Sequence[int]) -> bytes:
+    return np.array(numbers, np.int32).tobytes()
