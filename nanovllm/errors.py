@@ -23,3 +23,7 @@ class UnsupportedModelError(CheckpointError):
 
 class EngineError(NanovllmError, RuntimeError):
     """The engine is closed or has failed and can serve nothing more."""
+
+
+class WorkerError(EngineError):
+    """A worker process raised or died, and took its engine with it."""

@@ -26,6 +26,15 @@ def has_cuda() -> bool:
     return is_nvidia and importlib.util.find_spec("triton") is not None
 
 
+def num_devices() -> int:
+    return torch.cuda.device_count()
+
+
+def use_device(index: int) -> None:
+    """Make a device the one that platforms made later work on."""
+    torch.cuda.set_device(index)
+
+
 @dataclass(frozen=True, slots=True)
 class FetchedTokens:
     tokens: Tensor  # pinned

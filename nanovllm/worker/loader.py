@@ -35,7 +35,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, platform: Platform) -
     slots = weight_slots(model)
     tensors = _match(list_tensors(checkpoint), slots, tied_names(model), checkpoint.path)
     num_bytes = sum(slot.nbytes for slot in slots.values())
-    options = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
+    # Of the ranks that share a model only the first logs warnings, and draws a bar at a terminal.
+    is_disabled = None if logger.isEnabledFor(logging.WARNING) else True
+    options = {"unit": "B", "unit_scale": True, "disable": is_disabled, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
         for num_copied in _fill_all(tensors, slots, platform):
             progress.update(num_copied)

@@ -1,0 +1,48 @@
+"""A worker without a model that tells when each plan had reached every rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from nanovllm.distributed.group import TPGroup
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.executor.rank import join_group
+from nanovllm.executor.worker_main import WorkerTask
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    nanoseconds: list[int]
+
+    def result(self) -> StepResult:
+        return StepResult(np.array(self.nanoseconds, np.int64).view(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Notes when plans come, by the monotonic clock that all processes share.
+
+    A plan without rows asks for the notes since the last such plan: of each, that of the last rank.
+    """
+
+    group: TPGroup
+    notes: list[int] = field(default_factory=list)
+
+    def start(self) -> ExecutorInfo:
+        return ExecutorInfo(1, 1, "cpu", "none")
+
+    def run(self, plan: StepPlan) -> Times:
+        if len(plan.slots):
+            self.notes.append(time.monotonic_ns())
+            return Times([])
+        columns = self.group.gather_columns(torch.tensor(self.notes).unsqueeze(1))
+        self.notes.clear()
+        return Times(columns.max(dim=1).values.tolist())
+
+
+def build_clock(task: WorkerTask, rank: int) -> Clock:
+    return Clock(join_group(task, rank))

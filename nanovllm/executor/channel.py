@@ -1,0 +1,73 @@
+"""Whole messages of any size over a socket between the engine and one worker."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from nanovllm.executor.plan_codec import Section
+
+_HEADER = struct.Struct("<BQ")  # kind, bytes that follow
+
+
+class Kind(IntEnum):
+    TASK = 0  # to a worker: what to build, then plans
+    REPLY = 1  # to the engine: the answer to a task
+    LOG = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: Kind
+    body: bytearray
+
+
+def pack(kind: Kind, sections: Iterable[Section]) -> bytes:
+    body = b"".join(sections)
+    return _HEADER.pack(kind, len(body)) + body
+
+
+class Channel:
+    """One end. Any thread may send, one receives; the other end's death ends both."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+
+    def send(self, packed: bytes) -> None:
+        """Wait until the message is on its way; raises OSError when nobody is there."""
+        with self._sending:
+            self._socket.sendall(packed)
+
+    def receive(self) -> Message | None:
+        """Wait for a message; None when the other end is gone."""
+        header = self._read(_HEADER.size)
+        if header is None:
+            return None
+        kind, num_bytes = _HEADER.unpack(header)
+        body = self._read(num_bytes)
+        return None if body is None else Message(Kind(kind), body)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, num_bytes: int) -> bytearray | None:
+        data = bytearray(num_bytes)
+        left = memoryview(data)
+        while left:
+            try:
+                num_read = self._socket.recv_into(left)
+            except ConnectionError:  # it died with bytes of ours unread
+                return None
+            if num_read == 0:
+                return None
+            left = left[num_read:]
+        return data

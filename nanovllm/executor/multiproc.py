@@ -1,0 +1,79 @@
+"""A worker process for every rank; each gets the same plans, and the first one answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.distributed.store import host_store
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.executor.base import Pending
+from nanovllm.executor.plan_codec import encode_plan
+from nanovllm.executor.rank import build_worker
+from nanovllm.executor.worker_main import RankWorker, WorkerTask
+from nanovllm.executor.worker_processes import Reply, WorkerProcesses
+from nanovllm.platforms import check_num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReply:
+    reply: Reply
+
+    def result(self) -> StepResult:
+        return StepResult(np.frombuffer(self.reply.wait(), np.int32))
+
+
+class MultiprocExecutor:
+    """Once a worker raised or died, every call raises the error that says so."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        build_worker: Callable[[WorkerTask, int], RankWorker] = build_worker,
+    ) -> None:
+        num_ranks = config.tensor_parallel_size
+        check_num_ranks(config.device, num_ranks)
+        store = host_store()
+        self._task = WorkerTask(
+            config,
+            model_config,
+            checkpoint,
+            store_port=store.port,
+            num_threads=max(torch.get_num_threads() // num_ranks, 1),
+            log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
+            build_worker=build_worker,
+        )
+        self._store: object | None = store  # serves for as long as it is held
+        self._workers = WorkerProcesses()
+        # Also when it is dropped, and when the interpreter exits.
+        self._close = weakref.finalize(self, self._workers.close)
+
+    def start(self) -> ExecutorInfo:
+        try:
+            num_ranks = self._task.config.tensor_parallel_size
+            self._workers.spawn(num_ranks)
+            replies = self._workers.send([pickle.dumps(self._task)], num_ranks)
+            infos = [ExecutorInfo(**json.loads(reply.wait())) for reply in replies]
+        except BaseException:  # Ctrl-C while the model loads
+            self.close()
+            raise
+        return replace(infos[0], num_blocks=min(info.num_blocks for info in infos))
+
+    def submit(self, plan: StepPlan) -> Pending:
+        (reply,) = self._workers.send(encode_plan(plan))
+        return PendingReply(reply)
+
+    def close(self) -> None:
+        self._close()
+        self._store = None

@@ -1,0 +1,29 @@
+"""The worker of one rank: its device, its group, its part of the model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from nanovllm.distributed.group import TPGroup, connect
+from nanovllm.distributed.store import join_store
+from nanovllm.executor.worker_main import RankWorker, WorkerTask
+from nanovllm.platforms import claim_device
+from nanovllm.worker.worker import Worker
+
+# Ranks that died end a wait at once; this is for those that load slower than others.
+TIMEOUT = timedelta(hours=1)
+
+
+def build_worker(task: WorkerTask, rank: int) -> RankWorker:
+    join_group(task, rank)
+    return Worker(task.config, task.model_config, task.checkpoint)
+
+
+def join_group(task: WorkerTask, rank: int) -> TPGroup:
+    """Take the rank's share of the machine and meet the other ranks."""
+    torch.set_num_threads(task.num_threads)
+    backend = claim_device(task.config.device, rank)
+    store = join_store(task.store_port)
+    return connect(rank, task.config.tensor_parallel_size, store, backend, TIMEOUT)

@@ -1,0 +1,229 @@
+"""The processes behind an executor: how they start, what they are sent, and how they end.
+
+Two threads talk to them, so that sending never waits for a worker that is busy, a fault is noticed
+while nobody waits, and Ctrl-C, which only reaches the main thread, cannot cut a message in two.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from nanovllm import errors
+from nanovllm.errors import NanovllmError, WorkerError
+from nanovllm.executor.channel import Channel, Kind, pack
+from nanovllm.executor.plan_codec import Section
+
+# Not the user's script, which would run again in every worker; modules come from where ours did.
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[4:]; from nanovllm.executor.worker_main import main; "
+    "main(*map(int, sys.argv[1:4]))"
+)
+GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error
+STOP_SECONDS = 2.0  # from asking a process to end to killing it
+
+
+class WorkerProcesses:
+    """Whoever waits when a worker fails is told why, and so is every later caller."""
+
+    def __init__(self) -> None:
+        self._failure: Failure | None = None
+        self._workers: list[WorkerProcess] = []
+        self._outbox: SimpleQueue[Task | None] = SimpleQueue()
+        self._stopping = threading.RLock()  # the collector may close us in the midst of it
+        self._threads = [
+            threading.Thread(target=target, name="nanovllm-workers", daemon=True)
+            for target in (self._receive_all, self._send_all)
+        ]
+
+    def spawn(self, num_ranks: int) -> None:
+        for rank in range(num_ranks):
+            self._workers.append(spawn(rank, num_ranks))
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
+        """Send every worker the same, without waiting; the first `num_replies` ranks answer."""
+        self.raise_if_failed()
+        task = Task(pack(Kind.TASK, sections), [Reply(self) for _ in range(num_replies)])
+        self._outbox.put(task)
+        self.raise_if_failed()  # or else the task is ahead of the end, and its replies are failed
+        return task.replies
+
+    def raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure.error()
+
+    def close(self) -> None:
+        self._stop(Failure("the engine is closed; make a new one", "EngineError"))
+        # The collector may call this from one of them.
+        if threading.current_thread() not in self._threads:
+            for thread in self._threads:
+                if thread.is_alive():
+                    thread.join()
+
+    def _send_all(self) -> None:
+        while (task := self._outbox.get()) is not None:
+            for worker, reply in zip(self._workers, task.replies, strict=False):
+                worker.awaited.append(reply)
+            try:
+                for worker in self._workers:
+                    worker.channel.send(task.packed)
+            except OSError:
+                pass  # the other thread sees that end too, and finds out why
+        for worker in self._workers:
+            worker.channel.close()
+            for reply in worker.awaited:
+                reply.set(None)
+
+    def _receive_all(self) -> None:
+        failure = Failure("the engine can no longer listen to its workers", "WorkerError")
+        try:
+            failure = self._first_failure()
+        finally:
+            self._stop(failure)
+            self._outbox.put(None)
+
+    def _first_failure(self) -> Failure:
+        """Hand out replies until workers fail; return what came first."""
+        failures: list[Failure] = []
+        deadline = None
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            while selector.get_map() and (deadline is None or time.monotonic() < deadline):
+                for key, _ in selector.select(GRACE_SECONDS if failures else None):
+                    failure = receive(key.data)
+                    if failure is not None:
+                        selector.unregister(key.fileobj)
+                        failures.append(failure)
+                        deadline = deadline or time.monotonic() + GRACE_SECONDS
+        return min(failures, key=lambda failure: failure.time)
+
+    def _stop(self, failure: Failure) -> None:
+        with self._stopping:
+            self._failure = self._failure or failure
+            stop([worker.process for worker in self._workers])
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an engine can do no more, as text: an exception would hold on to all that it passed."""
+
+    message: str
+    type_name: str
+    traceback: str = ""
+    time: float = 0.0  # a death is always before the errors that it causes
+
+    def error(self) -> NanovllmError:
+        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
+        kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
+        if kind is None:
+            return WorkerError(f"{self.message}\n{self.traceback}")
+        error = kind(self.message)
+        error.__cause__ = WorkerError(self.traceback) if self.traceback else None
+        return error
+
+
+class Reply:
+    """A worker's answer, once it is there."""
+
+    def __init__(self, workers: WorkerProcesses) -> None:
+        self._workers = workers
+        self._is_over = threading.Event()
+        self._body: bytearray | None = None
+
+    def wait(self) -> bytearray:
+        self._is_over.wait()
+        if self._body is None:
+            self._workers.raise_if_failed()
+        assert self._body is not None
+        return self._body
+
+    def set(self, body: bytearray | None) -> None:
+        self._body = body
+        self._is_over.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    packed: bytes
+    replies: list[Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    rank: int
+    name: str
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    awaited: deque[Reply] = field(default_factory=deque)  # in the order of its tasks
+
+
+def spawn(rank: int, num_ranks: int) -> WorkerProcess:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        numbers = [str(number) for number in (rank, theirs.fileno(), os.getpid())]
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, *numbers, *sys.path],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C at the terminal is for the engine alone
+        )
+    return WorkerProcess(rank, f"worker {rank} of {num_ranks}", process, Channel(ours))
+
+
+def receive(worker: WorkerProcess) -> Failure | None:
+    """Deal with a message that is there; return a failure if it tells of one."""
+    message = worker.channel.receive()
+    if message is None:
+        return death(worker)
+    if message.kind is Kind.REPLY:
+        worker.awaited.popleft().set(message.body)
+        return None
+    entry = json.loads(message.body)
+    if message.kind is Kind.LOG:
+        logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
+        return None
+    text = entry["message"] if hasattr(errors, entry["type"]) else f"{worker.name} failed:"
+    return Failure(text, entry["type"], entry["traceback"], entry["time"])
+
+
+def death(worker: WorkerProcess) -> Failure:
+    try:
+        code = worker.process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        cause = "closed its connection"
+    else:
+        cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    message = f"{worker.name} (process {worker.process.pid}) {cause}; its stderr may say why"
+    return Failure(message, "WorkerError")
+
+
+def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End processes, by force those that do not go when asked."""
+    for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        for process in processes:
+            ask(process)
+        deadline = time.monotonic() + STOP_SECONDS
+        if all(has_ended(process, deadline) for process in processes):
+            return
+
+
+def has_ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""What a process has around it, before and after: children, descriptors, threads, shared files."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+class Leftovers:
+    """Temporary files are looked for in a folder that nobody else uses."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = snapshot(folder)
+
+    def check(self, *, but_fds: bool = False, seconds: float = 5.0) -> None:
+        """Fail unless all that came since is gone soon; descriptors may be left until a close."""
+        kinds = [kind for kind in self._before if not (but_fds and kind in ("fds", "threads"))]
+        wait_until(lambda: not self._new(kinds), seconds, lambda: f"left: {self._new(kinds)}")
+
+    def _new(self, kinds: list[str]) -> dict[str, set[str]]:
+        now = snapshot(self._folder)
+        new = {kind: now[kind] - self._before[kind] for kind in kinds}
+        return {kind: names for kind, names in new.items() if names}
+
+
+def snapshot(folder: Path) -> dict[str, set[str]]:
+    return {
+        "processes": descendants(os.getpid()),
+        "fds": {f"{fd} {target(fd)}" for fd in os.listdir("/proc/self/fd") if target(fd)},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "shared memory": set(os.listdir("/dev/shm")),
+        "files": set(os.listdir(folder)),
+    }
+
+
+def target(fd: str) -> str | None:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # the one that listed them
+        return None
+
+
+def descendants(pid: int) -> set[str]:
+    """Every process below one, zombies too."""
+    found: set[str] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            child = stat.parent.name
+            found |= {child, *descendants(int(child))}
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_until(
+    is_true: Callable[[], bool], seconds: float, describe: Callable[[], str] = lambda: ""
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.01)
