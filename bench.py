@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.checkpoint.find import ALIASES, find_checkpoint
-from nanovllm.checkpoint.gguf import iter_tensors
+from nanovllm.checkpoint.gguf import list_tensors
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import dashed
-from nanovllm.config import read_model_config
 from nanovllm.errors import ConfigError
+from nanovllm.models.registry import read_config
 from nanovllm.platforms import create_platform
 
 TEMPERATURE = 0.6
@@ -65,7 +66,8 @@ def make_workload(args: argparse.Namespace) -> Workload:
 def run_nanovllm(args: argparse.Namespace, workload: Workload) -> Result:
     from nanovllm import LLM, SamplingParams
 
-    options = {"device": args.device, "dtype": args.dtype, "load_format": args.load_format}
+    names = ("device", "dtype", "load_format", "tensor_parallel_size")
+    options = {name: getattr(args, name) for name in names}
     max_model_len = args.max_input_len + args.max_output_len
     with LLM(args.model, max_model_len=max_model_len, skip_tokenizer_init=True, **options) as llm:
         llm.generate(WARM_UP, SamplingParams(max_tokens=4), use_tqdm=False)
@@ -95,17 +97,21 @@ def run_transformers(args: argparse.Namespace, workload: Workload) -> Result:
 def load_transformers(args: argparse.Namespace) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if args.tensor_parallel_size > 1:
+        raise ConfigError("--engine transformers runs on one device, not on --tensor-parallel-size")
+
     is_dummy = args.load_format == "dummy"
     checkpoint = find_checkpoint(args.model, need_weights=not is_dummy, need_tokenizer=False)
-    dtype = read_model_config(checkpoint.config).dtype if args.dtype == "auto" else args.dtype
+    dtype = read_config(checkpoint.config).dtype if args.dtype == "auto" else args.dtype
     if checkpoint.weight_format in ("safetensors", "bin"):
         model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype)
     else:
         config = AutoConfig.for_model(**checkpoint.config)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     if checkpoint.weight_format == "gguf":  # transformers itself would need one more package
-        weights = iter_tensors(checkpoint.weight_files[0])
-        model.load_state_dict({k: torch.from_numpy(v) for k, v in weights}, strict=False)
+        stored = list_tensors(checkpoint.weight_files[0])
+        weights = {each.name: torch.from_numpy(np.concatenate([*each.read()])) for each in stored}
+        model.load_state_dict(weights, strict=False)
     return model.to(args.device).eval()
 
 
@@ -136,7 +142,9 @@ def run_vllm(args: argparse.Namespace, workload: Workload) -> Result:
         raise ConfigError(f"--engine vllm needs vLLM (pip install vllm): {error}") from error
     name, _ = ALIASES.get(args.model, (args.model, None))
     max_model_len = args.max_input_len + args.max_output_len
-    llm = LLM(name, dtype=args.dtype, load_format=args.load_format, max_model_len=max_model_len)
+    names = ("dtype", "load_format", "tensor_parallel_size")
+    options = {option: getattr(args, option) for option in names}
+    llm = LLM(name, max_model_len=max_model_len, **options)
     prompts = [{"prompt_token_ids": prompt} for prompt in [WARM_UP, *workload.prompts]]
     llm.generate(prompts[:1], SamplingParams(max_tokens=4), use_tqdm=False)
     start = time.perf_counter()
@@ -160,12 +168,13 @@ def report(args: argparse.Namespace, workload: Workload, result: Result) -> None
 
 
 def peak_memory(device: str) -> int:
-    """Bytes in use on the device, which caches what it once had, or this process's largest RSS."""
+    """Bytes in use on the (first) GPU, or the largest RSS of this process or one of its workers."""
     if device != "cpu":
         free, total = torch.cuda.mem_get_info()
         return total - free
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in processes) * unit
 
 
 def parse_args() -> argparse.Namespace:
@@ -181,6 +190,7 @@ def parse_args() -> argparse.Namespace:
     add("--num-seqs", type=int, help="prompts (default: 256, on a CPU 16)")
     add("--max-input-len", type=int, help="tokens (default: 1024 and at least 100; CPU 256, 16)")
     add("--max-output-len", type=int, help="the same for the answers")
+    add("--tensor-parallel-size", type=int, default=1, help="devices to split over (default: 1)")
     args = parser.parse_args(dashed(sys.argv[1:]))
     args.run = engines[args.engine]
     if args.device == "auto":

@@ -1,0 +1,41 @@
+"""`bench.py`, one workload for several engines, and how it splits the model of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.terminal_process import ROOT, quiet_environment
+
+WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8", "--device", "cpu"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "bench.py", *WORKLOAD, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=quiet_environment(),
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [[], ["--tensor_parallel_size", "2"], ["--engine", "transformers"]], ids=" ".join
+)
+def test_every_engine_runs_the_workload(arguments: list[str]) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 0, result.stderr
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert names == ["engine", "prompts", "output", "speed", "first token", "peak memory"]
+
+
+def test_transformers_cannot_be_split() -> None:
+    result = bench("--engine", "transformers", "--tensor-parallel-size", "2")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--tensor-parallel-size" in result.stderr
