@@ -53,11 +53,6 @@ class EngineConfig:
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
         self._require("revision", self.revision != "", "a branch, tag or commit")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported; "
-                "run one engine per device instead"
-            )
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:

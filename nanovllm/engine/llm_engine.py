@@ -24,7 +24,9 @@ from nanovllm.engine.detokenizer import Detokenizer, decode
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
+from nanovllm.executor.multiproc import MultiprocExecutor
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -67,7 +69,8 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         self._eos_token_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
 
-        executor = LocalExecutor(config, self.model_config, checkpoint)
+        kind = LocalExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
+        executor: Executor = kind(config, self.model_config, checkpoint)
         self.info = info = executor.start()
         blocks = BlockManager(
             info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching

@@ -265,7 +265,7 @@ BAD_ENGINE = [
     ("max_num_seqs", [0, -1]),
     ("max_model_len", [0, 1, -5]),
     ("gpu_memory_utilization", [0, -0.5, 1.5, float("nan")]),
-    ("tensor_parallel_size", [0, 2]),
+    ("tensor_parallel_size", [0, -2]),
     ("kvcache_block_size", [0, 8, 17, -16]),
     ("num_kvcache_blocks", [0, -2]),
     ("device", ["tpu", "", None]),

@@ -1,0 +1,214 @@
+"""Programs with workers, and how they end: on their own, by Ctrl-C, killed, dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import TinyCheckpoint
+from tests.cli.terminal_process import ROOT, quiet_environment
+from tests.executor.leftovers import is_alive, wait_until
+from tests.executor.workers import process_ids
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+OPTIONS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_model_len": 96,
+    "skip_tokenizer_init": True,
+}
+START_EXECUTOR = """
+import os, signal, sys, time
+from tests.executor.workers import *
+executor = make_executor({build_worker})
+executor.start()
+print(*process_ids(executor), flush=True)
+"""
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def path(tiny: Callable[[str], TinyCheckpoint]) -> Path:
+    return tiny("qwen3").path
+
+
+@pytest.fixture(scope="module")
+def answers(path: Path) -> list[list[int]]:
+    """What one worker in this process says."""
+    with LLM(path, **OPTIONS) as llm:
+        return generate(llm)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@contextmanager
+def program(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program in a process group of its own, as a shell would start it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", source, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=quiet_environment(),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_pids(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return [int(word) for word in line.split()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), 5.0, lambda: f"still there: {pids}")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: int) -> None:
+    options = {**OPTIONS, "tensor_parallel_size": 2, "depth": depth}
+    with LLM(path, **options) as first, LLM(path, **options) as second:
+        for llm in (first, second):
+            for prompt in PROMPTS:
+                llm.add_request(prompt, PARAMS)
+        outputs: dict[int, list[list[int]]] = {0: [], 1: []}
+        while not (first.is_finished() and second.is_finished()):
+            for number, llm in enumerate((first, second)):
+                outputs[number] += [o.token_ids for o in llm.step().finished]
+        pids = process_ids(first.engine.core.executor) + process_ids(second.engine.core.executor)
+    assert outputs == {0: answers, 1: answers}
+    assert len({*pids}) == 4
+    assert_gone(pids)
+
+
+def test_a_script_without_a_main_guard_runs_once(
+    path: Path, answers: list[list[int]], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from nanovllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(path)!r}, tensor_parallel_size=2, **{OPTIONS})\n"
+        f"outputs = llm.generate({PROMPTS}, {PARAMS}, use_tqdm=False)\n"
+        "print([output.token_ids for output in outputs])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env={**quiet_environment(), "PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == answers
+
+
+def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]]) -> None:
+    source = f"""
+import sys
+from nanovllm import LLM, SamplingParams
+from tests.executor.workers import process_ids
+llm = LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
+print(*process_ids(llm.engine.core.executor), flush=True)
+for _ in range(3):
+    try:
+        print("running", flush=True)
+        while True:
+            llm.generate({PROMPTS}, SamplingParams(max_tokens=80, ignore_eos=True), use_tqdm=False)
+    except KeyboardInterrupt:
+        outputs = llm.generate({PROMPTS}, {PARAMS}, use_tqdm=False)
+        print([output.token_ids for output in outputs], flush=True)
+"""
+    with program(source, str(path)) as process:
+        pids = read_pids(process)
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == "running\n"
+            os.killpg(process.pid, signal.SIGINT)
+            assert json.loads(process.stdout.readline() or "null") == answers
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, "", "")
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["Order.SLEEP, 0", "Order.MEET, 1"],
+    ids=["in-a-long-step", "in-a-collective"],
+)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_go_with_the_program(number: signal.Signals, order: str) -> None:
+    source = START_EXECUTOR.format(build_worker="meeting")
+    source += f"pending = executor.submit(orders({order}))\nprint(0, flush=True)\npending.result()"
+    with program(source) as process:
+        pids = read_pids(process)
+        read_pids(process)
+        os.kill(process.pid, number)
+        process.wait(10)
+        assert_gone(pids)
+
+
+def test_workers_go_with_a_program_whose_children_stay() -> None:
+    """A forked child inherits the sockets, so their end alone would not tell."""
+    source = START_EXECUTOR.format(build_worker="obedient")
+    source += "if (child := os.fork()) == 0:\n    time.sleep(60)\n    os._exit(0)\n"
+    source += "print(child, flush=True)\ntime.sleep(60)"
+    with program(source) as process:
+        pids = read_pids(process)
+        (child,) = read_pids(process)
+        process.kill()
+        process.wait(10)
+        try:
+            assert_gone(pids)
+            assert is_alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
+    source = START_EXECUTOR.format(build_worker="obedient")
+    source += "if (child := os.fork()) == 0:\n    sys.exit()\nos.waitpid(child, 0)\n"
+    source += "print(executor.submit(orders(41)).result().tokens[0])"
+    with program(source) as process:
+        pids = read_pids(process)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "41\n"), errors
+    assert_gone(pids)
+
+
+def test_workers_go_when_a_program_dies_as_they_start() -> None:
+    source = """
+import threading
+from tests.executor.workers import *
+executor = make_executor(sleeping)
+threading.Thread(target=executor.start, daemon=True).start()
+while len(process_ids(executor)) < 2:
+    time.sleep(0.001)
+print(*process_ids(executor), flush=True)
+time.sleep(60)
+"""
+    with program(source) as process:
+        pids = read_pids(process)
+        process.kill()
+        process.wait(10)
+        assert_gone(pids)
