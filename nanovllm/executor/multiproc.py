@@ -21,7 +21,7 @@ from nanovllm.executor.plan_codec import encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.executor.worker_processes import Reply, WorkerProcesses
-from nanovllm.platforms import check_num_ranks
+from nanovllm.platforms.ranks import check_num_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.distributed.store import join_store
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
-from nanovllm.platforms import claim_device
+from nanovllm.platforms.ranks import claim_device
 from nanovllm.worker.worker import Worker
 
 # Ranks that died end a wait at once; this is for those that load slower than others.
