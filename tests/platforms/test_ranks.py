@@ -13,7 +13,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ranks, "num_devices", lambda: 2)
     for device in ("auto", "cuda"):
         ranks.check_num_ranks(device, 2)
-        with pytest.raises(ConfigError, match="tensor_parallel_size=3 .* 2 can be seen"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .* 2 can be seen"):
             ranks.check_num_ranks(device, 3)
     ranks.check_num_ranks("cpu", 3)
 
