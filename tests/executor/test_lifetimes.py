@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.worker import loader
 from tests.checkpoints import TinyCheckpoint
 from tests.cli.terminal_process import ROOT, quiet_environment
 from tests.executor.leftovers import is_alive, wait_until
@@ -84,7 +87,7 @@ def assert_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), 5.0, lambda: f"still there: {pids}")
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: int) -> None:
     options = {**OPTIONS, "tensor_parallel_size": 2, "depth": depth}
     with LLM(path, **options) as first, LLM(path, **options) as second:
@@ -99,6 +102,23 @@ def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: i
     assert outputs == {0: answers, 1: answers}
     assert len({*pids}) == 4
     assert_gone(pids)
+
+
+def test_only_the_first_rank_draws_a_bar(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are told to log errors only."""
+    shown: list[bool | None] = []
+
+    def bar(disable: bool | None, **_: object) -> nullcontext[SimpleNamespace]:
+        shown.append(disable)
+        return nullcontext(SimpleNamespace(update=lambda num_bytes: None))
+
+    monkeypatch.setattr(loader, "tqdm", bar)
+    for level in (logging.WARNING, logging.ERROR):
+        with caplog.at_level(level, "nanovllm"):
+            LLM(path, **OPTIONS).close()
+    assert shown == [None, True]
 
 
 def test_a_script_without_a_main_guard_runs_once(
@@ -152,11 +172,16 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(
-    "order",
-    ["Order.SLEEP, 0", "Order.MEET, 1"],
-    ids=["in-a-long-step", "in-a-collective"],
+    "order", ["Order.SLEEP, 0", "Order.MEET, 1"], ids=["in-a-long-step", "in-a-collective"]
 )
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_go_with_the_program(number: signal.Signals, order: str) -> None:
     source = START_EXECUTOR.format(build_worker="meeting")
     source += f"pending = executor.submit(orders({order}))\nprint(0, flush=True)\npending.result()"
