@@ -56,8 +56,7 @@ class MultiprocExecutor:
         )
         self._store: object | None = store  # serves for as long as it is held
         self._workers = WorkerProcesses()
-        # Also when it is dropped, and when the interpreter exits.
-        self._close = weakref.finalize(self, self._workers.close)
+        weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
 
     def start(self) -> ExecutorInfo:
         try:
@@ -75,5 +74,5 @@ class MultiprocExecutor:
         return PendingReply(reply)
 
     def close(self) -> None:
-        self._close()
+        self._workers.close()
         self._store = None

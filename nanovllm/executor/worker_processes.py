@@ -48,6 +48,7 @@ class WorkerProcesses:
         ]
 
     def spawn(self, num_ranks: int) -> None:
+        self.raise_if_failed()
         for rank in range(num_ranks):
             self._workers.append(spawn(rank, num_ranks))
         for thread in self._threads:
@@ -66,12 +67,13 @@ class WorkerProcesses:
             raise self._failure.error()
 
     def close(self) -> None:
+        """End the workers; a second call finds none."""
         self._stop(Failure("the engine is closed; make a new one", "EngineError"))
         # The collector may call this from one of them.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
                 if thread.is_alive():
-                    thread.join()
+                    thread.join(STOP_SECONDS)
 
     def _send_all(self) -> None:
         while (task := self._outbox.get()) is not None:

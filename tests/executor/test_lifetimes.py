@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.errors import EngineError, WorkerError
 from nanovllm.worker import loader
 from tests.checkpoints import TinyCheckpoint
 from tests.cli.terminal_process import ROOT, quiet_environment
@@ -102,6 +103,18 @@ def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: i
     assert outputs == {0: answers, 1: answers}
     assert len({*pids}) == 4
     assert_gone(pids)
+
+
+def test_a_request_learns_of_a_dead_worker(path: Path) -> None:
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
+        pids = process_ids(llm.engine.core.executor)
+        os.kill(pids[1], signal.SIGKILL)
+        assert_gone(pids)  # the other one was ended
+        cause = rf"worker 1 of 2 \(process {pids[1]}\) was killed by signal 9"
+        with pytest.raises(WorkerError, match=cause):
+            generate(llm)
+        with pytest.raises(EngineError, match=cause):
+            llm.add_request([1, 2])
 
 
 def test_only_the_first_rank_draws_a_bar(

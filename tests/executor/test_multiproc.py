@@ -137,7 +137,10 @@ def error_of(pending: object) -> BaseException:
 
 
 def test_an_executor_that_never_started_closes(leftovers: Leftovers) -> None:
-    make_executor().close()
+    executor = make_executor()
+    executor.close()
+    with pytest.raises(EngineError, match="is closed"):
+        executor.start()
 
 
 def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> None:
