@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.distributed.store import HOST
+
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
@@ -60,8 +62,14 @@ ALONE = TPGroup()
 
 def connect(rank: int, size: int, store: dist.Store, backend: str, timeout: timedelta) -> TPGroup:
     """Join the group that meets at a store; nothing of it is global to the process."""
+    kinds: Any = dist  # torch's stubs know only some of what follows
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        nccl = kinds.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timeout
-        return TPGroup(rank, size, dist.ProcessGroupNCCL(store, rank, size, options))
-    return TPGroup(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
+        return TPGroup(rank, size, nccl(store, rank, size, options))
+    gloo = kinds.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=HOST)]  # by itself it might choose a network
+    return TPGroup(rank, size, gloo(store, rank, size, options))

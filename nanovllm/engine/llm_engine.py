@@ -27,6 +27,7 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.multiproc import MultiprocExecutor
+from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         self._eos_token_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
 
+        check_splits(self.model_config, config.tensor_parallel_size)
         kind = LocalExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
         executor: Executor = kind(config, self.model_config, checkpoint)
         self.info = info = executor.start()

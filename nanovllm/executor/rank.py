@@ -17,18 +17,12 @@ TIMEOUT = timedelta(hours=1)
 
 
 def build_worker(task: WorkerTask, rank: int) -> RankWorker:
-    take_share(task, rank)
-    return Worker(task.config, task.model_config, task.checkpoint)
+    return Worker(task.config, task.model_config, task.checkpoint, join_group(task, rank))
 
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:
     """Take the rank's share of the machine and meet the other ranks, who leave if it is dropped."""
-    backend = take_share(task, rank)
+    torch.set_num_threads(task.num_threads)
+    backend = claim_device(task.config.device, rank)
     store = join_store(task.store_port)
     return connect(rank, task.config.tensor_parallel_size, store, backend, TIMEOUT)
-
-
-def take_share(task: WorkerTask, rank: int) -> str:
-    """Keep to the rank's own device or cores; return the backend of its collectives."""
-    torch.set_num_threads(task.num_threads)
-    return claim_device(task.config.device, rank)

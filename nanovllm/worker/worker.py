@@ -16,7 +16,6 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.engine.step import ExecutorInfo, StepPlan
 from nanovllm.layers.build import Build
-from nanovllm.layers.shards import check_splits
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.platforms import create_platform
@@ -37,7 +36,6 @@ class Worker:
         checkpoint: Checkpoint,
         group: TPGroup = ALONE,
     ) -> None:
-        check_splits(model_config, group.size)
         self.config = config
         self.model_config = model_config
         self.checkpoint = checkpoint
