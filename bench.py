@@ -43,6 +43,7 @@ class Result:
     seconds: float
     time_to_first_token: float | None  # seconds, mean over the prompts
     dtype: str
+    peak_bytes: int
 
 
 def main() -> int:
@@ -77,7 +78,10 @@ def run_nanovllm(args: argparse.Namespace, workload: Workload) -> Result:
         seconds = time.perf_counter() - start
         num_tokens = sum(len(output.token_ids) for output in outputs)
         first = sum(output.time_to_first_token for output in outputs) / len(outputs)
-        return Result(num_tokens, seconds, first, llm.engine.info.dtype)
+        peak = peak_memory(args.device)  # a GPU's, while it is in use
+    # Only workers that have ended are counted on a CPU.
+    peak = max(peak, peak_memory(args.device))
+    return Result(num_tokens, seconds, first, llm.engine.info.dtype, peak)
 
 
 def run_transformers(args: argparse.Namespace, workload: Workload) -> Result:
@@ -91,7 +95,8 @@ def run_transformers(args: argparse.Namespace, workload: Workload) -> Result:
     num_new = output.shape[1] - max(map(len, workload.prompts))
     seconds = time.perf_counter() - start
     num_tokens = sum(min(num_new, max_tokens) for max_tokens in workload.max_tokens)
-    return Result(num_tokens, seconds, times[1] - start, str(model.dtype).removeprefix("torch."))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Result(num_tokens, seconds, times[1] - start, dtype, peak_memory(args.device))
 
 
 def load_transformers(args: argparse.Namespace) -> Any:
@@ -151,7 +156,7 @@ def run_vllm(args: argparse.Namespace, workload: Workload) -> Result:
     outputs = llm.generate(prompts[1:], workload.sampling_params(SamplingParams))
     seconds = time.perf_counter() - start
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Result(num_tokens, seconds, None, args.dtype)
+    return Result(num_tokens, seconds, None, args.dtype, peak_memory(args.device))
 
 
 def report(args: argparse.Namespace, workload: Workload, result: Result) -> None:
@@ -162,7 +167,7 @@ def report(args: argparse.Namespace, workload: Workload, result: Result) -> None
         "output": f"{result.num_tokens:,} tokens in {result.seconds:.2f} s",
         "speed": f"{result.num_tokens / result.seconds:,.1f} tok/s",
         "first token": "not reported" if first is None else f"after {first:.3f} s on average",
-        "peak memory": f"{peak_memory(args.device) / 1e9:.2f} GB",
+        "peak memory": f"{result.peak_bytes / 1e9:.2f} GB",
     }
     print("\n".join(f"{name:<14}{value}" for name, value in rows.items()))
 

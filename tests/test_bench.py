@@ -26,7 +26,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [[], ["--tensor_parallel_size", "2"], ["--engine", "transformers"]], ids=" ".join
+    "arguments", [[], ["--tensor_parallel_size", "3"], ["--engine", "transformers"]], ids=" ".join
 )
 def test_every_engine_runs_the_workload(arguments: list[str]) -> None:
     result = bench(*arguments)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(hours=1)  # for ranks that load slower than others: a dead one ends the wait
 
 
 def host_store() -> dist.TCPStore:

@@ -12,6 +12,7 @@ from enum import IntEnum
 from nanovllm.executor.plan_codec import Section
 
 _HEADER = struct.Struct("<BQ")  # kind, bytes that follow
+_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)  # an error, even where SIGPIPE would end the program
 
 
 class Kind(IntEnum):
@@ -42,7 +43,7 @@ class Channel:
     def send(self, packed: bytes) -> None:
         """Wait until the message is on its way; raises OSError when nobody is there."""
         with self._sending:
-            self._socket.sendall(packed)
+            self._socket.sendall(packed, _FLAGS)
 
     def receive(self) -> Message | None:
         """Wait for a message; None when the other end is gone."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 
 from nanovllm.distributed.group import TPGroup, connect
-from nanovllm.distributed.store import join_store
+from nanovllm.distributed.store import TIMEOUT, join_store
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.platforms.ranks import claim_device
 from nanovllm.worker.worker import Worker
-
-# Ranks that died end a wait at once; this is for those that load slower than others.
-TIMEOUT = timedelta(hours=1)
 
 
 def build_worker(task: WorkerTask, rank: int) -> RankWorker:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -55,6 +55,7 @@ class WorkerTask:
 
 
 def main(rank: int, fd: int, parent_pid: int) -> None:
+    os.set_inheritable(fd, False)  # or a child of this process could hide its death
     channel = Channel(socket.socket(fileno=fd))
     watch = threading.Thread(target=_exit_with_parent, args=(fd, parent_pid), daemon=True)
     watch.start()
@@ -79,15 +80,16 @@ def _reporting(channel: Channel) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        report = {
-            "type": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-            "time": time.monotonic(),  # the same clock for all processes: the first is the cause
-        }
-        with suppress(OSError):
+        try:
+            report = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "time": time.monotonic(),  # the same clock for all processes
+            }
             channel.send(pack(Kind.ERROR, [json.dumps(report).encode()]))
-        os._exit(1)
+        finally:  # whatever else fails, nobody may wait for this rank
+            os._exit(1)
 
 
 def _serve(rank: int, channel: Channel) -> None:
@@ -120,9 +122,9 @@ def _answer(launched: SimpleQueue[Pending], channel: Channel) -> None:
 
 
 def _forward_logs(rank: int, channel: Channel, level: int) -> None:
-    """Log where the engine does; ranks after the first would only repeat what it says."""
+    """Log where the engine does; ranks after the first would mostly repeat what it says."""
     logger = logging.getLogger("nanovllm")
-    logger.setLevel(level if rank == 0 else max(level, logging.ERROR))
+    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
     logger.addHandler(_ChannelHandler(channel))
 
 
@@ -132,5 +134,9 @@ class _ChannelHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        entry = {"name": record.name, "level": record.levelno, "message": self.format(record)}
-        self._channel.send(pack(Kind.LOG, [json.dumps(entry).encode()]))
+        try:
+            message = self.format(record)
+            entry = {"name": record.name, "level": record.levelno, "message": message}
+            self._channel.send(pack(Kind.LOG, [json.dumps(entry).encode()]))
+        except Exception:  # what is logged never stops a program
+            self.handleError(record)

@@ -17,7 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import SimpleQueue
 
 from nanovllm import errors
@@ -25,13 +26,15 @@ from nanovllm.errors import NanovllmError, WorkerError
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.plan_codec import Section
 
-# Not the user's script, which would run again in every worker; modules come from where ours did.
+# Not the user's script, which would run again in every worker.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[4:]; from nanovllm.executor.worker_main import main; "
     "main(*map(int, sys.argv[1:4]))"
 )
+PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
 GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
+POLL_SECONDS = 1.0  # between looks at processes whose end of the socket may outlive them
 
 
 class WorkerProcesses:
@@ -40,7 +43,8 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self._failure: Failure | None = None
         self._workers: list[WorkerProcess] = []
-        self._outbox: SimpleQueue[Task | None] = SimpleQueue()
+        self._is_running = False
+        self._outbox: SimpleQueue[Broadcast | None] = SimpleQueue()
         self._stopping = threading.RLock()  # the collector may close us in the midst of it
         self._threads = [
             threading.Thread(target=target, name="nanovllm-workers", daemon=True)
@@ -51,13 +55,14 @@ class WorkerProcesses:
         self.raise_if_failed()
         for rank in range(num_ranks):
             self._workers.append(spawn(rank, num_ranks))
+        self._is_running = True
         for thread in self._threads:
             thread.start()
 
     def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
         """Send every worker the same, without waiting; the first `num_replies` ranks answer."""
         self.raise_if_failed()
-        task = Task(pack(Kind.TASK, sections), [Reply(self) for _ in range(num_replies)])
+        task = Broadcast(pack(Kind.TASK, sections), [Reply(self) for _ in range(num_replies)])
         self._outbox.put(task)
         self.raise_if_failed()  # or else the task is ahead of the end, and its replies are failed
         return task.replies
@@ -69,11 +74,12 @@ class WorkerProcesses:
     def close(self) -> None:
         """End the workers; a second call finds none."""
         self._stop(Failure("the engine is closed; make a new one", "EngineError"))
+        if not self._is_running:
+            self._close_channels()
         # The collector may call this from one of them.
-        if threading.current_thread() not in self._threads:
+        elif threading.current_thread() not in self._threads:
             for thread in self._threads:
-                if thread.is_alive():
-                    thread.join(STOP_SECONDS)
+                thread.join(STOP_SECONDS)
 
     def _send_all(self) -> None:
         while (task := self._outbox.get()) is not None:
@@ -84,6 +90,9 @@ class WorkerProcesses:
                     worker.channel.send(task.packed)
             except OSError:
                 pass  # the other thread sees that end too, and finds out why
+        self._close_channels()
+
+    def _close_channels(self) -> None:
         for worker in self._workers:
             worker.channel.close()
             for reply in worker.awaited:
@@ -105,13 +114,13 @@ class WorkerProcesses:
             for worker in self._workers:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
             while selector.get_map() and (deadline is None or time.monotonic() < deadline):
-                for key, _ in selector.select(GRACE_SECONDS if failures else None):
-                    failure = receive(key.data)
-                    if failure is not None:
-                        selector.unregister(key.fileobj)
-                        failures.append(failure)
-                        deadline = deadline or time.monotonic() + GRACE_SECONDS
-        return min(failures, key=lambda failure: failure.time)
+                for worker, failure in listen(
+                    selector, GRACE_SECONDS if failures else POLL_SECONDS
+                ):
+                    selector.unregister(worker.channel)
+                    failures.append(failure)
+                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+        return join_failures(failures)
 
     def _stop(self, failure: Failure) -> None:
         with self._stopping:
@@ -159,7 +168,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Broadcast:
     packed: bytes
     replies: list[Reply]
 
@@ -178,12 +187,25 @@ def spawn(rank: int, num_ranks: int) -> WorkerProcess:
     with theirs:
         numbers = [str(number) for number in (rank, theirs.fileno(), os.getpid())]
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *numbers, *sys.path],
+            [sys.executable, "-c", _BOOT, *numbers, *sys.path, str(PACKAGES)],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C at the terminal is for the engine alone
         )
     return WorkerProcess(rank, f"worker {rank} of {num_ranks}", process, Channel(ours))
+
+
+def listen(selector: selectors.BaseSelector, seconds: float) -> list[tuple[WorkerProcess, Failure]]:
+    """Wait for messages and deal with them; return the workers that failed, and how.
+
+    A process that a worker forked may hold its socket open, so that it seems to live.
+    """
+    workers = [key.data for key in selector.get_map().values()]
+    ended = [worker for worker in workers if worker.process.poll() is not None]
+    ready = [key.data for key, _ in selector.select(seconds)]
+    heard = [(worker, receive(worker)) for worker in ready]
+    heard += [(worker, death(worker)) for worker in ended if worker not in ready]
+    return [(worker, failure) for worker, failure in heard if failure is not None]
 
 
 def receive(worker: WorkerProcess) -> Failure | None:
@@ -211,6 +233,15 @@ def death(worker: WorkerProcess) -> Failure:
         cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     message = f"{worker.name} (process {worker.process.pid}) {cause}; its stderr may say why"
     return Failure(message, "WorkerError")
+
+
+def join_failures(failures: list[Failure]) -> Failure:
+    """Return what came first; to a death, which says little, the first error that was told."""
+    first, *others = sorted(failures, key=lambda failure: failure.time)
+    told = next((failure.traceback for failure in others if failure.traceback), None)
+    if first.traceback or told is None:
+        return first
+    return replace(first, message=f"{first.message}\nAnother worker's error:\n{told}")
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -48,13 +48,14 @@ class CpuPlatform:
         pass  # a step's activations are small beside the memory that is left free
 
     def cache_bytes(self, wanted: int) -> int:
-        quarter = available_memory() // 4 // self.num_ranks
-        granted = min(wanted, quarter)
+        share = available_memory() // 4 // self.num_ranks
+        granted = min(wanted, share)
         logger.info(
-            "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory: %.2f)",
+            "KV cache: %.2f GiB (every sequence at full length: %.2f, a quarter of memory%s: %.2f)",
             granted / GIB,
             wanted / GIB,
-            quarter / GIB,
+            "" if self.num_ranks == 1 else f" over {self.num_ranks} ranks",
+            share / GIB,
         )
         return granted
 

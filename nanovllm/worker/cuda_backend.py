@@ -65,7 +65,7 @@ class CudaBackend:
                 eager, attention, platform, self.max_tokens, config.max_model_len
             )
         graphed = GraphedSteps(eager, attention, sampler, platform, config.max_model_len, chunks)
-        graphed.capture(show_progress=sys.stderr.isatty())
+        graphed.capture(show_progress=sys.stderr.isatty() and self.group.rank == 0)
         return Steps(graphed, graphed.sample)
 
     def _graphed_attention(self) -> GraphedAttention | None:

@@ -29,15 +29,16 @@ MAX_NAMED = 5  # problems that an error spells out
 IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, platform: Platform) -> None:
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, platform: Platform, show_progress: bool = True
+) -> None:
     """Copy what has a slot of every tensor; missing, extra and odd shapes raise."""
     start = time.perf_counter()
     slots = weight_slots(model)
     tensors = _match(list_tensors(checkpoint), slots, tied_names(model), checkpoint.path)
     num_bytes = sum(slot.nbytes for slot in slots.values())
-    # Of the ranks that share a model only the first logs warnings, and draws a bar at a terminal.
-    is_disabled = None if logger.isEnabledFor(logging.WARNING) else True
-    options = {"unit": "B", "unit_scale": True, "disable": is_disabled, "leave": False}
+    is_hidden = None if show_progress else True  # None: where there is no terminal
+    options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
         for num_copied in _fill_all(tensors, slots, platform):
             progress.update(num_copied)

@@ -5,6 +5,7 @@ The workers of a group get the same plans in the same order, and each runs its s
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
 from nanovllm.worker.model_runner import ModelRunner, PendingStep
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -59,12 +62,12 @@ class Worker:
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)
         else:
-            load_weights(model, self.checkpoint, platform)
+            load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
         pack_weights(model, platform)
 
         spec = kv_cache_spec(config, self.model_config, dtype, group)
         platform.profile(lambda: self._largest_step(backend, model, spec))
-        num_blocks = group.smallest(choose_num_blocks(config, spec, platform), platform.device)
+        num_blocks = self._agree(choose_num_blocks(config, spec, platform))
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
         buffers = self._buffers()
         eager = EagerForward(model, buffers, backend.attention, caches, dtype)
@@ -73,6 +76,13 @@ class Worker:
         return ExecutorInfo(
             num_blocks, platform.depth, platform.name, dtype_name, platform.device_name
         )
+
+    def _agree(self, num_blocks: int) -> int:
+        """Return how many blocks every rank has room for."""
+        smallest = self.group.smallest(num_blocks, self.platform.device)
+        if smallest < num_blocks:
+            logger.info("KV cache: %d blocks, as another rank has no room for more", smallest)
+        return smallest
 
     def _buffers(self) -> InputBuffers:
         config = self.config

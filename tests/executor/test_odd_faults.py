@@ -1,0 +1,158 @@
+"""Faults that hide what happened: each is still told of, and soon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.engine.step import ExecutorInfo, StepPlan
+from nanovllm.errors import WorkerError
+from nanovllm.executor import worker_processes
+from nanovllm.executor.worker_main import WorkerTask
+from tests.executor.workers import Done, ObedientWorker, make_executor, obedient, orders
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 5.0  # within which a fault is reported
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("nor can this be said")
+
+
+class Late:
+    def result(self) -> Any:
+        raise Unspeakable
+
+
+class UnspeakableWorker(ObedientWorker):
+    def run(self, plan: StepPlan) -> Any:
+        return Late()
+
+
+class ForkingWorker(ObedientWorker):
+    """Dies, and leaves a child that holds its end of the socket."""
+
+    def run(self, plan: StepPlan) -> Done:
+        if os.fork() == 0:
+            time.sleep(15)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class TiedWorker(ObedientWorker):
+    """The first rank raises, and the other one ends because of it."""
+
+    def run(self, plan: StepPlan) -> Done:
+        if self.rank == 0:
+            raise ValueError("the real cause")
+        time.sleep(0.05)
+        os.abort()
+
+
+class ClumsyWorker(ObedientWorker):
+    def start(self) -> ExecutorInfo:
+        logging.getLogger("nanovllm").warning("%d and %d", 1)
+        return super().start()
+
+
+def unspeakable(task: WorkerTask, rank: int) -> ObedientWorker:
+    return UnspeakableWorker(rank, lambda: None)
+
+
+def forking(task: WorkerTask, rank: int) -> ObedientWorker:
+    return ForkingWorker(rank, lambda: None)
+
+
+def tied(task: WorkerTask, rank: int) -> ObedientWorker:
+    return TiedWorker(rank, lambda: None)
+
+
+def clumsy(task: WorkerTask, rank: int) -> ObedientWorker:
+    return ClumsyWorker(rank, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("build_worker", "told"),
+    [
+        (unspeakable, "exited with code 1"),
+        (forking, "was killed by signal 9"),
+        (tied, r"(?s)was killed by signal 6.*ValueError: the real cause"),
+    ],
+)
+def test_a_fault_is_told_of(build_worker: Any, told: str) -> None:
+    executor = make_executor(build_worker)
+    executor.start()
+    pending = executor.submit(orders(1))
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=told):
+        pending.result()
+    assert time.monotonic() - start < SECONDS
+    executor.close()
+
+
+def test_a_bad_log_call_stops_nobody() -> None:
+    executor = make_executor(clumsy)
+    executor.start()
+    assert executor.submit(orders(7)).result().tokens[0] == 7
+    executor.close()
+
+
+def test_a_rank_that_cannot_be_spawned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned = []
+
+    def spawn(rank: int, num_ranks: int) -> worker_processes.WorkerProcess:
+        if rank == 1:
+            raise OSError("no more processes")
+        spawned.append(real_spawn(rank, num_ranks))
+        return spawned[0]
+
+    real_spawn = worker_processes.spawn
+    monkeypatch.setattr(worker_processes, "spawn", spawn)
+    executor = make_executor(obedient)
+    with pytest.raises(OSError, match="no more processes"):
+        executor.start()
+    assert spawned[0].process.poll() is not None
+    assert spawned[0].channel.fileno() == -1
+
+
+SENDS_TO_THE_DEAD = """
+import os, signal, time
+from nanovllm.errors import WorkerError
+from tests.executor.workers import make_executor, orders, process_ids
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+executor = make_executor()
+executor.start()
+os.kill(process_ids(executor)[1], signal.SIGKILL)
+try:
+    while True:
+        executor.submit(orders(1)).result()
+except WorkerError:
+    print("told")
+"""
+MOVES_AWAY = """
+import os
+import nanovllm, tests.executor.workers as workers
+os.chdir("/")
+executor = workers.make_executor()
+executor.start()
+print("started")
+executor.close()
+"""
+
+
+@pytest.mark.parametrize(("source", "says"), [(SENDS_TO_THE_DEAD, "told"), (MOVES_AWAY, "started")])
+def test_programs_with_other_manners(source: str, says: str) -> None:
+    """One dies of broken pipes by default; one leaves the folder that it imported from."""
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == says, done.stderr
