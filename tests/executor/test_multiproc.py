@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.plan_broadcast import decode_rows, long_prompts, measure, start_clocks
 from nanovllm.distributed.store import host_store
+from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
 from nanovllm.executor import multiproc, worker_processes
 from nanovllm.executor.multiproc import MultiprocExecutor
@@ -93,14 +94,14 @@ def test_a_plan_of_many_tokens_passes(executor: MultiprocExecutor) -> None:
         assert [int(each.result().tokens[-1]) for each in pending] == [want, 0, want]
 
 
-def test_the_smallest_pool_wins_and_the_first_rank_speaks(
+def test_the_first_rank_speaks_and_all_of_them_warn(
     leftovers: Leftovers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "nanovllm"):
         executor = make_executor(size=3)
         info = executor.start()
         answer(executor, 1)  # after which the logs are here
-    assert (info.num_blocks, info.depth, info.dtype) == (98, 1, "float32")
+    assert info == ExecutorInfo(100, 1, "cpu", "float32")  # of rank 0
     messages = sorted(record.getMessage() for record in caplog.records)
     assert [m for m in messages if "model" in m] == [f"rank {n} is no model" for n in range(3)]
     assert [m for m in messages if "pool" in m] == ["the pool of rank 0"]
@@ -309,6 +310,7 @@ def test_twenty_kills_during_start_up(leftovers: Leftovers) -> None:
         killer.start()
         with pytest.raises(WorkerError, match="was killed by signal 9"):
             start_and_answer(executor)
+        killer.join()
         executor.close()
         leftovers.check()
 
@@ -320,8 +322,9 @@ def answer_until(executor: MultiprocExecutor, deadline: float) -> None:
 
 def start_and_answer(executor: MultiprocExecutor) -> None:
     executor.start()
-    answer_until(executor, time.monotonic() + 60)
+    answer_until(executor, time.monotonic() + SECONDS)
 
 
 def kill_one(executor: MultiprocExecutor, victim: int) -> None:
+    wait_until(lambda: len(process_ids(executor)) > victim, SECONDS)
     os.kill(process_ids(executor)[victim], 9)

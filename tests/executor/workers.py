@@ -59,7 +59,7 @@ class ObedientWorker:
 
     def start(self) -> ExecutorInfo:
         logger.info("the pool of rank %d", self.rank)
-        logger.error("rank %d is no model", self.rank)
+        logger.warning("rank %d is no model", self.rank)
         return ExecutorInfo(100 - self.rank, 1, "cpu", "float32")
 
     def run(self, plan: StepPlan) -> Done:
