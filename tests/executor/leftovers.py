@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -47,19 +48,31 @@ def target(fd: str) -> str | None:
 def descendants(pid: int) -> set[str]:
     """Every process below one, zombies too."""
     found: set[str] = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == pid:
-            child = stat.parent.name
-            found |= {child, *descendants(int(child))}
+    for folder in Path("/proc").glob("[0-9]*"):
+        status = read_status(folder.name)
+        if status is not None and status.parent == pid:
+            found |= {folder.name, *descendants(int(folder.name))}
     return found
 
 
 def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """A zombie is not: the first process of a container may never ask how an orphan ended."""
+    status = read_status(str(pid))
+    return status is not None and status.state != "Z"
+
+
+@dataclass(frozen=True)
+class Status:
+    state: str
+    parent: int
+
+
+def read_status(pid: str) -> Status | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return Status(fields[0], int(fields[1]))
 
 
 def wait_until(
