@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, WorkerError
-from nanovllm.worker import loader
 from tests.checkpoints import TinyCheckpoint
-from tests.cli.terminal_process import ROOT, quiet_environment
-from tests.executor.leftovers import is_alive, wait_until
+from tests.executor import programs
+from tests.executor.leftovers import descendants, is_alive, wait_until
+from tests.executor.programs import program
 from tests.executor.workers import process_ids
 
+SECONDS = 5.0  # within which all is over
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = {
@@ -58,34 +55,14 @@ def generate(llm: LLM) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-@contextmanager
-def program(source: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program in a process group of its own, as a shell would start it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", source, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=quiet_environment(),
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def read_pids(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.communicate()[1]
-    return [int(word) for word in line.split()]
-
-
 def assert_gone(pids: list[int]) -> None:
-    wait_until(lambda: not any(map(is_alive, pids)), 5.0, lambda: f"still there: {pids}")
+    """Our own children must be buried, too."""
+
+    def left() -> list[int]:
+        ours = descendants(os.getpid())
+        return [pid for pid in pids if is_alive(pid) or str(pid) in ours]
+
+    wait_until(lambda: not left(), SECONDS, lambda: f"still there: {left()}")
 
 
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -117,23 +94,6 @@ def test_a_request_learns_of_a_dead_worker(path: Path) -> None:
             llm.add_request([1, 2])
 
 
-def test_only_the_first_rank_draws_a_bar(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are told to log errors only."""
-    shown: list[bool | None] = []
-
-    def bar(disable: bool | None, **_: object) -> nullcontext[SimpleNamespace]:
-        shown.append(disable)
-        return nullcontext(SimpleNamespace(update=lambda num_bytes: None))
-
-    monkeypatch.setattr(loader, "tqdm", bar)
-    for level in (logging.WARNING, logging.ERROR):
-        with caplog.at_level(level, "nanovllm"):
-            LLM(path, **OPTIONS).close()
-    assert shown == [None, True]
-
-
 def test_a_script_without_a_main_guard_runs_once(
     path: Path, answers: list[list[int]], tmp_path: Path
 ) -> None:
@@ -144,16 +104,28 @@ def test_a_script_without_a_main_guard_runs_once(
         f"outputs = llm.generate({PROMPTS}, {PARAMS}, use_tqdm=False)\n"
         "print([output.token_ids for output in outputs])\n"
     )
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        env={**quiet_environment(), "PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert json.loads(result.stdout) == answers
+    with program(str(script)) as running:
+        assert (running.wait(), running.errors()) == (0, "")
+        assert json.loads(running.read_line()) == answers
+
+
+@pytest.mark.parametrize(
+    "seconds", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 0.2, 1.0))]
+)
+def test_ctrl_c_while_workers_start(path: Path, seconds: float) -> None:
+    source = f"""
+import sys
+from nanovllm import LLM
+LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
+"""
+    with program("-c", source, str(path)) as running:
+        wait_until(lambda: len(descendants(running.pid)) == 2, programs.SECONDS, running.errors)
+        pids = [int(pid) for pid in descendants(running.pid)]
+        time.sleep(seconds)
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(SECONDS) == -signal.SIGINT
+        assert running.errors().endswith("\nKeyboardInterrupt\n")
+        assert_gone(pids)
 
 
 def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]]) -> None:
@@ -172,15 +144,13 @@ for _ in range(3):
         outputs = llm.generate({PROMPTS}, {PARAMS}, use_tqdm=False)
         print([output.token_ids for output in outputs], flush=True)
 """
-    with program(source, str(path)) as process:
-        pids = read_pids(process)
-        assert process.stdout is not None
+    with program("-c", source, str(path)) as running:
+        pids = running.read_pids()
         for _ in range(3):
-            assert process.stdout.readline() == "running\n"
-            os.killpg(process.pid, signal.SIGINT)
-            assert json.loads(process.stdout.readline() or "null") == answers
-        output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output, errors) == (0, "", "")
+            assert running.read_line() == "running\n"
+            os.killpg(running.pid, signal.SIGINT)
+            assert json.loads(running.read_line()) == answers
+        assert (running.wait(), running.output.read(), running.errors()) == (0, "", "")
     assert_gone(pids)
 
 
@@ -198,11 +168,11 @@ for _ in range(3):
 def test_workers_go_with_the_program(number: signal.Signals, order: str) -> None:
     source = START_EXECUTOR.format(build_worker="meeting")
     source += f"pending = executor.submit(orders({order}))\nprint(0, flush=True)\npending.result()"
-    with program(source) as process:
-        pids = read_pids(process)
-        read_pids(process)
-        os.kill(process.pid, number)
-        process.wait(10)
+    with program("-c", source) as running:
+        pids = running.read_pids()
+        running.read_pids()
+        os.kill(running.pid, number)
+        running.wait(SECONDS)
         assert_gone(pids)
 
 
@@ -211,11 +181,11 @@ def test_workers_go_with_a_program_whose_children_stay() -> None:
     source = START_EXECUTOR.format(build_worker="obedient")
     source += "if (child := os.fork()) == 0:\n    time.sleep(60)\n    os._exit(0)\n"
     source += "print(child, flush=True)\ntime.sleep(60)"
-    with program(source) as process:
-        pids = read_pids(process)
-        (child,) = read_pids(process)
-        process.kill()
-        process.wait(10)
+    with program("-c", source) as running:
+        pids = running.read_pids()
+        (child,) = running.read_pids()
+        running.process.kill()
+        running.wait(SECONDS)
         try:
             assert_gone(pids)
             assert is_alive(child)
@@ -227,10 +197,9 @@ def test_a_forked_child_that_exits_leaves_the_workers_alone() -> None:
     source = START_EXECUTOR.format(build_worker="obedient")
     source += "if (child := os.fork()) == 0:\n    sys.exit()\nos.waitpid(child, 0)\n"
     source += "print(executor.submit(orders(41)).result().tokens[0])"
-    with program(source) as process:
-        pids = read_pids(process)
-        output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (0, "41\n"), errors
+    with program("-c", source) as running:
+        pids = running.read_pids()
+        assert (running.wait(), running.output.read()) == (0, "41\n"), running.errors()
     assert_gone(pids)
 
 
@@ -245,8 +214,8 @@ while len(process_ids(executor)) < 2:
 print(*process_ids(executor), flush=True)
 time.sleep(60)
 """
-    with program(source) as process:
-        pids = read_pids(process)
-        process.kill()
-        process.wait(10)
+    with program("-c", source) as running:
+        pids = running.read_pids()
+        running.process.kill()
+        running.wait(SECONDS)
         assert_gone(pids)
