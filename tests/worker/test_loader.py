@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
 import re
 import shutil
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +38,7 @@ from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
-from nanovllm.worker import loader
+from nanovllm.worker import loader, worker
 from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES
@@ -522,6 +525,38 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
             copies = 2  # there are two heads for four ranks
         if "qkv_proj" not in name:
             assert shares[name] == 4 * copies * size, name
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("show_progress", [False, True])
+def test_a_bar_at_a_terminal(
+    llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, show_progress: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    checkpoint = find_checkpoint(str(llama.path), need_tokenizer=False)
+    build = Build(torch.device("cpu"), torch.float32, None, None)  # type: ignore[arg-type]
+    model = build_model(read_config(checkpoint.config), 64, build)
+    loader.load_weights(model, checkpoint, create_platform("cpu"), show_progress=show_progress)
+    assert ("Loading weights" in sys.stderr.getvalue()) == show_progress  # type: ignore[attr-defined]
+
+
+def test_only_the_first_rank_draws_a_bar(
+    llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, bool]] = []
+
+    def load(model: Any, checkpoint: Any, platform: Any, show_progress: bool) -> None:
+        shown.append((threading.current_thread().name, show_progress))
+        loader.load_weights(model, checkpoint, platform, show_progress)
+
+    monkeypatch.setattr(worker, "load_weights", load)
+    with engines_of(2):
+        run(llama.path)
+    assert sorted(shown) == [("rank 0_0", True), ("rank 1_0", False)]
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "phi3"])
