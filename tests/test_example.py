@@ -30,10 +30,18 @@ def test_the_demo_at_a_terminal() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_in_a_pipe() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])  # it has nine heads and three of keys and values
+def test_the_demo_in_a_pipe(num_ranks: int) -> None:
     command = [sys.executable, "example.py", "--model", "smollm2", "--max_tokens", "10"]
+    command += ["--tensor-parallel-size", str(num_ranks)]
     result = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=quiet_environment(), check=False
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=quiet_environment(),
+        timeout=300,
+        check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "The capital of France is Paris.\n" in result.stdout
