@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,17 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import llm_engine
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
+from nanovllm.executor.multiproc import MultiprocExecutor
 from nanovllm.worker.forward import StepLogits
 from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
 from nanovllm.worker.input_buffers import VARIANTS, is_decode
 from tests.bench.test_commands import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
+from tests.executor.leftovers import is_alive
+from tests.executor.workers import process_ids
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
 from tests.test_sampled_requests import mixed_params
 from tests.threaded_ranks import engines_of
@@ -113,6 +118,23 @@ def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
     with engines_of(1, "nccl"), LLM(path, **OPTIONS) as llm:
         assert isinstance(runner_of(llm).forward, GraphedSteps)
         assert generate(llm, prompts, params) == want
+
+
+def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
+    """A rank with a device, a group and a process of its own: all that one GPU can have of many."""
+    path, prompts = tiny("qwen3").path, make_prompts()
+    params = mixed_params(len(prompts))
+    with LLM(path, **OPTIONS) as llm:
+        want = [generate(llm, prompts, params) for _ in range(2)]  # then from the cache
+        info = llm.engine.info
+    in_a_process = mock.patch.object(llm_engine, "LocalExecutor", MultiprocExecutor)
+    with in_a_process, LLM(path, **OPTIONS) as llm:
+        assert llm.engine.info == info
+        assert [generate(llm, prompts, params) for _ in range(2)] == want
+        executor = llm.engine.core.executor
+        assert isinstance(executor, MultiprocExecutor)
+        (pid,) = process_ids(executor)
+    assert not is_alive(pid)
 
 
 def test_short_prompts_are_graphs_too(tiny: Any) -> None:
