@@ -60,6 +60,7 @@ class Summary:
     busy: float  # at least one activity runs
     gaps: dict[str, float]  # by the activity that ended them
     kernels: dict[str, list[float]]  # durations by name
+    advances: dict[str, float]  # by name, how much later they ended than what began before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ def trace_line(setup: Setup, trace: Trace) -> str:
         "busy_us": summary.busy / trace.num_steps,
         "gaps_us": _per_step(_largest(summary.gaps, NUM_GAPS), trace.num_steps),
         "kernels_us": _per_step(_largest(totals, NUM_SHOWN), trace.num_steps),
+        "advances_us": _per_step(_largest(summary.advances, NUM_SHOWN), trace.num_steps),
         **asdict(setup),
         "versions": installed(),
     }
@@ -213,14 +215,17 @@ def summarise(activities: Iterable[Activity]) -> Summary:
         raise ConfigError("the profiler saw no GPU activity; is another profiler attached?")
     gaps: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
+    advances: dict[str, float] = defaultdict(float)
     end = ordered[0].start
     for activity in ordered:
         if activity.start > end:
             gaps[activity.name] += activity.start - end
         kernels[activity.name].append(activity.end - activity.start)
+        advances[activity.name] += max(activity.end - end, 0.0)
         end = max(end, activity.end)
     window = end - ordered[0].start
-    return Summary(window, window - sum(gaps.values()), dict(gaps), dict(kernels))
+    busy = window - sum(gaps.values())
+    return Summary(window, busy, dict(gaps), dict(kernels), dict(advances))
 
 
 def report(summary: Summary, num_steps: int) -> str:
@@ -234,9 +239,11 @@ def report(summary: Summary, num_steps: int) -> str:
     ]
     for name, total in _largest(summary.gaps, NUM_GAPS):
         lines.append(_line(total, summary, num_steps, None, f"  before {name}"))
-    lines.append("activities by time:")
-    for name, total in _largest({name: sum(t) for name, t in summary.kernels.items()}, NUM_SHOWN):
-        lines.append(_line(total, summary, num_steps, len(summary.kernels[name]), name))
+    totals = {name: sum(times) for name, times in summary.kernels.items()}
+    for title, times in (("time", totals), ("how much later they end", summary.advances)):
+        lines.append(f"activities by {title}:")
+        for name, total in _largest(times, NUM_SHOWN):
+            lines.append(_line(total, summary, num_steps, len(summary.kernels[name]), name))
     return "\n".join(lines)
 
 

@@ -122,11 +122,14 @@ def test_busy_time_and_gaps(tmp_path: Path) -> None:
     summary = summarise(read_activities(str(path)))
     assert (summary.window, summary.busy, summary.gaps) == (100.0, 90.0, {"copy": 10.0})
     assert summary.kernels == {"gemm": [40.0, 30.0], "small": [10.0], "copy": [20.0]}
+    assert summary.advances == {"gemm": 70.0, "small": 0.0, "copy": 30.0}
     lines = [line.split() for line in report(summary, num_steps=2).splitlines()]
     assert lines[1] == ["45.0", "90.0%", "2.0", "GPU", "busy"]
     assert lines[2][:2] == ["5.0", "10.0%"]
     assert lines[3] == ["5.0", "10.0%", "before", "copy"]
     assert lines[5] == ["35.0", "70.0%", "1.0", "gemm"]
+    assert lines[8] == ["activities", "by", "how", "much", "later", "they", "end:"]
+    assert lines[10] == ["15.0", "30.0%", "0.5", "copy"]
 
 
 def test_a_trace_as_json() -> None:
@@ -144,6 +147,7 @@ def test_a_trace_as_json() -> None:
         {"copy": 5.0},
         {"gemm": 15.0, "copy": 10.0},
     )
+    assert record["advances_us"] == {"gemm": 15.0, "copy": 15.0}
 
 
 def test_an_empty_trace_is_an_error() -> None:
