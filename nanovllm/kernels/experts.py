@@ -21,54 +21,27 @@ DOWN_ELEMENTS = 4096  # of the weight on its way to a program
 
 
 def route(
-    logits: Tensor, routing: Routing, counts: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    counts: Tensor | None = None,
+    x: Tensor | None = None,
+    norm: NormWeights | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
 
     A rank counts the pairs that have the same expert, in any order; they are added to counts.
+    The norm of x, where it is given, is written to normed.
     """
-    shape = len(logits), routing.top_k
-    ids, ranks = torch.empty(2, *shape, device=logits.device, dtype=torch.int32)
-    weights = torch.empty(shape, device=logits.device, dtype=torch.float32)
-    if len(logits) > 0:
-        _launch_route(ids, weights, logits, routing, ranks, counts)
-    return ids, weights, ranks
-
-
-def route_and_norm(
-    logits: Tensor, routing: Routing, x: Tensor, norm: NormWeights
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids and weights as `route` does, and the norm of x, which the experts read."""
-    shape = len(logits), routing.top_k
-    ids = torch.empty(shape, device=x.device, dtype=torch.int32)
-    weights = torch.empty(shape, device=x.device, dtype=torch.float32)
-    normed = torch.empty_like(x)
-    _launch_route(ids, weights, logits, routing, None, None, normed, x, norm)
-    return ids, weights, normed
-
-
-def _launch_route(
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor,
-    routing: Routing,
-    ranks: Tensor | None,
-    counts: Tensor | None,
-    normed: Tensor | None = None,
-    x: Tensor | None = None,
-    norm: NormWeights | None = None,
-) -> None:
     num_tokens, num_experts = logits.shape
+    ids, ranks = torch.empty(2, num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
+    weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     block = triton.next_power_of_2(num_experts)
     dim = 1 if x is None else x.shape[1]
+    if num_tokens == 0:
+        return ids, weights, ranks
     _route[(num_tokens,)](
-        ids,
-        weights,
-        logits,
-        ranks,
-        counts,
-        normed,
-        x,
+        *(ids, weights, logits, ranks, counts, normed, x),
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
         num_experts,
@@ -81,6 +54,7 @@ def _launch_route(
         num_warps=4,
         **launch_options(logits, num_tokens),
     )
+    return ids, weights, ranks
 
 
 def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -91,11 +65,7 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     out = torch.empty_like(x)
     options = launch_options(x, num_tokens)
     _pair_gate_up[(triton.cdiv(size, GATE_UP_LINES), len(y))](
-        y,
-        x,
-        gate_up,
-        ids,
-        size,
+        *(y, x, gate_up, ids, size),
         NUM_IN=hidden,
         TOP_K=top_k,
         LINES=GATE_UP_LINES,
@@ -107,12 +77,7 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     tile = min(max(size & -size, 64), 128)  # wastes no lane
     lines = max(DOWN_ELEMENTS // (top_k_block * tile), 1)
     _pair_down[(triton.cdiv(hidden, lines), num_tokens)](
-        out,
-        y,
-        down,
-        ids,
-        weights,
-        hidden,
+        *(out, y, down, ids, weights, hidden),
         NUM_IN=size,
         TOP_K=top_k,
         TOP_K_BLOCK=top_k_block,

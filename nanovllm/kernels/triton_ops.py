@@ -18,7 +18,7 @@ from nanovllm.kernels.base import (
     Routing,
 )
 from nanovllm.kernels.composed_linear import ComposedLinear
-from nanovllm.kernels.experts import route, route_and_norm, run_pairs
+from nanovllm.kernels.experts import route, run_pairs
 from nanovllm.kernels.few_rows_linear import choose_parts, few_rows_linear, has_few_rows
 from nanovllm.kernels.grouped_experts import run_grouped
 from nanovllm.kernels.skinny_linear import skinny_linear
@@ -130,7 +130,8 @@ class CudaExperts:
         hidden = self.down.shape[1]
         if x is not None and x.shape == (1, hidden) and isinstance(router, CudaLinear):
             logits, total = router.after_norm(x, residual, norm)
-            ids, weights, normed = route_and_norm(logits, self.routing, total, norm)
+            normed = torch.empty_like(total)
+            ids, weights, _ = route(logits, self.routing, x=total, norm=norm, normed=normed)
             return run_pairs(normed, ids, weights, self.gate_up, self.down), total
         normed, total = self.ops.norm(x, residual, norm)
         return self(normed, router(normed)), total
