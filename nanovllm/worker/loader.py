@@ -52,12 +52,16 @@ def fill_dummy_weights(model: nn.Module, seed: int) -> None:
     slots = list(weight_slots(model).values())
     generator = torch.Generator(slots[0].parts[0].view.device).manual_seed(seed)
     for slot in slots:
+        view = slot.parts[0].view
         # Drawn whole, so that every number of ranks has the same model.
-        tensor = slot.parts[0].view.new_ones(slot.shape)
-        if tensor.dim() > 1:
+        tensor = view if view.shape == slot.shape else view.new_empty(slot.shape)
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
             tensor.normal_(0.0, 0.02, generator=generator)
-        for part in slot.parts:
-            part.view.copy_(tensor[part.index])
+        if tensor is not view:
+            for part in slot.parts:
+                part.view.copy_(tensor[part.index])
 
 
 def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
