@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
-from tests.cli.terminal_process import ROOT, quiet_environment
+from tests.cli.terminal_process import run_program
 
 WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8", "--device", "cpu"]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "bench.py", *WORKLOAD, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quiet_environment(),
-        timeout=240,
-        check=False,
-    )
+    return run_program("bench.py", *WORKLOAD, *arguments, timeout=240)
 
 
 @pytest.mark.slow

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.cli.terminal_process import ROOT, TerminalProcess, quiet_environment
+from tests.cli.terminal_process import TerminalProcess, run_program
 from tests.cli.virtual_screen import VirtualScreen
 
 
@@ -32,17 +29,9 @@ def test_the_demo_at_a_terminal() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])  # it has nine heads and three of keys and values
 def test_the_demo_in_a_pipe(num_ranks: int) -> None:
-    command = [sys.executable, "example.py", "--model", "smollm2", "--max_tokens", "10"]
-    command += ["--tensor-parallel-size", str(num_ranks)]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quiet_environment(),
-        timeout=300,
-        check=False,
-    )
+    options = ["--model", "smollm2", "--max_tokens", "10"]
+    options += ["--tensor-parallel-size", str(num_ranks)]
+    result = run_program("example.py", *options, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
     assert "The capital of France is Paris.\n" in result.stdout
     assert result.stdout.replace("\n", "").isprintable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,19 +18,11 @@ from nanovllm.bench.report import Setup
 from nanovllm.bench.workloads import Workload
 from nanovllm.errors import ConfigError
 from tests.bench.test_commands import CONFIG
-from tests.cli.terminal_process import ROOT, quiet_environment
+from tests.cli.terminal_process import run_program
 
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quiet_environment(),
-        timeout=120,
-        check=False,
-    )
+    return run_program("-m", f"benchmarks.{name}", *arguments)
 
 
 @pytest.mark.parametrize("name", ["throughput", "latency", "prefill", "prefix"])

@@ -30,6 +30,22 @@ def quiet_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
 
 
+def run_program(
+    *arguments: str, stdin: str = "", timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program without a terminal to its end."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=quiet_environment(),
+        timeout=timeout,
+        check=False,
+    )
+
+
 class TerminalProcess:
     def __init__(self, *arguments: str, columns: int = 60) -> None:
         self.output = ""  # everything shown so far

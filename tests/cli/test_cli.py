@@ -22,20 +22,11 @@ from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.models.registry import FAMILIES
 from nanovllm.outputs import StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from tests.cli.terminal_process import ROOT, TerminalProcess, quiet_environment
+from tests.cli.terminal_process import ROOT, TerminalProcess, run_program
 
 
 def nanovllm(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=quiet_environment(),
-        timeout=120,
-        check=False,
-    )
+    return run_program("-m", "nanovllm", *arguments, stdin=stdin)
 
 
 def test_version() -> None:
