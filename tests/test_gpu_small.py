@@ -44,10 +44,11 @@ def test_fused(check: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts(dtype: torch.dtype) -> None:
-    """Routing, pairs and sorted pairs, tiles of every shape."""
+    """Routing, alone and after a norm, pairs and sorted pairs, tiles of every shape."""
     experts_cases.check_routing(dtype, "cuda")
     experts_cases.check_experts(dtype, "cuda")
     experts_cases.check_every_tile(dtype, "cuda")
+    experts_cases.check_after_norm("cuda")
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tma"])

@@ -15,7 +15,6 @@ from nanovllm.kernels.base import NormWeights, Routing
 from nanovllm.kernels.fused import activate
 from nanovllm.kernels.overlap import launch_options, wait_for_inputs
 
-ROUTE_CHUNK = 32  # experts that all others are compared with at a time
 GATE_UP_LINES = 2  # of the gate, and as many of the up, for a program
 DOWN_ELEMENTS = 4096  # of the weight on its way to a program
 
@@ -36,11 +35,10 @@ def route(
     num_tokens, num_experts = logits.shape
     ids, ranks = torch.empty(2, num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
-    block = triton.next_power_of_2(num_experts)
     dim = 1 if x is None else x.shape[1]
     if num_tokens == 0:
         return ids, weights, ranks
-    _route[(num_tokens,)](
+    _route[(num_tokens, 1 if norm is None else 2)](
         *(ids, weights, logits, ranks, counts, normed, x),
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
@@ -48,10 +46,10 @@ def route(
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
         TOP_K=routing.top_k,
-        BLOCK=block,
-        CHUNK=min(block, ROUTE_CHUNK),
+        TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
         IS_NORMALIZED=routing.is_normalized,
-        num_warps=4,
+        BLOCK=triton.next_power_of_2(num_experts),
+        num_warps=1 if norm is None else 4,  # a choice is too little work to share
         **launch_options(logits, num_tokens),
     )
     return ids, weights, ranks
@@ -104,74 +102,90 @@ def _route(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAP)
+    """The grid's second coordinate: 0 chooses, 1 norms."""
     token = tl.program_id(0).to(tl.int64)
-    first = token * TOP_K
-    logits += token * num_experts
-    dtype: tl.constexpr = logits.dtype.element_ty
-    places = _choose(
-        *(ids + first, weights + first, logits, num_experts),
-        *(dtype, TOP_K, BLOCK, CHUNK, IS_NORMALIZED),
-    )
-    if counts is not None:
-        is_chosen = places < TOP_K
-        rank = tl.atomic_add(counts + tl.arange(0, BLOCK), 1, mask=is_chosen, sem="relaxed")
-        tl.store(ranks + first + places, rank, mask=is_chosen)
     if normed is not None:
         i = tl.arange(0, DIM_BLOCK)
-        values = tl.load(x + token * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
         factors = tl.load(norm_weight + i, mask=i < DIM, other=0.0)
+    wait_for_inputs(OVERLAP)
+    if tl.program_id(1) == 0:
+        choices = tl.arange(0, TOP_K_BLOCK)
+        is_choice = choices < TOP_K
+        pairs = token * TOP_K + choices
+        logits += token * num_experts
+        experts = _choose(logits, num_experts, choices, TOP_K, BLOCK)
+        shares = _weigh(logits, experts, is_choice, num_experts, IS_NORMALIZED, BLOCK)
+        tl.store(ids + pairs, experts, mask=is_choice)
+        tl.store(weights + pairs, shares, mask=is_choice)
+        if counts is not None:
+            rank = tl.atomic_add(counts + experts, 1, mask=is_choice, sem="relaxed")
+            tl.store(ranks + pairs, rank, mask=is_choice)
+    elif normed is not None:
+        dtype: tl.constexpr = normed.dtype.element_ty
+        values = tl.load(x + token * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
         values = (values * tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)).to(dtype)
         tl.store(normed + token * DIM + i, (values * factors).to(dtype), mask=i < DIM)
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    ids,
-    weights,
-    logits,
-    num_experts,
-    dtype: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr,
-):
-    """Store ids and weights, rounded to dtype, of a token's experts; return every expert's place.
-
-    Their order is by logit, then by index; how many are ahead of an expert is its place.
-    """
-    experts = tl.arange(0, BLOCK)
-    values, keys = _load_keys(logits, experts, num_experts)
-    places = tl.zeros((BLOCK,), tl.int32)
-    for begin in tl.static_range(0, BLOCK, CHUNK):
-        others = begin + tl.arange(0, CHUNK)
-        _, other_keys = _load_keys(logits, others, num_experts)
-        is_ahead = other_keys[None, :] > keys[:, None]
-        is_ahead |= (other_keys[None, :] == keys[:, None]) & (others[None, :] < experts[:, None])
-        places += tl.sum(is_ahead.to(tl.int32), 1)
-    is_chosen = places < TOP_K
-    shares = tl.exp(values - tl.max(values, 0))
-    total = tl.sum(tl.where(is_chosen, shares, 0.0) if IS_NORMALIZED else shares, 0)
-    tl.store(ids + places, experts, mask=is_chosen)
-    tl.store(weights + places, (shares / total).to(dtype).to(tl.float32), mask=is_chosen)
-    return places
+def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the experts of a token, by logit, then by index."""
+    keys = _load_keys(logits, num_experts, BLOCK)
+    experts = choices * 0
+    for place in tl.static_range(TOP_K):
+        best = tl.max(keys, 0)
+        expert = (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32)
+        experts = tl.where(choices == place, expert, experts)
+        keys = _drop(keys, keys == best)
+    return experts
 
 
 @triton.jit
-def _load_keys(logits, experts, num_experts):  # type: ignore[no-untyped-def]
-    """Return some logits and integers that are ordered like them; NaN is like a large number."""
-    is_expert = experts < num_experts
-    values = tl.load(
-        logits + experts, mask=is_expert, other=-float("inf"), cache_modifier=".cg"
-    ).to(tl.float32)
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # no negative zero
-    return values, tl.where(is_expert, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(1 << 31))
+def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return integers ordered like the logits, then like the experts, the first one highest.
+
+    No two are equal. NaN is like a large number.
+    """
+    experts = tl.arange(0, BLOCK)
+    values = tl.load(logits + experts, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
+    bits = tl.where(values == 0.0, 0.0, values.to(tl.float32)).to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if values.dtype == tl.float32:
+        keys = (keys.to(tl.int64) << 32) + (BLOCK - 1 - experts)
+    else:  # the last bits of what had 16 are all the same
+        tl.static_assert(BLOCK <= 8192)
+        keys = (keys & -BLOCK) + (BLOCK - 1 - experts)
+    return _drop(keys, experts >= num_experts)
+
+
+@triton.jit
+def _drop(keys, is_dropped):  # type: ignore[no-untyped-def]
+    lowest: tl.constexpr = -(1 << (keys.dtype.primitive_bitwidth - 1))
+    return tl.where(is_dropped, lowest, keys)
+
+
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    logits,
+    experts,
+    is_choice,
+    num_experts,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the shares of the chosen experts in the softmax, rounded like the logits."""
+    i = tl.arange(0, BLOCK)
+    every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
+    chosen = tl.load(logits + experts, mask=is_choice, other=-float("inf"), cache_modifier=".cg")
+    highest = tl.max(every, 0).to(tl.float32)
+    shares = tl.exp(chosen.to(tl.float32) - highest)
+    total = tl.sum(shares if IS_NORMALIZED else tl.exp(every.to(tl.float32) - highest), 0)
+    return (shares / total).to(logits.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
