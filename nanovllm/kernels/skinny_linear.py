@@ -57,7 +57,7 @@ def skinny_linear(
 def skinny_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int, int]:
     """Outputs per program, inputs per tile, warps."""
     if num_in >= 4096:
-        return 2, 4096, 8
+        return 2, 4096, 4 if is_gated else 8
     if num_out <= 2048:
         return 2, min(triton.next_power_of_2(num_in), 2048), 4
     if num_in == 2048 and not is_gated:
