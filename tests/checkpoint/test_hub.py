@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("gguf")
+
 from nanovllm import LLM
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.errors import ConfigError
