@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,11 @@ class Program:
         return self.process.returncode
 
 
+def heed_ctrl_c() -> None:
+    """A shell starts what runs in the background with Ctrl-C ignored, for all its children too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def program(*arguments: str) -> Iterator[Program]:
     """Start one in a process group of its own, as a shell would."""
@@ -68,6 +74,7 @@ def program(*arguments: str) -> Iterator[Program]:
                 cwd=ROOT,
                 env={**quiet_environment(), "PYTHONPATH": str(ROOT)},
                 start_new_session=True,
+                preexec_fn=heed_ctrl_c,
             )
         try:
             with output.open() as said:
