@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +33,16 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # Left out, a repository's code would run after a question on the terminal.
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # a broken tokenizer.json raises no narrower type
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"the tokenizer in {folder} needs code from its repository, which is never run "
+                "here; pass token-id prompts with skip_tokenizer_init=True"
+            ) from error
         raise CheckpointError(
             f"the tokenizer in {folder} cannot be loaded ({error}). Fetch it again, or pass "
             "token-id prompts with skip_tokenizer_init=True"

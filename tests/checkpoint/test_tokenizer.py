@@ -1,5 +1,7 @@
 """Tokenizers from folders and from GGUF metadata, the latter against plain-Python references."""
 
+import io
+import json
 import random
 import shutil
 from importlib.util import find_spec
@@ -396,6 +398,19 @@ def test_folder_with_and_without_a_tokenizer(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     with pytest.raises(CheckpointError, match=r"tokenizer.json.*skip_tokenizer_init=True"):
+        load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+
+
+def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody asked, whose yes may be what was meant for a chat."""
+    folder = tmp_path / "folder"
+    built = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **BYTE_LEVEL, pre="qwen2"))
+    built.save_pretrained(folder)
+    (folder / "own.py").write_text("raise SystemExit('it ran')")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(UnsupportedModelError, match="needs code from its repository"):
         load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
 
 
