@@ -51,3 +51,7 @@ class LMHead(MergedLinear):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return {} if self.is_tied else super().weight_slots(path)
+
+    def tied_slots(self, path: str) -> dict[str, WeightSlot]:
+        """Where a checkpoint's copy of a tied weight is, which the embedding fills."""
+        return super().weight_slots(path) if self.is_tied else {}

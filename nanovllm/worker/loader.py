@@ -34,14 +34,18 @@ def load_weights(
 ) -> None:
     """Copy what has a slot of every tensor; missing, extra and odd shapes raise."""
     start = time.perf_counter()
-    slots = weight_slots(model)
-    tensors = _match(list_tensors(checkpoint), slots, tied_names(model), checkpoint.path)
+    slots, tied = weight_slots(model), tied_slots(model)
+    found = _match(list_tensors(checkpoint), slots, tied, checkpoint.path)
+    tensors = [tensor for tensor in found if tensor.name in slots]
     num_bytes = sum(slot.nbytes for slot in slots.values())
     is_hidden = None if show_progress else True  # None: where there is no terminal
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
         for num_copied in _fill_all(tensors, slots, platform):
             progress.update(num_copied)
+    for tensor in found:
+        if tensor.name in tied:
+            _check_copy(tensor, tied[tensor.name])
     seconds = time.perf_counter() - start
     speed = num_bytes / 1e9 / seconds
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
@@ -73,22 +77,25 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
     return slots
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Names that a checkpoint may repeat although another weight already holds them."""
+def tied_slots(model: nn.Module) -> dict[str, WeightSlot]:
+    """Map names that a checkpoint may repeat to the place that another weight fills."""
     heads = [(path, m) for path, m in model.named_modules() if isinstance(m, LMHead)]
-    return {f"{path}.weight" for path, head in heads if head.is_tied}
+    return {name: slot for path, head in heads for name, slot in head.tied_slots(path).items()}
 
 
 def _match(
-    tensors: list[StoredTensor], slots: dict[str, WeightSlot], ignored: set[str], path: Path
+    tensors: list[StoredTensor],
+    slots: dict[str, WeightSlot],
+    tied: dict[str, WeightSlot],
+    path: Path,
 ) -> list[StoredTensor]:
     """Return the tensors that have a slot each; name what is extra, odd or missing."""
     found: dict[str, StoredTensor] = {}
     problems = []
     for tensor in tensors:
-        if tensor.name in ignored or IGNORED.match(tensor.name):
+        if IGNORED.match(tensor.name):
             continue
-        if problem := _problem(tensor, slots, found):
+        if problem := _problem(tensor, slots | tied, found):
             problems.append(f"{tensor.file}: tensor {tensor.name!r} {problem}")
         found.setdefault(tensor.name, tensor)
     problems += [f"{path}: tensor {name!r} is missing" for name in slots if name not in found]
@@ -129,3 +136,17 @@ def _fill(tensor: StoredTensor, slots: dict[str, WeightSlot], platform: Platform
             first += len(rows)
         assert first == len(part.view), f"{tensor.name}: {first} of {len(part.view)} rows"
     return slot.nbytes
+
+
+def _check_copy(tensor: StoredTensor, slot: WeightSlot) -> None:
+    """Refuse a second copy of a tied weight that differs from the first: one of them is wrong."""
+    for part in slot.parts:
+        first = 0
+        for rows in tensor.read(part.index):
+            view = part.view[first : first + len(rows)]
+            if not torch.equal(view, rows.to(view)):
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
+                    "tie_word_embeddings in config.json says it equals; set that to false to use it"
+                )
+            first += len(rows)

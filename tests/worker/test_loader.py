@@ -50,6 +50,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 Tensors = dict[str, Tensor]
 Tiny = Callable[[str], TinyCheckpoint]
 
+HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -304,7 +305,28 @@ def test_a_tied_checkpoint_may_also_store_its_head(
     tensors = read_tensors(checkpoint)
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    assert run(make_folder(tmp_path / "m", checkpoint, tensors)) == run(checkpoint.path)
+    path = make_folder(tmp_path / "m", checkpoint, tensors)
+    assert run(path) == run(checkpoint.path)
+    with engines_of(2):
+        assert run(path) == run(checkpoint.path)
+
+
+def test_a_tied_head_is_the_embedding(tiny: Tiny, tmp_path: Path) -> None:
+    checkpoint = tiny("qwen3-tied")
+    tensors = read_tensors(checkpoint)
+    head = tensors["model.embed_tokens.weight"].clone()
+    short = make_folder(tmp_path / "short", checkpoint, {**tensors, HEAD: head[:-1].clone()})
+    with pytest.raises(CheckpointError, match=f"'{HEAD}' has shape"):
+        run(short)
+    head[:, -1] += 1  # in every rank's share
+    other = make_folder(tmp_path / "other", checkpoint, {**tensors, HEAD: head})
+    with pytest.raises(CheckpointError, match=f"'{HEAD}' differs from the embedding"):
+        run(other)
+    with engines_of(2), pytest.raises(CheckpointError, match=f"'{HEAD}' differs"):
+        run(other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    run(other)
 
 
 SPECIAL = {  # a tensor that only this family has
