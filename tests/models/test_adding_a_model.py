@@ -42,6 +42,14 @@ def test_the_family_equals_transformers(
     check(make_case(make_checkpoint(tmp_path, config)), mode, depth)
 
 
+def test_layers_without_rotation_know_nothing_of_its_scaling(
+    config: SmolLM3Config, tmp_path: Path
+) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 2e6, "factor": 4.0}
+    config.rope_parameters = {**yarn, "original_max_position_embeddings": 64}
+    check(make_case(make_checkpoint(tmp_path, config)), "plain", 1)
+
+
 def read(config: SmolLM3Config, **changes: Any) -> ModelConfig:
     saved = {**config.to_dict(), "architectures": ["SmolLM3ForCausalLM"]}
     return registry.read_config({**saved, **changes})
