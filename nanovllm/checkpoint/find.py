@@ -65,7 +65,10 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     for config in (checkpoint.generation_config, checkpoint.config):
         ids = config.get("eos_token_id")
         if ids is not None and ids != []:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(token) is int for token in ids):
+                raise CheckpointError(f"eos_token_id must be a number or several, got {ids}")
+            return tuple(ids)
     return ()
 
 

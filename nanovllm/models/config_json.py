@@ -110,6 +110,13 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
             "into rope_parameters"
         )
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if by_type := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
+        raise UnsupportedModelError(
+            f"rope_parameters for some layers ({', '.join(by_type)}) are not supported here"
+        )
+    trained = config.get("original_max_position_embeddings") or scaling.get(
+        "original_max_position_embeddings"
+    )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -124,24 +131,24 @@ def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
         return RopeConfig(theta, kind, factor=field(scaling, "factor"))
     if kind == "factors":
         return RopeConfig(theta, kind, factors=tuple(field(scaling, "factors")))
+    max_position = field(config, "max_position_embeddings")
     if kind == "dynamic":
-        trained = field(config, "max_position_embeddings")
-        return RopeConfig(theta, kind, field(scaling, "factor"), original_max_position=trained)
+        return RopeConfig(theta, kind, field(scaling, "factor"), original_max_position=max_position)
     if kind == "yarn":
-        return _read_yarn(theta, scaling, field(config, "max_position_embeddings"))
+        return _read_yarn(theta, scaling, int(trained or max_position), max_position)
     return RopeConfig(
         theta,
         kind,
         factor=field(scaling, "factor"),
         low_freq_factor=field(scaling, "low_freq_factor"),
         high_freq_factor=field(scaling, "high_freq_factor"),
-        original_max_position=scaling.get("original_max_position_embeddings")
-        or field(config, "max_position_embeddings"),
+        original_max_position=int(trained or max_position),
     )
 
 
-def _read_yarn(theta: float, scaling: Mapping[str, Any], max_position: int) -> RopeConfig:
-    trained = scaling.get("original_max_position_embeddings") or max_position
+def _read_yarn(
+    theta: float, scaling: Mapping[str, Any], trained: int, max_position: int
+) -> RopeConfig:
     factor = scaling.get("factor") or max_position / trained
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -164,6 +171,6 @@ def _read_yarn(theta: float, scaling: Mapping[str, Any], max_position: int) -> R
 def field(config: Mapping[str, Any], name: str) -> Any:
     if config.get(name) is None:
         raise CheckpointError(
-            f"config.json has no {name!r}; is this a decoder-only language model?"
+            f"config.json has no {name!r}, which a language model of its kind needs"
         )
     return config[name]

@@ -33,7 +33,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         if config.get(name):
             raise UnsupportedModelError(f"{name}={config[name]!r} in config.json is not supported")
     config = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-    model = read_model_config({**config, "rope_parameters": None, "rope_scaling": None})
+    shared = {"hidden_act": config["hidden_activation"], "rope_parameters": None}
+    model = read_model_config({**config, **shared, "rope_scaling": None})
     sliding = sliding_layers(config)
     if sliding is None:
         pattern = config["sliding_window_pattern"]
@@ -56,7 +57,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def read_ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotation of layers with a window, and of those without."""
-    by_type = config.get("rope_parameters", {})
+    given = config.get("rope_parameters", {})
+    by_type = {kind: rope or {} for kind, rope in given.items()}
     if unknown := sorted(set(by_type) - {"sliding_attention", "full_attention"}):
         raise CheckpointError(f"Gemma 3 has rope_parameters for types of layers, not {unknown}")
     local = {"rope_theta": config["rope_local_base_freq"]} | by_type.get("sliding_attention", {})

@@ -16,10 +16,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def read_windows(config: Mapping[str, Any]) -> ModelConfig:
     """Qwen's layers from max_window_layers on have a window, if there is to be one at all."""
+    config = {"sliding_window": 4096, "max_window_layers": 28, **config}
     model = read_model_config(config)
     if not config.get("use_sliding_window"):
         return model
     layers = sliding_layers(config)
     if layers is None:
         layers = list(range(field(config, "max_window_layers"), model.num_layers))
-    return with_window(model, field(config, "sliding_window"), layers)
+    return with_window(model, config["sliding_window"], layers)

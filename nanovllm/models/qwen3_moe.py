@@ -19,7 +19,8 @@ NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     model = read_model_config(config)
     if config.get("use_sliding_window"):
-        model = with_window(model, field(config, "sliding_window"), range(model.num_layers))
+        window = config.get("sliding_window", 4096)
+        model = with_window(model, window, range(model.num_layers))
     step = config.get("decoder_sparse_step", 1)
     is_dense = {i for i in range(model.num_layers) if (i + 1) % step} | set(
         config.get("mlp_only_layers") or ()

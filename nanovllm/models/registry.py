@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.errors import UnsupportedModelError
+from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import Build
 from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from nanovllm.models.config_json import read_architecture, read_model_config
@@ -76,7 +76,10 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported; supported: {supported}"
         )
-    return FAMILIES[name].read_config(config)
+    try:
+        return FAMILIES[name].read_config(config)
+    except (TypeError, ValueError, ArithmeticError) as error:  # "3" for 3, a null for a size
+        raise CheckpointError(f"config.json has a value of the wrong type: {error}") from error
 
 
 def build_model(config: ModelConfig, max_model_len: int, build: Build) -> DecoderModel:

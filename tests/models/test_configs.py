@@ -75,10 +75,13 @@ def test_windows() -> None:
         return [layer.window for layer in read_config({**saved(name), **changes}).layers]
 
     assert windows("mistral") == [20, 20]
+    mixed = ["full_attention", "sliding_attention"]
+    assert windows("mistral", layer_types=mixed) == [None, 20]  # as Ministral's have
     assert windows("mistral-whole") == windows("qwen2") == windows("llama") == [None, None]
     assert windows("qwen2-window") == [None, 20]
     assert windows("qwen2-window", layer_types=["sliding_attention"] * 2) == [20, 20]
     assert windows("qwen2-window", use_sliding_window=False) == [None, None]
+    assert windows("qwen2-window", sliding_window=None) == [None, None]
     assert windows("gemma3") == [20, None]
     assert windows("gemma3-six") == [20, 20, 20, 20, 20, None]
     assert windows("gemma3-six", layer_types=None, sliding_window_pattern=2) == [20, None] * 3
@@ -129,6 +132,7 @@ def test_which_layers_have_experts() -> None:
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "'yarn'"),
         ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, "0.75"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"rope_parameters": {"full_attention": YARN}}, "some layers .full_attention."),
         ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
         ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),
     ],
@@ -148,7 +152,6 @@ def test_what_would_change_the_numbers_is_refused(
         ("mixtral", "num_experts_per_tok"),
         ("qwen3-moe", "moe_intermediate_size"),
         ("qwen3-moe", "num_local_experts"),
-        ("qwen2-window", "sliding_window"),
         ("phi3", "rms_norm_eps"),
     ],
 )
@@ -166,6 +169,8 @@ def test_a_missing_field_is_named(name: str, field: str) -> None:
         ("qwen3-moe", {"num_experts_per_tok": -1}, "-1 .num_experts_per_tok. of 6 experts"),
         ("qwen3", {"rope_scaling": YARN}, "both rope_parameters and rope_scaling"),
         ("gemma3", {"rope_parameters": YARN}, "types of layers, not .'factor'"),
+        ("llama", {"num_hidden_layers": "3"}, "value of the wrong type"),
+        ("qwen3-moe", {"decoder_sparse_step": "2"}, "value of the wrong type"),
     ],
 )
 def test_what_makes_no_sense_is_named(name: str, changes: dict[str, Any], match: str) -> None:
@@ -189,9 +194,33 @@ def test_what_a_config_leaves_out_has_the_default_of_its_class() -> None:
     assert without("mixtral", "sliding_window").layers[0].window is None
     assert without("mixtral", "rope_theta").layers[0].rope.theta == 1e6
     assert without("qwen3", "head_dim").head_dim == 128
+    assert without("qwen2-window", "sliding_window").layers[1].window == 4096
+    assert without("qwen2-window", "max_window_layers").layers[1].window is None
     scaling = {**LLAMA3_ROPE, "original_max_position_embeddings": None}
     llama = read_config({**saved("llama"), "rope_parameters": scaling})
     assert llama.layers[0].rope.original_max_position == 512
+
+
+@pytest.mark.parametrize("rope", [{**YARN, "rope_theta": 1e4}, LLAMA3_ROPE], ids=["yarn", "llama3"])
+def test_where_the_trained_length_stands(rope: dict[str, Any]) -> None:
+    """Beside the parameters or among them; transformers takes the former first."""
+
+    def trained(top: float | None, **changes: float) -> int:
+        parameters = {**rope, "original_max_position_embeddings": None, **changes}
+        changed = {"rope_parameters": parameters, "original_max_position_embeddings": top}
+        return read_config({**saved("llama"), **changed}).layers[0].rope.original_max_position
+
+    assert trained(None, original_max_position_embeddings=64.0) == 64
+    assert trained(32) == 32
+    assert trained(32, original_max_position_embeddings=64) == 32
+
+
+def test_what_gemma_configs_repeat_or_leave_null() -> None:
+    """An activation under another family's name, and types of layers without parameters."""
+    want = read_config(saved("gemma3"))
+    assert read_config({**saved("gemma3"), "hidden_act": "silu"}) == want
+    ropes = {**saved("gemma3")["rope_parameters"], "sliding_attention": None}
+    assert read_config({**saved("gemma3"), "rope_parameters": ropes}) == want
 
 
 def test_gemma_is_not_run_in_float16_unasked() -> None:
