@@ -39,6 +39,20 @@ def q4_1_values(block: bytes) -> list[float]:
     return [half(block, 0) * q + half(block, 2) for q in low + high]
 
 
+def q5_values(fifth_bits: bytes, nibbles: bytes) -> list[int]:
+    """Integers of 5 bits: the lowest four as in Q4_0, the highest of all 32 in four bytes."""
+    low, high = [b & 15 for b in nibbles], [b >> 4 for b in nibbles]
+    return [q | (fifth_bits[i // 8] >> i % 8 & 1) << 4 for i, q in enumerate(low + high)]
+
+
+def q5_0_values(block: bytes) -> list[float]:
+    return [half(block, 0) * (q - 16) for q in q5_values(block[2:6], block[6:])]
+
+
+def q5_1_values(block: bytes) -> list[float]:
+    return [half(block, 0) * q + half(block, 2) for q in q5_values(block[4:8], block[8:])]
+
+
 def k_scale_min(packed: bytes, index: int) -> tuple[int, int]:
     """Sub-block scale and minimum, 6 bits each: eight pairs in twelve bytes."""
     if index < 4:
@@ -83,6 +97,8 @@ REFERENCES = {
     "Q8_0": q8_0_values,
     "Q4_0": q4_0_values,
     "Q4_1": q4_1_values,
+    "Q5_0": q5_0_values,
+    "Q5_1": q5_1_values,
     "Q4_K": q4_k_values,
     "Q5_K": q5_k_values,
     "Q6_K": q6_k_values,
@@ -100,7 +116,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> n
     elif kind.name == "Q6_K":
         blocks[:, 208:] = scales[:, :2]
     else:
-        size = 4 if kind.name in ("Q4_1", "Q4_K", "Q5_K") else 2
+        size = 4 if kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
         blocks[:, :size] = scales[:, :size]
     return blocks.reshape(rows, -1)
 
@@ -135,6 +151,8 @@ def test_dequantised_values_follow_the_format(tmp_path: Path, quant: str) -> Non
         ("Q8_0", "bfloat16", 0.02),
         ("Q4_0", "bfloat16", 0.4),
         ("Q4_1", "bfloat16", 0.3),
+        ("Q5_0", "bfloat16", 0.2),
+        ("Q5_1", "bfloat16", 0.15),
     ],
 )
 def test_quantised_model_is_close_to_the_original(
@@ -151,7 +169,7 @@ def test_quantised_model_is_close_to_the_original(
         assert np.abs(array - expected[name]).max() <= limit, name
 
 
-@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantised_experts_are_those_of_single_tensors(tmp_path: Path, quant: str) -> None:
     tensors = hf_tensors("qwen3moe", tied=True)
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", tensors, quant=quant)
