@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.checkpoint import gguf
+from nanovllm.checkpoint.folder import listing, read_json, single_gguf, weight_files
 from nanovllm.checkpoint.hub import download, download_file
 from nanovllm.errors import CheckpointError, ConfigError
 
@@ -52,7 +52,7 @@ def find_checkpoint(
         return _from_gguf(path, need_weights)
     if path.suffix == ".json" and not need_weights:
         return Checkpoint(
-            path.parent, _read_json(path), _read_generation_config(path.parent), (), "none"
+            path.parent, read_json(path), _read_generation_config(path.parent), (), "none"
         )
     raise CheckpointError(
         f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
@@ -113,65 +113,18 @@ def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
 
 def _from_folder(folder: Path, need_weights: bool) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        if gguf_file := _single_gguf(folder):
+        if gguf_file := single_gguf(folder):
             return _from_gguf(gguf_file, need_weights)
         raise CheckpointError(
-            f"{folder} has no config.json; it holds {_listing(folder)}. Pass the folder of a "
+            f"{folder} has no config.json; it holds {listing(folder)}. Pass the folder of a "
             "Hugging Face model, or the path of one .gguf file (on the hub: org/name/file.gguf)"
         )
-    config = _read_json(folder / "config.json")
-    files = _weight_files(folder) if need_weights else ()
+    config = read_json(folder / "config.json")
+    files = weight_files(folder) if need_weights else ()
     weight_format = _FORMATS[files[0].suffix] if files else "none"
     return Checkpoint(folder, config, _read_generation_config(folder), files, weight_format)
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
-    return _read_json(file) if file.is_file() else {}
-
-
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    patterns = {"model.safetensors": "*.safetensors", "pytorch_model.bin": "pytorch_model*.bin"}
-    for single, pattern in patterns.items():
-        if (folder / single).is_file():
-            return (folder / single,)
-        if (index := folder / f"{single}.index.json").is_file():
-            return _shards(index)
-        if files := sorted(folder.glob(pattern)):
-            return tuple(files)
-    if gguf_file := _single_gguf(folder):
-        return (gguf_file,)
-    raise CheckpointError(
-        f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "
-        f'found {_listing(folder)}. Fetch them, or run without: load_format="dummy"'
-    )
-
-
-def _single_gguf(folder: Path) -> Path | None:
-    files = list(folder.glob("*.gguf"))
-    return files[0] if len(files) == 1 else None
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map; fetch it again")
-    files = tuple(index.parent / name for name in sorted(set(weight_map.values())))
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{index} names {', '.join(missing)}: missing, fetch them again")
-    return files
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not a {type(content).__name__}")
-    return content
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(file.name for file in folder.iterdir())
-    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "nothing"
+    return read_json(file) if file.is_file() else {}
