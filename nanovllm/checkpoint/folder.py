@@ -1,14 +1,17 @@
-"""What the folder of a model holds: its weights and its JSON files."""
+"""What the folder of a model holds, and what it lacks: weights, a tokenizer, JSON files."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _WEIGHTS = {"model.safetensors": "*.safetensors", "pytorch_model.bin": "pytorch_model*.bin"}
+_SHARD = re.compile(r"(.+-)\d{5}(-of-(\d{5})\..+)")
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -16,7 +19,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         if (folder / single).is_file():
             return (folder / single,)
         if (index := folder / f"{single}.index.json").is_file():
-            return _shards(index)
+            return _indexed_files(index)
         if files := sorted(folder.glob(pattern)):
             return tuple(files)
     if gguf_file := single_gguf(folder):
@@ -25,6 +28,18 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "
         f'found {listing(folder)}. Fetch them, or run without: load_format="dummy"'
     )
+
+
+def missing_files(folder: Path, *, need_weights: bool, need_tokenizer: bool) -> list[str]:
+    """Name what is needed and not there, as far as the files that are there tell."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if need_weights:
+        missing += _missing_weights(folder)
+    tokenizers = (*VOCABULARY_FILES, "*.gguf")  # a GGUF file holds its own
+    if need_tokenizer and not any(any(folder.glob(name)) for name in tokenizers):
+        one_of = " or ".join(VOCABULARY_FILES)
+        missing.append(f"a tokenizer ({one_of}; skip_tokenizer_init=True needs none)")
+    return missing
 
 
 def single_gguf(folder: Path) -> Path | None:
@@ -47,11 +62,43 @@ def listing(folder: Path) -> str:
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "nothing"
 
 
-def _shards(index: Path) -> tuple[Path, ...]:
+def _indexed_files(index: Path) -> tuple[Path, ...]:
+    names = _indexed_names(index)
+    if missing := _absent(index.parent, names):
+        raise CheckpointError(f"{index} names {', '.join(missing)}: missing, fetch them again")
+    return tuple(index.parent / name for name in names)
+
+
+def _indexed_names(index: Path) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; fetch it again")
-    files = tuple(index.parent / name for name in sorted(set(weight_map.values())))
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{index} names {', '.join(missing)}: missing, fetch them again")
-    return files
+    return sorted(set(weight_map.values()))
+
+
+def _absent(folder: Path, names: list[str]) -> list[str]:
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    """Look where `weight_files` looks, in the same order."""
+    for single, pattern in _WEIGHTS.items():
+        if (folder / single).is_file():
+            return []
+        if (index := folder / f"{single}.index.json").is_file():
+            return _absent(folder, _indexed_names(index))
+        if files := list(folder.glob(pattern)):
+            names = {name for file in files for name in _numbered_names(file.name)}
+            return _absent(folder, sorted(names))
+    if any(folder.glob("*.gguf")):
+        return []
+    return [f'weights ({" or ".join(_WEIGHTS.values())}; load_format="dummy" needs none)']
+
+
+def _numbered_names(name: str) -> list[str]:
+    """All shards of a set whose index is not there, by the number in the name of one."""
+    shard = _SHARD.fullmatch(name)
+    if shard is None:
+        return [name]
+    start, end, count = shard.groups()
+    return [f"{start}{number:05}{end}" for number in range(1, int(count) + 1)]

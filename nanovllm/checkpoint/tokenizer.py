@@ -6,25 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.folder import VOCABULARY_FILES
 from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """Return a transformers tokenizer; a GGUF file needs nothing beside it."""
     if checkpoint.path.suffix == ".gguf":
         return build_tokenizer(checkpoint.path)
-    if any((checkpoint.path / name).is_file() for name in _VOCABULARY_FILES):
+    if any((checkpoint.path / name).is_file() for name in VOCABULARY_FILES):
         return _from_folder(checkpoint.path)
     if checkpoint.weight_format == "gguf":
         return build_tokenizer(checkpoint.weight_files[0])
     raise CheckpointError(
-        f"{checkpoint.path} has no tokenizer: looked for {', '.join(_VOCABULARY_FILES)}. "
+        f"{checkpoint.path} has no tokenizer: looked for {', '.join(VOCABULARY_FILES)}. "
         "Fetch tokenizer.json, or pass token-id prompts with skip_tokenizer_init=True"
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,17 @@ for options in json.loads(sys.argv[1]):
         answer = " ".join(str(error).split())
     print(json.dumps(answer))
 """
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = "model.safetensors.index.json"
+NO_WEIGHTS = 'weights (*.safetensors or pytorch_model*.bin; load_format="dummy" needs none)'
+NO_TOKENIZER = (
+    "a tokenizer (tokenizer.json or tokenizer.model or vocab.json; "
+    "skip_tokenizer_init=True needs none)"
+)
+WITHOUT_HUB = [
+    pytest.param({"HF_HUB_OFFLINE": "1"}, id="HF_HUB_OFFLINE"),
+    pytest.param({"HF_ENDPOINT": "http://127.0.0.1:9"}, id="no-network"),
+]
 GENERATE = """
 from nanovllm import LLM, SamplingParams
 sizes = dict(kvcache_block_size=16, max_num_seqs=4, max_model_len=64)
@@ -120,6 +132,19 @@ def find(run: Callable[..., list[str]]) -> Callable[..., list[Any]]:
     return in_process
 
 
+@pytest.fixture
+def forget(hub: Hub, tmp_path: Path) -> Callable[..., None]:
+    """Leave the cache as other programs do: without the list of all files, and without some."""
+
+    def in_cache(repo_id: str, *names: str) -> None:
+        copy = tmp_path / "cache" / "hub" / f"models--{repo_id.replace('/', '--')}"
+        shutil.rmtree(copy / "trees", ignore_errors=True)
+        for name in names:
+            (copy / "snapshots" / hub.commit(repo_id, "main") / name).unlink()
+
+    return in_cache
+
+
 def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]]) -> None:
     commit = hub.commit("org/name", "main")
     alone = {"model": "org/name", "need_weights": False, "need_tokenizer": False}
@@ -150,9 +175,9 @@ def test_short_names_are_hub_ids(find: Callable[..., list[Any]]) -> None:
     assert (qwen3[2], smollm2[2]) == (5, 6)
 
 
-@pytest.mark.parametrize("is_told", [True, False], ids=["HF_HUB_OFFLINE", "no-network"])
+@pytest.mark.parametrize("gone", WITHOUT_HUB)
 def test_a_complete_copy_serves_without_the_hub(
-    hub: Hub, find: Callable[..., list[Any]], is_told: bool
+    hub: Hub, find: Callable[..., list[Any]], gone: dict[str, str]
 ) -> None:
     commits = {name: hub.commit("org/name", name) for name in ("main", "v2", "refs/pr/1")}
     by_name = [{"model": "org/name", "revision": name} for name in (None, "v2")]
@@ -163,8 +188,7 @@ def test_a_complete_copy_serves_without_the_hub(
         [commits["v2"], "safetensors", 2],
         [commits["refs/pr/1"], "safetensors", 3],
     ]
-    gone = {"HF_HUB_OFFLINE": "1"} if is_told else {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    partial = {"model": "org/bin", "need_weights": False}
+    partial = {"model": "org/bin", "need_weights": False, "need_tokenizer": False}
     find(partial)
     hub.asked.clear()
     absent = {"model": "org/name", "revision": "v3"}
@@ -181,7 +205,80 @@ def test_a_complete_copy_serves_without_the_hub(
     ):
         assert f"{wanted} is neither a folder here nor (completely) in the hub cache" in error
         assert "connect to the network" in error
-    assert ("HF_HUB_OFFLINE" in nothing) == is_told
+    assert ("HF_HUB_OFFLINE" in nothing) == ("HF_HUB_OFFLINE" in gone)
+
+
+@pytest.mark.parametrize("gone", WITHOUT_HUB)
+def test_a_partial_copy_names_what_it_lacks(
+    hub: Hub,
+    find: Callable[..., list[Any]],
+    forget: Callable[..., None],
+    gone: dict[str, str],
+) -> None:
+    """Whether the rest is on the hub is not known, so nothing is said about that."""
+    lost: dict[str, tuple[set[str], list[str]]] = {
+        "org/config-only": (WANTED - {"config.json"}, [NO_WEIGHTS, NO_TOKENIZER]),
+        "org/no-config": ({"config.json"}, ["config.json"]),
+        "org/no-weights": ({*SHARDS, INDEX}, [NO_WEIGHTS]),
+        "org/some-shards": ({SHARDS[1]}, [SHARDS[1]]),
+        "org/some-shards-no-index": ({SHARDS[0], INDEX}, [SHARDS[0]]),
+        "org/no-tokenizer": ({"tokenizer.json"}, [NO_TOKENIZER]),
+    }
+    hub.models |= {repo_id: {"main": model(7, WANTED)} for repo_id in lost}
+    calls = [{"model": repo_id} for repo_id in lost]
+    found = find(*calls)
+    for repo_id, (names, _) in lost.items():
+        forget(repo_id, *names)
+    hub.asked.clear()
+    errors = find(*calls, **gone)
+    assert hub.asked == []
+    for error, (repo_id, (_, missing)) in zip(errors, lost.items(), strict=True):
+        assert error.startswith(f"{repo_id!r} is only partly in the hub cache")
+        assert "connect to the network, or pass a local folder. Missing from " in error
+        assert error.endswith(f"{hub.commit(repo_id, 'main')}: {', '.join(missing)}")
+        assert ("(HF_HUB_OFFLINE is set); unset it" in error) == ("HF_HUB_OFFLINE" in gone)
+        assert ("could not be reached" in error) == ("HF_ENDPOINT" in gone)
+    assert find(*calls) == found
+
+
+@pytest.mark.parametrize("gone", WITHOUT_HUB)
+def test_a_gguf_file_that_is_not_cached(
+    find: Callable[..., list[Any]], forget: Callable[..., None], gone: dict[str, str]
+) -> None:
+    find({"model": "org/gguf/q8/a.gguf"})
+    forget("org/gguf")
+    found, other, whole = find(
+        {"model": "org/gguf/q8/a.gguf"}, {"model": "org/gguf/b.gguf"}, {"model": "org/gguf"}, **gone
+    )
+    assert found == ["a.gguf", "gguf", HIDDEN]
+    for error, missing in ((other, ": b.gguf"), (whole, ": config.json")):
+        assert error.startswith("'org/gguf' is only partly in the hub cache")
+        assert 'or pass a local folder or "org/gguf/q8/a.gguf". Missing from ' in error
+        assert missing in error
+
+
+@pytest.mark.parametrize("gone", WITHOUT_HUB)
+def test_a_complete_copy_needs_no_list_of_files(
+    hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None], gone: dict[str, str]
+) -> None:
+    """Nor an index of shards that are all there, as their names tell."""
+    hub.models["org/other"] = {"main": model(7, WANTED)}
+    calls = [{"model": repo_id} for repo_id in ("org/name", "org/other")]
+    found = find(*calls)
+    forget("org/name")
+    forget("org/other", INDEX)
+    assert find(*calls, **gone) == found
+
+
+def test_what_is_gone_from_the_hub_is_no_matter_of_the_network(
+    hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
+) -> None:
+    find({"model": "org/name"})
+    forget("org/name", "tokenizer.json")
+    del hub.models["org/name"]
+    [error] = find({"model": "org/name"})
+    assert "'org/name' is neither a folder here nor a model" in error
+    assert "set HF_TOKEN or run `hf auth login`" in error
 
 
 def test_an_unknown_revision_or_model_is_named(find: Callable[..., list[Any]]) -> None:
