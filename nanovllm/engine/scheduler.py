@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -209,31 +210,19 @@ class Scheduler:
         seq.slot = NO_SLOT
 
 
+@dataclass(slots=True)
 class _Draft:
     """A plan while it is being made: plain lists, which are fastest to append to."""
 
-    __slots__ = (
-        "block_updates",
-        "budget",
-        "counts",
-        "new_rows",
-        "num_decode_tokens",
-        "num_logits",
-        "rows",
-        "slots",
-        "starts",
-    )
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.num_decode_tokens = 0
-        self.rows: list[Sequence] = []
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.num_logits: list[int] = []
-        self.new_rows: list[NewRow] = []
-        self.block_updates: list[BlockUpdate] = []
+    budget: int
+    num_decode_tokens: int = 0
+    rows: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_logits: list[int] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    block_updates: list[BlockUpdate] = field(default_factory=list)
 
     def to_plan(self, released: list[int]) -> StepPlan:
         return StepPlan(

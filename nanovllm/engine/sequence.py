@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.sampling_params import SamplingParams
@@ -12,6 +13,7 @@ from nanovllm.sampling_params import SamplingParams
 NO_SLOT = -1
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """`num_computed` chases `num_tokens`; prefill, decode and recompute are the same chase.
 
@@ -19,64 +21,36 @@ class Sequence:
     only the known ones. The scheduler owns and mutates it.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "block_ids",
-        "block_keys",
-        "cache_salt",
-        "capacity",
-        "finish_reason",
-        "first_token_time",
-        "is_streaming",
-        "max_len",
-        "next_full_len",
-        "num_cached",
-        "num_computed",
-        "num_prompt_tokens",
-        "num_tokens",
-        "params",
-        "prefix",
-        "seed",
-        "seq_id",
-        "slot",
-        "stop_token_ids",
-        "token_ids",
-    )
+    seq_id: int
+    prompt_token_ids: InitVar[Iterable[int]]
+    params: SamplingParams
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    cache_salt: str | None = None
+    is_streaming: bool = False  # wants an output for every token, not only at the end
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams,
-        *,
-        seed: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-    ) -> None:
-        self.seq_id = seq_id
-        self.token_ids = array("i", prompt_token_ids)  # numpy and hashes read it as it is
-        self.params = params
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
-        self.cache_salt = cache_salt
-        self.is_streaming = is_streaming  # wants an output for every token, not only at the end
+    token_ids: array[int] = field(init=False)  # numpy and hashes read it as it is
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_len: int = field(init=False)
+    num_cached: int = 0
+    finish_reason: str | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float = 0.0
 
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_tokens = len(self.token_ids)
-        self.max_len = self.num_prompt_tokens + params.max_tokens
-        self.num_cached = 0
-        self.finish_reason: str | None = None
-        self.arrival_time = time.perf_counter()
-        self.first_token_time = 0.0
+    slot: int = NO_SLOT
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    capacity: int = 0  # tokens that block_ids can hold
+    block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks hashed so far
+    prefix: Prefix | str | None = field(init=False)  # the last one registered or matched
+    next_full_len: int = 0  # number of computed tokens that completes the next block
 
-        self.slot = NO_SLOT
-        self.num_computed = 0
-        self.block_ids: list[int] = []
-        self.capacity = 0  # tokens that block_ids can hold
-        self.block_keys: list[BlockKey] = []  # of the full blocks hashed so far
-        self.prefix: Prefix | str | None = cache_salt  # the last one registered or matched
-        self.next_full_len = 0  # number of computed tokens that completes the next block
+    def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
+        self.token_ids = array("i", prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.max_len = self.num_prompt_tokens + self.params.max_tokens
+        self.prefix = self.cache_salt
 
     @property
     def num_pending(self) -> int:
