@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.config import ModelConfig
-from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
+from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
 from nanovllm.layers.shards import split, split_kv_heads, whole
@@ -27,7 +27,7 @@ class SelfAttention(Layer):
         heads = split(config.num_heads, build.group)
         kv_heads = split_kv_heads(config.num_kv_heads, build.group)
         self.num_heads, self.head_dim = heads.count, config.head_dim
-        self.layer_index = layer_index
+        self.layer_index, self.is_last = layer_index, layer_index + 1 == config.num_layers
         self.attention, self.ops = build.attention, build.ops
         self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
@@ -45,7 +45,6 @@ class SelfAttention(Layer):
         residual: Tensor | None,
         rope: Tensor,
         batch: ForwardBatch,
-        kept: SampledTokens | None,  # the tokens to go on with; None: all of them
     ) -> tuple[Tensor, Tensor]:
         """Return what `o_proj` is to project, and x + residual."""
         qkv, residual = self.qkv_proj.after(norm, x, residual)
@@ -54,6 +53,7 @@ class SelfAttention(Layer):
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
         self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
         q = qkv[:, : self.num_heads]
-        if kept is not None:
+        # Of the last layer, tokens without logits need only keys and values.
+        if self.is_last and (kept := batch.sampled) is not None:
             q, residual, plan = q[kept.index], residual[kept.index], kept.attention
         return self.attention.attend(q, cache, plan, self.spec).flatten(1), residual

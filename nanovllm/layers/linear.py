@@ -64,15 +64,6 @@ class MergedLinear(Layer):
         del self.weight
 
 
-class Linear(MergedLinear):
-    """A projection under its own checkpoint name, whole on every rank."""
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, build: Build, name: str
-    ) -> None:
-        super().__init__(whole(in_features), {name: [whole(out_features)]}, bias, build)
-
-
 class RowParallelLinear(MergedLinear):
     """A projection of what is spread over the ranks; their results are added up."""
 

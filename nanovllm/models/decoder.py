@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
+from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import rope_table
@@ -35,14 +35,9 @@ class DecoderLayer(Layer):
         self.mlp = mlp
 
     def forward(
-        self,
-        x: Tensor | None,
-        residual: Tensor | None,
-        rope: Tensor,
-        batch: ForwardBatch,
-        kept: SampledTokens | None,
+        self, x: Tensor | None, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor]:
-        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
+        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch)
         x = self.self_attn.o_proj.before_norm(output, residual)
         return self.mlp(self.post_attention_layernorm, x, residual)
 
@@ -68,10 +63,8 @@ class DecoderBody(Layer):
     def forward(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
         """Return what the last layer adds and what it adds to, for the tokens with logits."""
         x, residual = self.embed_tokens(batch.input_ids), None
-        for i, (layer, rope) in enumerate(zip(self.layers, self.ropes, strict=True), 1):
-            # Of the last layer, tokens without logits need only keys and values.
-            kept = batch.sampled if i == len(self.layers) else None
-            x, residual = layer(x, residual, rope, batch, kept)
+        for layer, rope in zip(self.layers, self.ropes, strict=True):
+            x, residual = layer(x, residual, rope, batch)
         assert residual is not None, "a model without layers"
         return x, residual
 

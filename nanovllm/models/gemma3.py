@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.build import Build, ForwardBatch, Layer, SampledTokens
+from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.models.config_json import field, read_model_config, read_rope_config, sliding_layers
@@ -82,14 +82,9 @@ class Gemma3Layer(Layer):
         self.post_feedforward_layernorm = RMSNorm(config, build)
 
     def forward(
-        self,
-        x: Tensor | None,
-        residual: Tensor | None,
-        rope: Tensor,
-        batch: ForwardBatch,
-        kept: SampledTokens | None,
+        self, x: Tensor | None, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch, kept)
+        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch)
         x = self.post_attention_layernorm(self.self_attn.o_proj(output))
         gated, residual = self.mlp.gate_up_proj.after(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(self.mlp.down_proj(gated)), residual
