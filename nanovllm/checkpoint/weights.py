@@ -85,10 +85,7 @@ def _read_mapped(
     index: Index = (),
 ) -> Iterator[Tensor]:
     whole = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=offset)
-    for rows in _split(whole.view(shape), index):
-        yield rows
-        start = offset + rows.data_ptr() - whole.data_ptr()
-        _release(mapped, start, start + _span(rows))
+    yield from _read_and_release(whole.view(shape), index)
 
 
 def _list_bin(path: Path) -> Iterator[StoredTensor]:
@@ -106,12 +103,12 @@ def _list_bin(path: Path) -> Iterator[StoredTensor]:
 
 
 def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
-    """Give torch's mapped pages back, as _release does; there is no other way to reach them."""
+    """Give read pages back: while they stay mapped they count as memory of this process."""
     for rows in _split(tensor, index):
         yield rows
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         num_bytes = rows.data_ptr() + _span(rows) - first
-        if num_bytes > 0 and tensor.is_contiguous() and sys.platform == "linux":
+        if num_bytes > 0 and tensor.is_contiguous() and sys.platform != "win32":
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
 
@@ -147,10 +144,3 @@ def _span(rows: Tensor) -> int:
     """The bytes from the first element to the last."""
     last = sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True))
     return (last + 1) * rows.itemsize
-
-
-def _release(mapped: mmap.mmap, start: int, end: int) -> None:
-    """Give read pages back: while they stay mapped they count as memory of this process."""
-    if hasattr(mapped, "madvise"):  # not on Windows
-        start -= start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)

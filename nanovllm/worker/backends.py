@@ -16,7 +16,7 @@ from nanovllm.platforms.base import Platform
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_buffers import InputBuffers
-from nanovllm.worker.model_runner import Sampler, Steps
+from nanovllm.worker.model_runner import ModelRunner, Sampler
 from nanovllm.worker.samplers import TorchSampler
 
 
@@ -32,7 +32,7 @@ class Backend(Protocol):
     def sampler(self, buffers: InputBuffers) -> Sampler:
         """Make what draws tokens from logits."""
 
-    def steps(self, eager: EagerForward) -> Steps:
+    def runner(self, eager: EagerForward) -> ModelRunner:
         """Make what runs steps: recorded ones where the device gains by them."""
 
 
@@ -64,12 +64,13 @@ class CpuBackend:
     def sampler(self, buffers: InputBuffers) -> TorchSampler:
         return TorchSampler(buffers, self.group)
 
-    def steps(self, eager: EagerForward) -> Steps:
+    def runner(self, eager: EagerForward) -> ModelRunner:
         config, launcher, sampler = self.config, self.ops.launcher, self.sampler(eager.buffers)
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.
         if launcher is None or is_eager or not self.group.is_alone:
-            return Steps(eager, sampler)
+            return ModelRunner(eager.buffers, eager, sampler)
         from nanovllm.worker.recorded_forward import RecordedForward  # needs numba
 
-        return Steps(RecordedForward(eager, launcher, config.max_model_len), sampler)
+        recorded = RecordedForward(eager, launcher, config.max_model_len)
+        return ModelRunner(eager.buffers, recorded, sampler)

@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanovllm.engine.step import StepPlan, StepResult
-from nanovllm.platforms.base import PendingTokens, Platform
+from nanovllm.platforms.base import PendingTokens
 from nanovllm.worker.forward import Forward, StepLogits
 from nanovllm.worker.input_buffers import InputBuffers
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The two halves of a step; masks may change the logits in between."""
-
-    forward: Forward
-    sampler: Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +24,14 @@ class PendingStep:
 
 
 class ModelRunner:
-    def __init__(self, platform: Platform, buffers: InputBuffers, steps: Steps) -> None:
-        self.platform = platform
-        self.buffers = buffers
-        self.forward = steps.forward
-        self.sampler = steps.sampler
+    """Runs both halves of a step; masks may change the logits in between."""
+
+    def __init__(self, buffers: InputBuffers, forward: Forward, sampler: Sampler) -> None:
+        self.buffers, self.forward, self.sampler = buffers, forward, sampler
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Queue a step; the tables already hold what the next one will read."""
         self.buffers.update(plan)
         logits = self.forward(plan)
         self.buffers.mask_stop_tokens(logits.values, plan)
-        return PendingStep(self.platform.fetch(self.sampler(logits, plan)))
+        return PendingStep(self.buffers.platform.fetch(self.sampler(logits, plan)))

@@ -26,7 +26,7 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
-from nanovllm.worker.model_runner import ModelRunner, PendingStep
+from nanovllm.worker.model_runner import PendingStep
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ class Worker:
         platform.profile(lambda: self._largest_step(backend, model, spec))
         num_blocks = self._agree(choose_num_blocks(config, spec, platform))
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        buffers = self._buffers()
-        eager = EagerForward(model, buffers, backend.attention, caches, dtype)
-        self.runner = ModelRunner(platform, buffers, backend.steps(eager))
+        eager = EagerForward(model, self._buffers(), backend.attention, caches, dtype)
+        self.runner = backend.runner(eager)
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(
             num_blocks, platform.depth, platform.name, dtype_name, platform.device_name
