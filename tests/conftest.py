@@ -13,7 +13,7 @@ from tests.checkpoints import TinyCheckpoint, shared_checkpoint
 
 
 def pytest_sessionstart() -> None:
-    """Freeze what is imported, as an application may: else every engine would, in 0.3 seconds."""
+    """Freeze what is imported, as an application may: every engine collects, in 0.3 seconds."""
     gc.freeze()
 
 

@@ -6,9 +6,7 @@ import dataclasses
 import gc
 import logging
 import time
-import weakref
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-FEW_FROZEN = 10_000  # since Python 3.12 a collection itself freezes some hundred immortal objects
 
 
 @dataclass(slots=True)
@@ -73,13 +69,15 @@ class LLMEngine:
         check_splits(self.model_config, config.tensor_parallel_size)
         kind = LocalExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
         executor: Executor = kind(config, self.model_config, checkpoint)
-        self.info = info = executor.start()
-        blocks = BlockManager(
-            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
-        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens)
-        depth = info.depth if config.depth is None else config.depth
-        self.core = EngineCore(scheduler, executor, depth, config.max_model_len)
+        self.info = executor.start()
+        try:
+            self.core = self._make_core(executor)
+            # A full collection walks all that was imported, 60 ms amid a step. After one now, the
+            # next comes when a quarter more objects than these have lived long.
+            gc.collect()
+        except BaseException:  # Ctrl-C: at a prompt its traceback would keep the workers
+            executor.close()
+            raise
         if self.core.max_len < config.max_model_len:
             logger.warning(
                 "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end there",
@@ -91,12 +89,15 @@ class LLMEngine:
         self._pieces: list[StreamPiece] = []
         self._num_added = 0
         self._is_closed = False
-        self._unfreeze: Callable[[], object] | None = None
-        if gc.get_freeze_count() < FEW_FROZEN:  # if not, the application froze them
-            # Unfrozen, all that was imported is walked by a full collection: 60 ms amid a step.
-            gc.collect()
-            gc.freeze()
-            self._unfreeze = weakref.finalize(self, gc.unfreeze)
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        config, info = self.config, self.info
+        blocks = BlockManager(
+            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        depth = info.depth if config.depth is None else config.depth
+        return EngineCore(scheduler, executor, depth, config.max_model_len)
 
     def add_request(
         self,
@@ -159,8 +160,6 @@ class LLMEngine:
     def close(self) -> None:
         """Free the model and the cache; a second call does nothing."""
         self._is_closed = True
-        if self._unfreeze is not None:
-            self._unfreeze()
         self.core.executor.close()
 
     def _update(self, seq: Sequence) -> None:
