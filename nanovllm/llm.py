@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -137,12 +137,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _submit(
@@ -200,7 +195,10 @@ class Progress:
 
     def __init__(self, num_prompts: int, is_shown: bool) -> None:
         self._bar = tqdm(
-            total=num_prompts, desc="Generating", dynamic_ncols=True, disable=not is_shown
+            total=num_prompts,
+            desc="Generating",
+            dynamic_ncols=True,
+            disable=not is_shown or sys.stderr is None,
         )
         self._start = time.perf_counter()
         self._num_prefill = self._num_decode = 0

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 HOST = "127.0.0.1"
+CONNECT_TIMEOUT = timedelta(minutes=1)
 TIMEOUT = timedelta(hours=1)  # for ranks that load slower than others: a dead one ends the wait
 
 
@@ -15,10 +16,18 @@ def host_store() -> dist.TCPStore:
     """Serve a table that only this machine can reach, for as long as the object lives."""
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        HOST, port, None, True, TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    fd = listener.detach()
+    return _patient(
+        dist.TCPStore(
+            HOST, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd
+        )
     )
 
 
 def join_store(port: int) -> dist.TCPStore:
-    return dist.TCPStore(HOST, port, None, False, TIMEOUT)
+    return _patient(dist.TCPStore(HOST, port, None, False, CONNECT_TIMEOUT))
+
+
+def _patient(store: dist.TCPStore) -> dist.TCPStore:
+    store.set_timeout(TIMEOUT)
+    return store

@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from nanovllm import errors
-from nanovllm.errors import NanovllmError, WorkerError
+from nanovllm.errors import EngineError, NanovllmError, WorkerError
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.plan_codec import Section
 
@@ -32,6 +32,7 @@ _BOOT = (
     "main(*map(int, sys.argv[1:4]))"
 )
 PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
+FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
 GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
 POLL_SECONDS = 1.0  # between looks at processes whose end of the socket may outlive them
@@ -43,7 +44,7 @@ class WorkerProcesses:
     def __init__(self) -> None:
         self._failure: Failure | None = None
         self._workers: list[WorkerProcess] = []
-        self._is_running = False
+        self._owner = os.getpid()
         self._outbox: SimpleQueue[Broadcast | None] = SimpleQueue()
         self._stopping = threading.RLock()  # the collector may close us in the midst of it
         self._threads = [
@@ -55,7 +56,6 @@ class WorkerProcesses:
         self.raise_if_failed()
         for rank in range(num_ranks):
             self._workers.append(spawn(rank, num_ranks))
-        self._is_running = True
         for thread in self._threads:
             thread.start()
 
@@ -70,16 +70,23 @@ class WorkerProcesses:
     def raise_if_failed(self) -> None:
         if self._failure is not None:
             raise self._failure.error()
+        if os.getpid() != self._owner:  # without the threads that would hear the workers
+            raise EngineError(
+                f"the workers of this engine answer to process {self._owner}, from which this one "
+                "was forked; make an engine here, or give process pools the 'spawn' method"
+            )
 
     def close(self) -> None:
         """End the workers; a second call finds none."""
         self._stop(Failure("the engine is closed; make a new one", "EngineError"))
-        if not self._is_running:
+        _, sender = self._threads
+        if sender.ident is None:  # it never started
             self._close_channels()
         # The collector may call this from one of them.
-        elif threading.current_thread() not in self._threads:
+        if threading.current_thread() not in self._threads:
             for thread in self._threads:
-                thread.join(STOP_SECONDS)
+                if thread.ident is not None:
+                    thread.join(STOP_SECONDS)
 
     def _send_all(self) -> None:
         while (task := self._outbox.get()) is not None:
@@ -185,9 +192,11 @@ class WorkerProcess:
 def spawn(rank: int, num_ranks: int) -> WorkerProcess:
     ours, theirs = socket.socketpair()
     with theirs:
+        for end in (ours, theirs):
+            end.setblocking(True)  # whatever socket.setdefaulttimeout says
         numbers = [str(number) for number in (rank, theirs.fileno(), os.getpid())]
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *numbers, *sys.path, str(PACKAGES)],
+            [sys.executable, *FLAGS, "-c", _BOOT, *numbers, *sys.path, str(PACKAGES)],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C at the terminal is for the engine alone

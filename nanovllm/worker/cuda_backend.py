@@ -17,7 +17,7 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.graphed_chunks import GraphedChunks, chunk_sizes
 from nanovllm.worker.graphed_steps import GraphedSteps, graph_bytes
 from nanovllm.worker.input_buffers import InputBuffers
-from nanovllm.worker.model_runner import Steps
+from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.triton_sampler import TritonSampler
 
 
@@ -55,18 +55,19 @@ class CudaBackend:
     def sampler(self, buffers: InputBuffers) -> TritonSampler:
         return TritonSampler(buffers, self.vocab_size, self.group)
 
-    def steps(self, eager: EagerForward) -> Steps:
+    def runner(self, eager: EagerForward) -> ModelRunner:
         sampler, attention = self.sampler(eager.buffers), self._graphed_attention()
         if attention is None:
-            return Steps(eager, sampler)
+            return ModelRunner(eager.buffers, eager, sampler)
         config, platform, chunks = self.config, self.platform, None
         if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(
                 eager, attention, platform, self.max_tokens, config.max_model_len
             )
         graphed = GraphedSteps(eager, attention, sampler, platform, config.max_model_len, chunks)
-        graphed.capture(show_progress=sys.stderr.isatty() and self.group.rank == 0)
-        return Steps(graphed, graphed.sample)
+        is_watched = sys.stderr is not None and sys.stderr.isatty()
+        graphed.capture(show_progress=is_watched and self.group.rank == 0)
+        return ModelRunner(eager.buffers, graphed, graphed.sample)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

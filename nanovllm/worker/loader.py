@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,8 @@ def load_weights(
     found = _match(list_tensors(checkpoint), slots, tied, checkpoint.path)
     tensors = [tensor for tensor in found if tensor.name in slots]
     num_bytes = sum(slot.nbytes for slot in slots.values())
-    is_hidden = None if show_progress else True  # None: where there is no terminal
+    # None: where there is no terminal; a closed stderr is none at all.
+    is_hidden = None if show_progress and sys.stderr is not None else True
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
         for num_copied in _fill_all(tensors, slots, platform):

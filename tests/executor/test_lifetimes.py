@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import llm_engine
 from nanovllm.errors import EngineError, WorkerError
 from tests.checkpoints import TinyCheckpoint
 from tests.executor import programs
@@ -126,6 +127,22 @@ LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
         assert running.wait(SECONDS) == -signal.SIGINT
         assert running.errors().endswith("\nKeyboardInterrupt\n")
         assert_gone(pids)
+
+
+def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt keeps the traceback, and with it all that was being made."""
+
+    def interrupted() -> None:
+        pids.extend(int(pid) for pid in descendants(os.getpid()) - before)
+        raise KeyboardInterrupt
+
+    before, pids = descendants(os.getpid()), []
+    monkeypatch.setattr(llm_engine.gc, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        LLM(path, tensor_parallel_size=2, **OPTIONS)
+    assert len(pids) == 2
+    assert_gone(pids)
+    assert caught.tb is not None
 
 
 def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,35 @@ def test_a_rank_that_cannot_be_spawned_leaves_nothing(monkeypatch: pytest.Monkey
     assert spawned[0].channel.fileno() == -1
 
 
+def test_a_thread_that_cannot_start_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        if thread is executor._workers._threads[1]:
+            raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    executor, real_start = make_executor(obedient), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        executor.start()
+    workers = executor._workers._workers
+    assert all(worker.process.poll() is not None for worker in workers)
+    assert [worker.channel.fileno() for worker in workers] == [-1, -1]
+
+
+def test_flags_of_the_interpreter_reach_the_workers(tmp_path: Path) -> None:
+    """-I ignores PYTHONPATH, where something may wait that no process is to run."""
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('it ran')")
+    source = f"import sys; sys.path.insert(0, {str(ROOT)!r}){MOVES_AWAY}"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", source],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "started", done.stderr
+
+
 SENDS_TO_THE_DEAD = """
 import os, signal, time
 from nanovllm.errors import WorkerError
@@ -148,11 +178,43 @@ executor.start()
 print("started")
 executor.close()
 """
+SETS_A_TIMEOUT = """
+import socket
+from tests.executor.workers import make_executor, orders
+socket.setdefaulttimeout(60)
+executor = make_executor()
+executor.start()
+print(executor.submit(orders(7)).result().tokens[0])
+executor.close()
+"""
+FORKS = """
+import os
+from nanovllm.errors import EngineError
+from tests.executor.workers import make_executor, orders
+executor = make_executor()
+executor.start()
+if (pid := os.fork()) == 0:
+    try:
+        executor.submit(orders(1)).result()
+    except EngineError as error:
+        os._exit(7 if "forked" in str(error) else 1)
+    os._exit(2)
+_, status = os.waitpid(pid, 0)
+print(os.waitstatus_to_exitcode(status), executor.submit(orders(8)).result().tokens[0])
+executor.close()
+"""
 
 
-@pytest.mark.parametrize(("source", "says"), [(SENDS_TO_THE_DEAD, "told"), (MOVES_AWAY, "started")])
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        pytest.param(SENDS_TO_THE_DEAD, "told", id="dies of broken pipes"),
+        pytest.param(MOVES_AWAY, "started", id="leaves the folder it imported from"),
+        pytest.param(SETS_A_TIMEOUT, "7", id="has a timeout for sockets"),
+        pytest.param(FORKS, "7 8", id="uses the workers in a child as well"),
+    ],
+)
 def test_programs_with_other_manners(source: str, says: str) -> None:
-    """One dies of broken pipes by default; one leaves the folder that it imported from."""
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == says, done.stderr

@@ -566,6 +566,14 @@ def test_a_bar_at_a_terminal(
     assert ("Loading weights" in sys.stderr.getvalue()) == show_progress  # type: ignore[attr-defined]
 
 
+def test_a_closed_stderr_has_no_bar(llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = run(llama.path)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert run(llama.path) == want
+    with LLM(llama.path, skip_tokenizer_init=True, device="cpu", num_kvcache_blocks=8) as llm:
+        llm.generate([[1, 2]], SamplingParams(max_tokens=2))
+
+
 def test_only_the_first_rank_draws_a_bar(
     llama: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
