@@ -182,7 +182,7 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
             used[enforce_eager] = used_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
-                reserved = runner_of(llm).platform._account().graphs
+                reserved = runner_of(llm).buffers.platform._account().graphs
     taken = used[False] - used[True]
     print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
     assert taken <= reserved
@@ -221,7 +221,7 @@ def test_eager_engines_reserve_nothing_for_graphs(many_logits: dict[str, Any]) -
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
         with LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
-            reserved[enforce_eager] = runner_of(llm).platform._account().graphs
+            reserved[enforce_eager] = runner_of(llm).buffers.platform._account().graphs
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
     saved = (num_blocks[True] - num_blocks[False]) * block_bytes
     assert reserved[True] == 0
