@@ -15,28 +15,29 @@ _SHARD = re.compile(r"(.+-)\d{5}(-of-(\d{5})\..+)")
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    for single, pattern in _WEIGHTS.items():
-        if (folder / single).is_file():
-            return (folder / single,)
-        if (index := folder / f"{single}.index.json").is_file():
-            return _indexed_files(index)
-        if files := sorted(folder.glob(pattern)):
-            return tuple(files)
-    if gguf_file := single_gguf(folder):
-        return (gguf_file,)
-    raise CheckpointError(
-        f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "
-        f'found {listing(folder)}. Fetch them, or run without: load_format="dummy"'
-    )
+    files = _find_weights(folder)
+    if missing := _absent(files):
+        raise CheckpointError(f"{folder} needs {', '.join(missing)}: missing, fetch them again")
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no weights: looked for *.safetensors, pytorch_model.bin or one *.gguf, "
+            f'found {listing(folder)}. Fetch them, or run without: load_format="dummy"'
+        )
+    return tuple(files)
 
 
 def missing_files(folder: Path, *, need_weights: bool, need_tokenizer: bool) -> list[str]:
     """Name what is needed and not there, as far as the files that are there tell."""
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing = _absent([folder / "config.json"])
+    has_gguf = any(folder.glob("*.gguf"))  # which holds its own tokenizer
     if need_weights:
-        missing += _missing_weights(folder)
-    tokenizers = (*VOCABULARY_FILES, "*.gguf")  # a GGUF file holds its own
-    if need_tokenizer and not any(any(folder.glob(name)) for name in tokenizers):
+        files = _find_weights(folder)
+        missing += _absent(files)
+        if not files and not has_gguf:
+            kinds = " or ".join(_WEIGHTS.values())
+            missing.append(f'weights ({kinds}; load_format="dummy" needs none)')
+    has_tokenizer = has_gguf or any((folder / name).is_file() for name in VOCABULARY_FILES)
+    if need_tokenizer and not has_tokenizer:
         one_of = " or ".join(VOCABULARY_FILES)
         missing.append(f"a tokenizer ({one_of}; skip_tokenizer_init=True needs none)")
     return missing
@@ -62,11 +63,22 @@ def listing(folder: Path) -> str:
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") if names else "nothing"
 
 
-def _indexed_files(index: Path) -> tuple[Path, ...]:
-    names = _indexed_names(index)
-    if missing := _absent(index.parent, names):
-        raise CheckpointError(f"{index} names {', '.join(missing)}: missing, fetch them again")
-    return tuple(index.parent / name for name in names)
+def _find_weights(folder: Path) -> list[Path]:
+    """The files that hold the weights, as those tell that are there; others may be missing."""
+    for single, pattern in _WEIGHTS.items():
+        if (folder / single).is_file():
+            return [folder / single]
+        if (index := folder / f"{single}.index.json").is_file():
+            return [folder / name for name in _indexed_names(index)]
+        names = {name for file in folder.glob(pattern) for name in _numbered_names(file.name)}
+        if names:
+            return [folder / name for name in sorted(names)]
+    gguf_file = single_gguf(folder)
+    return [gguf_file] if gguf_file else []
+
+
+def _absent(files: list[Path]) -> list[str]:
+    return [file.name for file in files if not file.is_file()]
 
 
 def _indexed_names(index: Path) -> list[str]:
@@ -74,25 +86,6 @@ def _indexed_names(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; fetch it again")
     return sorted(set(weight_map.values()))
-
-
-def _absent(folder: Path, names: list[str]) -> list[str]:
-    return [name for name in names if not (folder / name).is_file()]
-
-
-def _missing_weights(folder: Path) -> list[str]:
-    """Look where `weight_files` looks, in the same order."""
-    for single, pattern in _WEIGHTS.items():
-        if (folder / single).is_file():
-            return []
-        if (index := folder / f"{single}.index.json").is_file():
-            return _absent(folder, _indexed_names(index))
-        if files := list(folder.glob(pattern)):
-            names = {name for file in files for name in _numbered_names(file.name)}
-            return _absent(folder, sorted(names))
-    if any(folder.glob("*.gguf")):
-        return []
-    return [f'weights ({" or ".join(_WEIGHTS.values())}; load_format="dummy" needs none)']
 
 
 def _numbered_names(name: str) -> list[str]:

@@ -33,11 +33,8 @@ _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
 PIECE_ELEMENTS = 4 << 20  # dequantised at a time: 16 MB
-TENSOR_TYPES = (
-    *("F32", "F16", "BF16"),
-    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q4_K", "Q5_K", "Q6_K"),
-)
+FLOAT_TYPES = ("F32", "F16", "BF16")
+TENSOR_TYPES = (*FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 # Any other key under "{architecture}." may change the numbers, so it is refused by name.
 _KNOWN_KEYS = re.compile(
