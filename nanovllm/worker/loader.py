@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
@@ -92,12 +92,13 @@ def _match(
     path: Path,
 ) -> list[StoredTensor]:
     """Return the tensors that have a slot each; name what is extra, odd or missing."""
+    places = slots | tied
     found: dict[str, StoredTensor] = {}
     problems = []
     for tensor in tensors:
         if IGNORED.match(tensor.name):
             continue
-        if problem := _problem(tensor, slots | tied, found):
+        if problem := _problem(tensor, places, found):
             problems.append(f"{tensor.file}: tensor {tensor.name!r} {problem}")
         found.setdefault(tensor.name, tensor)
     problems += [f"{path}: tensor {name!r} is missing" for name in slots if name not in found]
@@ -131,24 +132,25 @@ def _fill_all(
 @torch.inference_mode()  # threads do not inherit the mode
 def _fill(tensor: StoredTensor, slots: dict[str, WeightSlot], platform: Platform) -> int:
     slot = slots[tensor.name]
-    for part in slot.parts:
-        first = 0
-        for rows in tensor.read(part.index):
-            platform.fill(part.view[first : first + len(rows)], rows)
-            first += len(rows)
-        assert first == len(part.view), f"{tensor.name}: {first} of {len(part.view)} rows"
+    for view, rows in _pieces(tensor, slot):
+        platform.fill(view, rows)
     return slot.nbytes
 
 
 def _check_copy(tensor: StoredTensor, slot: WeightSlot) -> None:
     """Refuse a second copy of a tied weight that differs from the first: one of them is wrong."""
+    if not all(torch.equal(view, rows.to(view)) for view, rows in _pieces(tensor, slot)):
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
+            "tie_word_embeddings in config.json says it equals; set that to false to use it"
+        )
+
+
+def _pieces(tensor: StoredTensor, slot: WeightSlot) -> Iterator[tuple[Tensor, Tensor]]:
+    """Read a tensor; yield some lines of its place, and what belongs there."""
     for part in slot.parts:
         first = 0
         for rows in tensor.read(part.index):
-            view = part.view[first : first + len(rows)]
-            if not torch.equal(view, rows.to(view)):
-                raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
-                    "tie_word_embeddings in config.json says it equals; set that to false to use it"
-                )
+            yield part.view[first : first + len(rows)], rows
             first += len(rows)
+        assert first == len(part.view), f"{tensor.name}: {first} of {len(part.view)} rows"
