@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ class Sequence:
     seq_id: int
     prompt_token_ids: InitVar[Iterable[int]]
     params: SamplingParams
+    _: KW_ONLY
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str | None = None
