@@ -14,9 +14,11 @@ from nanovllm.kernels.paged_tiles import (
     COLUMNS,
     LOG2_E,
     MIN_LINES,
-    attend_tile,
+    attend_tiles,
+    begin_softmax,
     find_blocks,
     kernel_shape,
+    store_softmax,
     window_start,
 )
 
@@ -144,7 +146,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         hi = tl.minimum(lo + split_size, hi)
     token = _token_of(query_index, row)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
-    # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
     wait_for_inputs(OVERLAP)
     if SPLITS > 1:  # noqa: SIM102 - one is known when compiling, the other is not
@@ -157,24 +158,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     k_cache += kv_head * HEAD_DIM
     v_cache += kv_head * HEAD_DIM
     q_tile = tl.load(q + (heads * HEAD_DIM)[:, None] + dims, mask=is_real, other=0.0)
-    acc = tl.zeros((LINES, DIM_PAD), tl.float32)
-    line_max = tl.full((LINES,), float("-inf"), tl.float32)
-    line_sum = tl.zeros((LINES,), tl.float32)
-    for tile_start in tl.range(lo, hi, TILE):
-        keys = tile_start + tl.arange(0, TILE)
-        is_key = (keys >= first) & (keys < hi)
-        places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-        block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-        is_partial = (tile_start < first) | (tile_start + TILE > hi)
-        acc, line_max, line_sum = attend_tile(
-            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims, keys, is_key),
-            *(first + 0 * lines, hi - 1 + 0 * lines, is_partial, scale, HEAD_DIM),
-        )
+    acc, line_max, line_sum = begin_softmax(LINES, DIM_PAD)
+    acc, line_max, line_sum, _ = attend_tiles(
+        *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
+        *(lo, hi, first, hi, first, hi, first + 0 * lines, hi - 1 + 0 * lines, block_stride, scale),
+        *(HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK_SIZE, TILE, False),
+    )
     if SPLITS == 1:
         line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a row without context: zeros
-        values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
         out_lines = token * (KV_HEADS * GROUP) + heads
-        tl.store(out + out_lines[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
+        store_softmax(out, out_lines, dims, acc, line_sum, is_real, HEAD_DIM)
     else:
         places = (row * KV_HEADS * GROUP + heads) * SPLITS + tl.program_id(2)
         num_places = tl.num_programs(1) * KV_HEADS * GROUP * SPLITS

@@ -13,9 +13,11 @@ from nanovllm.kernels.overlap import launch_options, wait_for_inputs
 from nanovllm.kernels.paged_tiles import (
     COLUMNS,
     LOG2_E,
-    attend_tile,
+    attend_tiles,
+    begin_softmax,
     find_blocks,
     kernel_shape,
+    store_softmax,
     window_start,
 )
 
@@ -122,7 +124,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     lo, hi = first // TILE * TILE, highest + 1
     token = tl.load(query_starts + row).to(tl.int64) + skipped
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
-    # Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
     dims = tl.arange(0, DIM_PAD)
     queries, heads, is_line = find_lines(kv_head, num_queries - skipped, QUERIES, GROUP, LINES)
@@ -131,39 +132,26 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_tile = tl.load(q_places, mask=is_real, other=0.0)
     positions = lowest + queries
     firsts = window_start(positions, WINDOW)
-    acc = tl.zeros((LINES, DIM_PAD), tl.float32)
-    line_max = tl.full((LINES,), float("-inf"), tl.float32)
-    line_sum = tl.zeros((LINES,), tl.float32)
-    # Every query sees the keys full_lo .. full_hi: only tiles that reach beyond them need a mask.
+    acc, line_max, line_sum = begin_softmax(LINES, DIM_PAD)
     full_lo, full_hi = window_start(highest, WINDOW), lowest + 1
     k_cache += kv_head * HEAD_DIM
     v_cache += kv_head * HEAD_DIM
     whole = lo
     if WINDOW is None:  # first the tiles whose keys are all there
         whole = tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE
-        for tile_start in tl.range(lo, whole, TILE):
-            keys = tile_start + tl.arange(0, TILE)
-            places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-            block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-            is_partial = tile_start + TILE > full_hi
-            acc, line_max, line_sum = attend_tile(
-                *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims),
-                *(keys, None, firsts, positions, is_partial, scale, HEAD_DIM),
-            )
-    for tile_start in tl.range(whole, hi, TILE):
-        keys = tile_start + tl.arange(0, TILE)
-        is_key = (keys >= first) & (keys <= highest)
-        places = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-        block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-        is_partial = (tile_start < full_lo) | (tile_start + TILE > full_hi)
-        acc, line_max, line_sum = attend_tile(
-            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims),
-            *(keys, is_key, firsts, positions, is_partial, scale, HEAD_DIM),
+        acc, line_max, line_sum, block_ids = attend_tiles(
+            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
+            *(lo, whole, first, hi, full_lo, full_hi, firsts, positions, block_stride, scale),
+            *(HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK_SIZE, TILE, True),
         )
+    acc, line_max, line_sum, _ = attend_tiles(
+        *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
+        *(whole, hi, first, hi, full_lo, full_hi, firsts, positions, block_stride, scale),
+        *(HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK_SIZE, TILE, False),
+    )
     line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a line that is padding
-    values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
     out_lines = (token + queries) * (KV_HEADS * GROUP) + heads
-    tl.store(out + out_lines[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
+    store_softmax(out, out_lines, dims, acc, line_sum, is_real, HEAD_DIM)
 
 
 @triton.jit

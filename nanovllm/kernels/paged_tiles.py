@@ -36,17 +36,80 @@ def kernel_shape(
 
 
 @triton.jit
-def load_tile(heads, places, dims, is_key, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_tile(  # type: ignore[no-untyped-def]
+    heads, places, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
+):
     """Load keys or values [TILE, DIM_PAD]; what is not a key is zeros, whatever is there."""
     tile = heads + (places[:, None] + dims[None, :])
     is_dim = (dims < HEAD_DIM)[None, :]
-    if is_key is not None:
+    if not IS_WHOLE:
         values = tl.load(tile, mask=is_key[:, None] & is_dim, other=0.0)
     elif dims.shape[0] != HEAD_DIM:
         values = tl.load(tile, mask=is_dim, other=0.0)
     else:
         values = tl.load(tile)
     return values
+
+
+@triton.jit
+def begin_softmax(LINES: tl.constexpr, DIM_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of values, the maxima and the sums of weights of lines without keys yet."""
+    line_max = tl.full((LINES,), float("-inf"), tl.float32)
+    return tl.zeros((LINES, DIM_PAD), tl.float32), line_max, tl.zeros((LINES,), tl.float32)
+
+
+@triton.jit
+def store_softmax(out, out_lines, dims, acc, line_sum, is_real, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
+    tl.store(out + out_lines[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
+
+
+@triton.jit
+def attend_tiles(  # type: ignore[no-untyped-def]
+    acc,
+    line_max,
+    line_sum,
+    q_tile,
+    k_cache,
+    v_cache,
+    blocks,
+    block_ids,
+    length,
+    dims,
+    lo,
+    hi,
+    first,
+    end,
+    full_lo,
+    full_hi,
+    firsts,
+    lasts,
+    block_stride,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ARE_WHOLE: tl.constexpr,
+):
+    """Take the tiles from lo to hi in, whose keys from first to end are there, or all of them.
+
+    Every line sees the keys from full_lo to full_hi; only tiles that reach beyond need a mask.
+    Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
+    """
+    for tile_start in tl.range(lo, hi, TILE):
+        keys = tile_start + tl.arange(0, TILE)
+        is_key = (keys >= first) & (keys < end)
+        places = block_ids * block_stride + keys % BLOCK_SIZE * WIDTH
+        block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
+        is_partial = tile_start + TILE > full_hi
+        if not ARE_WHOLE:
+            is_partial = (tile_start < full_lo) | is_partial
+        acc, line_max, line_sum = attend_tile(
+            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims, keys, is_key),
+            *(firsts, lasts, is_partial, scale, HEAD_DIM, ARE_WHOLE),
+        )
+    return acc, line_max, line_sum, block_ids
 
 
 @triton.jit
@@ -66,18 +129,19 @@ def attend_tile(  # type: ignore[no-untyped-def]
     is_partial,
     scale,
     HEAD_DIM: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
     """Take a tile of keys and values into the softmax so far.
 
     A line sees the keys from its first to its last; is_partial: not all of the tile's.
     """
-    k = load_tile(k_cache, places, dims, is_key, HEAD_DIM)
+    k = load_tile(k_cache, places, dims, is_key, HEAD_DIM, IS_WHOLE)
     scores = tl.dot(q_tile, k.T, input_precision="ieee")
     if is_partial:
         is_seen = (keys[None, :] >= firsts[:, None]) & (keys[None, :] <= lasts[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
     weights, alpha, line_max, line_sum = weigh(scores, line_max, line_sum, scale)
-    v = load_tile(v_cache, places, dims, is_key, HEAD_DIM)
+    v = load_tile(v_cache, places, dims, is_key, HEAD_DIM, IS_WHOLE)
     acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, line_max, line_sum
 

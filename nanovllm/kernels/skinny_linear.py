@@ -92,11 +92,7 @@ def _skinny(  # type: ignore[no-untyped-def]
     lines = weight + out.to(tl.int64)[:, None] * NUM_IN
     up_lines = lines + num_out * NUM_IN
     lanes = tl.arange(0, BLOCK_IN)
-    mask = is_out[:, None] & (lanes < NUM_IN)[None, :]
-    tile = tl.load(lines + lanes[None, :], mask=mask, other=0.0)
-    up_tile = (
-        tl.load(up_lines + lanes[None, :], mask=mask, other=0.0) if ACTIVATION is not None else tile
-    )
+    tile, up_tile = _load_tiles(lines, up_lines, lanes, is_out, NUM_IN, ACTIVATION is not None)
     wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     sums = tl.zeros((BLOCK_OUT,), tl.float32)
     up_sums = tl.zeros((BLOCK_OUT,), tl.float32)
@@ -104,13 +100,8 @@ def _skinny(  # type: ignore[no-untyped-def]
     for begin in tl.range(0, NUM_IN, BLOCK_IN):
         i = begin + lanes
         is_in = i < NUM_IN
-        after = i + BLOCK_IN
-        mask = is_out[:, None] & (after < NUM_IN)[None, :]
-        next_tile = tl.load(lines + after[None, :], mask=mask, other=0.0)
-        next_up = (
-            tl.load(up_lines + after[None, :], mask=mask, other=0.0)
-            if ACTIVATION is not None
-            else tile
+        next_tile, next_up = _load_tiles(
+            lines, up_lines, i + BLOCK_IN, is_out, NUM_IN, ACTIVATION is not None
         )
         values = add_residual(total_out, x, residual, i, is_in, HAS_RESIDUAL)
         if HAS_NORM:
@@ -132,6 +123,17 @@ def _skinny(  # type: ignore[no-untyped-def]
     if ACTIVATION is not None:
         sums = activate(sums, ACTIVATION) * up_sums
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _load_tiles(lines, up_lines, i, is_out, NUM_IN: tl.constexpr, IS_GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some inputs' weights, and those of the up lines, if there are any."""
+    mask = is_out[:, None] & (i < NUM_IN)[None, :]
+    tile = tl.load(lines + i[None, :], mask=mask, other=0.0)
+    up_tile = tile
+    if IS_GATED:
+        up_tile = tl.load(up_lines + i[None, :], mask=mask, other=0.0)
+    return tile, up_tile
 
 
 @triton.jit

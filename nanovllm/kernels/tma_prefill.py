@@ -14,7 +14,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels import overlap
 from nanovllm.kernels.paged_prefill import PrefillConfig, find_lines, find_queries
-from nanovllm.kernels.paged_tiles import COLUMNS, LOG2_E, kernel_shape, weigh
+from nanovllm.kernels.paged_tiles import (
+    COLUMNS,
+    LOG2_E,
+    begin_softmax,
+    kernel_shape,
+    store_softmax,
+    weigh,
+)
 
 CONFIG = PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
@@ -115,9 +122,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_places = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
     q_tile = tl.load(q_places, mask=is_line[:, None], other=0.0)
     positions = lowest + queries
-    acc = tl.zeros((LINES, HEAD_DIM), tl.float32)
-    line_max = tl.full((LINES,), float("-inf"), tl.float32)
-    line_sum = tl.zeros((LINES,), tl.float32)
+    acc, line_max, line_sum = begin_softmax(LINES, HEAD_DIM)
     column = kv_head * HEAD_DIM
     offsets = tl.arange(0, TILE)
     place = tl.load(blocks) * block_stride
@@ -143,7 +148,5 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         weights, alpha, line_max, line_sum = weigh(scores, line_max, line_sum, scale)
         v = tl.where((keys < length)[:, None], v_lines.load([place, column]), 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
-    values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
     out_lines = (token + queries) * (KV_HEADS * GROUP) + heads
-    out_places = out + out_lines[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_places, values, mask=is_line[:, None])
+    store_softmax(out, out_lines, dims, acc, line_sum, is_line[:, None], HEAD_DIM)
