@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
-from nanovllm.kernels.paged_decode import (
+from nanovllm.kernels.cuda.attention_decode import (
     DecodeConfig,
     choose_splits,
     decode_config,
     paged_decode,
     partial_size,
 )
-from nanovllm.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
-from nanovllm.kernels.tma_prefill import CONFIG, tma_prefill
+from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, paged_prefill, prefill_config
+from nanovllm.kernels.cuda.attention_tma import CONFIG, tma_prefill
 
 BLOCK_SIZE = EngineConfig("").kvcache_block_size
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.base import PackedExperts, Routing
-from nanovllm.kernels.numba_launch import Launcher
-from nanovllm.kernels.numba_ops import NumbaOps
-from nanovllm.kernels.reference import TorchOps, route
+from nanovllm.kernels.cpu.ops import NumbaOps
+from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.ops import PackedExperts, Routing
+from nanovllm.kernels.torch_ops import TorchOps, route
 
 HIDDEN, SIZE, TOP_K = 2048, 768, 8
 TOKENS = (1, 8, 64, 128, 256, 1024)

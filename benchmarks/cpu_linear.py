@@ -13,9 +13,9 @@ import time
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import numba_ops
-from nanovllm.kernels.base import LinearFn
-from nanovllm.kernels.numba_launch import Launcher
+from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.ops import LinearFn
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
 HEAD = (49152, 576)
@@ -29,11 +29,11 @@ def main() -> None:
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):
             weights = [torch.randn(shape).to(dtype) for shape in SHAPES * NUM_LAYERS + [HEAD]]
-            ops = numba_ops.NumbaOps(Launcher(dtype))
+            ops = cpu_ops.NumbaOps(Launcher(dtype))
             ops.max_linear_rows = max(NUM_ROWS)  # our kernel runs them all
             models = {
-                "F.linear": [numba_ops.pack_rows(weight, None) for weight in weights],
-                "oneDNN packed": [numba_ops.pack_onednn(weight, None) for weight in weights],
+                "F.linear": [cpu_ops.pack_rows(weight, None) for weight in weights],
+                "oneDNN packed": [cpu_ops.pack_onednn(weight, None) for weight in weights],
                 "our kernel": [
                     ops.pack_linear(weight, None, None, has_room=False) for weight in weights
                 ],

@@ -26,12 +26,12 @@ from nanovllm.bench.floors import Rates
 from nanovllm.bench.options import at_least
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.base import Routing
-from nanovllm.kernels.experts import route, run_pairs
-from nanovllm.kernels.grouped_experts import GroupedConfig, grouped_config, run_grouped
-from nanovllm.kernels.reference import route as reference_route
-from nanovllm.kernels.reference import run_experts
-from nanovllm.kernels.triton_ops import TritonOps
+from nanovllm.kernels.cuda.experts_grouped import GroupedConfig, grouped_config, run_grouped
+from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.ops import Routing
+from nanovllm.kernels.torch_ops import route as reference_route
+from nanovllm.kernels.torch_ops import run_experts
 from nanovllm.platforms.cuda import CudaPlatform
 
 DTYPE = torch.bfloat16

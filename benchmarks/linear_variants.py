@@ -19,12 +19,12 @@ from torch.nn import functional
 from triton.runtime.jit import JITFunction
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels import few_rows_linear as few_rows
-from nanovllm.kernels import fused
-from nanovllm.kernels import skinny_linear as skinny
-from nanovllm.kernels.base import Activation
-from nanovllm.kernels.few_rows_linear import FewRowsConfig
-from nanovllm.kernels.triton_ops import TritonOps
+from nanovllm.kernels.cuda import elementwise
+from nanovllm.kernels.cuda import linear_few_rows as few_rows
+from nanovllm.kernels.cuda import linear_one_row as skinny
+from nanovllm.kernels.cuda.linear_few_rows import FewRowsConfig
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.ops import Activation
 
 DTYPE = torch.bfloat16
 TILE_ELEMENTS = (1024, 16384)  # of the weight that a program of one row holds: fewest, most
@@ -120,7 +120,7 @@ def few_rows_candidates(shape: Shape, num_rows: int, device: torch.device) -> It
 
 def _library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     y = functional.linear(x, weight)
-    return fused.gate(y, "silu") if shape.is_gated else y
+    return elementwise.gate(y, "silu") if shape.is_gated else y
 
 
 def _chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:

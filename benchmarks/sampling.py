@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base import SamplingVariant
-from nanovllm.kernels.sampling import (
+from nanovllm.kernels.cuda.sampling import (
     SamplingTables,
     sample_tokens,
     sampling_workspace,
 )
+from nanovllm.kernels.ops import SamplingVariant
 
 VOCAB_SIZE = 151_936
 BYTES_PER_MS = 4.28e9  # what a device copy moves on an H200

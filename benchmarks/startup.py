@@ -144,7 +144,7 @@ def time_phases(spans: Spans) -> None:
     wrap(worker, "load_weights", "weights", spans)
     wrap(CudaPlatform, "profile", "largest step", spans)
     if has_cuda():
-        from nanovllm.worker.graphed_steps import GraphedSteps  # needs triton
+        from nanovllm.worker.cuda.decode_graphs import GraphedSteps  # needs triton
 
         wrap(GraphedSteps, "capture", "graphs", spans)
 

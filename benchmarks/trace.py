@@ -33,7 +33,7 @@ from nanovllm.cli.options import dashed
 from nanovllm.cli.start import configure_logging
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
-from nanovllm.worker.model_runner import PendingStep
+from nanovllm.worker.runner import PendingStep
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from nanovllm import LLM
 from tests.devices import NEEDS_GPU
-from tests.kernels.interpreted import (
+from tests.kernels.cuda.interpreted import (
     experts_cases,
     fused_cases,
     paged_attention_cases,

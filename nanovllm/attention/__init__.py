@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.attention.cpu import CpuAttention
+from nanovllm.attention.rows import CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.base import Ops
+from nanovllm.kernels.ops import Ops
 from nanovllm.platforms.base import Platform
 
 
@@ -30,7 +30,7 @@ def create_attention(
         )
     if ops.launcher is None:
         return CpuAttention(block_size)
-    from nanovllm.attention.numba_paged import NumbaAttention
+    from nanovllm.attention.cpu import NumbaAttention
 
     return NumbaAttention(block_size, ops.launcher)
 
@@ -42,7 +42,7 @@ def _create_on_cuda(
         from nanovllm.attention.flash import load_flash_attention
 
         return load_flash_attention(platform, block_size, dtype)
-    from nanovllm.attention.triton_paged import TritonAttention
+    from nanovllm.attention.triton import TritonAttention
 
     properties = torch.cuda.get_device_properties(platform.device)
     is_hopper = properties.major == 9

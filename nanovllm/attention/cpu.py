@@ -1,8 +1,4 @@
-"""Attention on the CPU: torch's SDPA over blocks gathered from the paged cache.
-
-Rows with one token are padded and run together; query heads that share a kv head are packed as
-query positions, so grouped-query attention copies nothing. Longer rows run one by one.
-"""
+"""Attention on the CPU: single-token rows straight from the cache, longer ones through SDPA."""
 
 from __future__ import annotations
 
@@ -10,175 +6,75 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
-
-MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper
-QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Single-token rows of similar length."""
-
-    tokens: Tensor | None  # their places in the batch; None: the whole batch in order
-    block_ids: Tensor  # [rows * width], padded with block 0
-    mask: Tensor  # [rows, 1, 1, width * block_size], added to the scores
-    starts: Tensor  # [rows, 1, 1, 1], the position of each one's token
+from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_prefills
+from nanovllm.kernels.cpu.kernels import ATTEND
+from nanovllm.kernels.cpu.program import Launcher, float_bits
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillRow:
-    """One row of several tokens: batch[offset : offset + count] continues `start` cached tokens."""
-
-    offset: int
-    count: int
-    start: int
-    block_ids: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class CpuPlan:
-    groups: list[DecodeGroup]
+class NumbaPlan:
+    tokens: Tensor  # [decode rows], their places in the batch
+    lengths: Tensor  # [decode rows], tokens to attend to
+    block_tables: Tensor  # [decode rows, max_blocks]
+    max_length: int
     prefills: list[PrefillRow]
 
 
-class CpuAttention:
-    def __init__(self, block_size: int) -> None:
+class NumbaAttention:
+    def __init__(self, block_size: int, launcher: Launcher) -> None:
         self.block_size = block_size
+        self.launcher = launcher
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> CpuPlan:
+    def plan(self, rows: BatchRows, dtype: torch.dtype) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
-        tables = rows.block_table.numpy()
         singles = np.flatnonzero(rows.counts == 1)
-        lengths = rows.starts[singles] + 1
-        groups = [
-            self._decode_group(rows, tables, offsets, singles[members], dtype)
-            for members in _group_by_length(lengths)
-        ]
-        return CpuPlan(groups, plan_prefills(rows, offsets, self.block_size))
+        lengths = (rows.starts[singles] + 1).astype(np.int32)
+        return NumbaPlan(
+            torch.from_numpy(offsets[singles].astype(np.int64)),
+            torch.from_numpy(lengths),
+            torch.from_numpy(rows.block_table.numpy()[rows.slots[singles]]),
+            int(lengths.max(initial=0)),
+            plan_prefills(rows, offsets, self.block_size),
+        )
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: CpuPlan, spec: AttentionSpec) -> Tensor:
-        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._decode(q, cache, plan.groups[0], spec)
-        output = torch.empty_like(q)
-        for group in plan.groups:
-            output[group.tokens] = self._decode(q[group.tokens], cache, group, spec)
+    def attend(self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec) -> Tensor:
+        output = self.launcher.empty(*q.shape)
+        if len(plan.tokens):
+            self._decode(q, cache, plan, spec, output)
         for row in plan.prefills:
             attend_prefill(q, cache, row, spec, output)
         return output
 
-    def _decode_group(
-        self,
-        rows: BatchRows,
-        tables: np.ndarray,
-        offsets: np.ndarray,
-        members: np.ndarray,
-        dtype: torch.dtype,
-    ) -> DecodeGroup:
-        starts = rows.starts[members]
-        width = int(starts.max()) // self.block_size + 1
-        block_ids = tables[rows.slots[members], :width].astype(np.int64)
-        block_ids[np.arange(width) > (starts // self.block_size)[:, None]] = 0
-        is_hidden = np.arange(width * self.block_size) > starts[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=dtype)
-        mask.masked_fill_(torch.from_numpy(is_hidden), -torch.inf)
-        is_whole_batch = len(members) == len(rows.counts)
-        order = np.arange(len(members))
-        tokens = offsets[members].astype(np.int64)
-        return DecodeGroup(
-            None if is_whole_batch and (members == order).all() else torch.from_numpy(tokens),
-            torch.from_numpy(block_ids.reshape(-1)),
-            mask[:, None, None, :],
-            torch.from_numpy(starts)[:, None, None, None],
-        )
-
     def _decode(
-        self, q: Tensor, cache: LayerCache, group: DecodeGroup, spec: AttentionSpec
-    ) -> Tensor:
-        num_rows, num_heads, head_dim = q.shape
+        self, q: Tensor, cache: LayerCache, plan: NumbaPlan, spec: AttentionSpec, output: Tensor
+    ) -> None:
+        _, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
-        k = _gather(cache.k, group.block_ids, num_rows)
-        v = _gather(cache.v, group.block_ids, num_rows)
-        packed = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        mask = group.mask
-        if spec.window is not None:
-            is_past = torch.arange(mask.shape[-1]) <= group.starts - spec.window
-            mask = mask.masked_fill(is_past, -torch.inf)
-        output = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=spec.scale)
-        return output.reshape(num_rows, num_heads, head_dim)
-
-
-def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
-    """Describe the rows of more than one token; `offsets` says where each begins in the batch."""
-    longer = np.flatnonzero(rows.counts != 1).tolist()
-    return [plan_row(rows, i, offsets, block_size) for i in longer]
-
-
-def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> PrefillRow:
-    start, count = int(rows.starts[i]), int(rows.counts[i])
-    num_blocks = -(-(start + count) // block_size)
-    block_ids = rows.block_table[int(rows.slots[i]), :num_blocks].long()
-    return PrefillRow(int(offsets[i]), count, start, block_ids)
-
-
-def attend_prefill(
-    q: Tensor, cache: LayerCache, row: PrefillRow, spec: AttentionSpec, output: Tensor
-) -> None:
-    """Attend from the last `count` positions of a row to all of it, or what the window shows."""
-    part = slice(row.offset, row.offset + row.count)
-    q, output = q[part], output[part]
-    length = row.start + row.count
-    k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
-    v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
-    window = length if spec.window is None else spec.window
-    if row.start == 0 and length <= window:
-        output[:] = _grouped_sdpa(q, k, v, None, spec.scale)
-        return
-    positions = torch.arange(length, device=q.device)
-    for first in range(0, row.count, QUERY_TILE):
-        tile = q[first : first + QUERY_TILE]
-        start = row.start + first
-        end, begin = start + len(tile), max(start - window + 1, 0)
-        keys, queries = positions[begin:end], positions[start:end, None]
-        is_visible = (keys <= queries) & (keys > queries - window)
-        values = _grouped_sdpa(tile, k[:, :, begin:end], v[:, :, begin:end], is_visible, spec.scale)
-        output[first : first + QUERY_TILE] = values
-
-
-def _group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
-    """Split rows into groups, longest first, so that no group pads more than MAX_WASTE tokens."""
-    order = np.argsort(-lengths, kind="stable")
-    groups, first, waste = [], 0, 0
-    for i, row in enumerate(order):
-        waste += int(lengths[order[first]] - lengths[row])
-        if waste > MAX_WASTE:
-            groups.append(np.sort(order[first:i]))
-            first, waste = i, 0
-    return [*groups, np.sort(order[first:])] if len(order) else []
-
-
-def _gather(cache: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
-    """Copy blocks out of the cache as [rows, kv_heads, tokens, head_dim]."""
-    num_blocks, _, num_kv_heads, head_dim = cache.shape
-    flat = cache.view(num_blocks, -1).index_select(0, block_ids)
-    return flat.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
-
-
-def _grouped_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor | None, scale: float
-) -> Tensor:
-    """SDPA of q [queries, heads, dim] over k, v [1, kv_heads, tokens, dim]; None means causal."""
-    num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    # kv heads become the batch and each is broadcast over its query heads: a view, not a copy.
-    groups = q.view(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    size = groups.shape[1]
-    k = k.transpose(0, 1).expand(-1, size, -1, -1)
-    v = v.transpose(0, 1).expand(-1, size, -1, -1)
-    output = F.scaled_dot_product_attention(
-        groups, k, v, attn_mask=is_visible, is_causal=is_visible is None, scale=scale
-    )
-    return output.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+        group = num_heads // num_kv_heads
+        # Per thread and query head: the query, the output in the making, a score per position.
+        scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
+        scratch = self.launcher.scratch(scratch_size)
+        self.launcher.launch(
+            ATTEND,
+            output.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            plan.block_tables.data_ptr(),
+            plan.block_tables.shape[1],
+            plan.tokens.data_ptr(),
+            plan.lengths.data_ptr(),
+            scratch.data_ptr(),
+            len(plan.tokens),
+            plan.max_length,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            self.block_size,
+            float_bits(spec.scale),
+            plan.max_length if spec.window is None else spec.window,
+        )

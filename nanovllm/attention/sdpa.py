@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
-from nanovllm.attention.cpu import PrefillRow, attend_prefill, plan_row
+from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_row
 
 
 class SdpaAttention:

@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from nanovllm.kernels.base import Ops
-from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +16,8 @@ def create_cpu_ops(dtype: torch.dtype) -> Ops:
     if dtype not in (torch.float32, torch.bfloat16):
         return TorchOps()
     try:
-        from nanovllm.kernels.numba_launch import Launcher
-        from nanovllm.kernels.numba_ops import NumbaOps
+        from nanovllm.kernels.cpu.ops import NumbaOps
+        from nanovllm.kernels.cpu.program import Launcher
     except ImportError as error:
         logger.info("no compiled CPU kernels (%s): decoding will be slower", error)
         return TorchOps()

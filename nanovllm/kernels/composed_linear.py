@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.kernels.base import Activation, LinearFn, NormWeights, Ops, PackedLinear
+from nanovllm.kernels.ops import Activation, LinearFn, NormWeights, Ops, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
 from nanovllm.distributed.group import ALONE, TPGroup
-from nanovllm.kernels.base import Ops
+from nanovllm.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)

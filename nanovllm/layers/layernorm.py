@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.base import NormWeights, QKNormWeights
+from nanovllm.kernels.ops import NormWeights, QKNormWeights
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.shards import WeightSlot, whole_slot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.kernels.base import Activation, PackedLinear
+from nanovllm.kernels.ops import Activation, PackedLinear
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import Share, WeightSlot, shared_slot, whole

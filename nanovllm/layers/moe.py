@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanovllm.config import ExpertsConfig
-from nanovllm.kernels.base import PackedExperts, Routing
+from nanovllm.kernels.ops import PackedExperts, Routing
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear

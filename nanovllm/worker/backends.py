@@ -11,12 +11,12 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import create_cpu_ops
-from nanovllm.kernels.base import Ops
+from nanovllm.kernels.ops import Ops
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_buffers import InputBuffers
-from nanovllm.worker.model_runner import ModelRunner, Sampler
+from nanovllm.worker.runner import ModelRunner, Sampler
 from nanovllm.worker.samplers import TorchSampler
 
 
@@ -44,7 +44,7 @@ def create_backend(
     group: TPGroup,
 ) -> Backend:
     if isinstance(platform, CudaPlatform):
-        from nanovllm.worker.cuda_backend import CudaBackend  # needs triton
+        from nanovllm.worker.cuda.backend import CudaBackend  # needs triton
 
         return CudaBackend(platform, config, vocab_size, dtype, group)
     return CpuBackend(platform, config, dtype, group)

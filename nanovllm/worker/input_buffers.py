@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
 from nanovllm.engine.step import NewRow, StepPlan
-from nanovllm.kernels.base import SamplingVariant
+from nanovllm.kernels.ops import SamplingVariant
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.base import Platform
 from nanovllm.sampling_params import SamplingParams

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nanovllm.attention.numba_paged import NumbaPlan
+from nanovllm.attention.cpu import NumbaPlan
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.numba_launch import Launcher, NotRecordableError
-from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
+from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS
+from nanovllm.kernels.cpu.program import Launcher, NotRecordableError
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode

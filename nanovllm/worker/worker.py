@@ -26,7 +26,7 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
-from nanovllm.worker.model_runner import PendingStep
+from nanovllm.worker.runner import PendingStep
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows, LayerCache
-from nanovllm.attention.cpu import QUERY_TILE
-from nanovllm.kernels.base import Ops
+from nanovllm.attention.rows import QUERY_TILE
+from nanovllm.kernels.ops import Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
 HEAD_DIM = 16  # unless a case says otherwise

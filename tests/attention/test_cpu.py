@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm.attention.base import BatchRows, LayerCache
-from nanovllm.attention.cpu import MAX_WASTE, CpuAttention
-from nanovllm.attention.numba_paged import NumbaAttention
+from nanovllm.attention.cpu import NumbaAttention
+from nanovllm.attention.rows import MAX_WASTE, CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.kernels.numba_launch import Launcher
-from nanovllm.kernels.numba_ops import NumbaOps
-from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.cpu.ops import NumbaOps
+from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.torch_ops import TorchOps
 from tests.attention.cases import MIXES, Backend, Case, batch_rows, check_last_tokens, make_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

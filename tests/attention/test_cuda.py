@@ -13,7 +13,7 @@ from nanovllm.attention.base import (
     GraphedAttention,
     LayerCache,
 )
-from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.platforms.cuda import CudaPlatform
 from tests.attention.cases import MIXES, Case, make_case
 

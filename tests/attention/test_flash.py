@@ -13,7 +13,7 @@ from nanovllm.attention.base import DecodeRows, GraphedAttention
 from nanovllm.attention.flash import FlashAttention, FlashDecode, FlashMixed
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.cpu import CpuPlatform
 from tests.attention import stand_in_flash

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base import Routing
+from nanovllm.kernels.ops import Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nanovllm.kernels.base import Routing
-from nanovllm.kernels.reference import TorchOps, route
+from nanovllm.kernels.ops import Routing
+from nanovllm.kernels.torch_ops import TorchOps, route
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3", "qwen3-normalized"])

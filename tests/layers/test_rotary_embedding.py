@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from nanovllm.config import RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.kernels.reference import rotate
+from nanovllm.kernels.torch_ops import rotate
 from nanovllm.layers.rotary_embedding import rope_frequencies, rope_table
 from nanovllm.models.config_json import read_model_config, read_rope_config
 

@@ -13,8 +13,8 @@ from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import create_cpu_ops
-from nanovllm.kernels.base import Ops
-from nanovllm.kernels.reference import TorchOps
+from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
 from nanovllm.layers.embed_head import Embedding, LMHead

@@ -17,11 +17,11 @@ pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.numba_ops import MAX_LINEAR_ROWS
+from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode
-from nanovllm.worker.model_runner import ModelRunner
 from nanovllm.worker.recorded_forward import RecordedForward
+from nanovllm.worker.runner import ModelRunner
 from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,386 @@
+"""CPU kernels, compiled by numba, and the loop that runs a list of them on every thread.
+
+A program is a table of int64, one line per kernel: its number, then its arguments. Addresses point
+to elements of the type of `like`, float32 or (for the bits of bfloat16) uint16, unless they are
+named otherwise; fractions travel as the bits of a float32. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import cfunc, float32, int32, int64, types, uint32
+
+from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
+from nanovllm.kernels.cpu.simd import (
+    FAST,
+    LANES,
+    NUM_STREAMS,
+    TILE,
+    TILE_ROWS,
+    add_weighted_lanes,
+    as_float,
+    call,
+    dot_row,
+    dot_tile,
+    kernel,
+    load,
+    ordered_kernel,
+    part,
+    pointer_to,
+    round_to,
+    store,
+)
+
+EMBED, LINEAR, NORM, ADD_NORM, GATE, ROPE_WRITE, ATTEND = range(7)
+ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(7, 11)
+PROGRAM_WIDTH = 24
+
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+
+
+def compile_interpreter(like: Any, has_experts: bool) -> Any:
+    """Return a C function that runs a program; every thread of a team calls it.
+
+    Its argument points to int64: the program's address and number of lines, then the addresses of
+    OpenMP's functions for the thread's number, the number of threads, and a barrier (or zeros).
+    """
+    sources = _hash_sources()
+
+    def interpret(header):  # type: ignore[no-untyped-def]
+        # The cache of machine code goes by what a function encloses, and by no other file's text.
+        program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
+        thread, num_threads = int64(0), int64(1)
+        if header[2] != 0:
+            thread, num_threads = int64(call(header[2])), int64(call(header[3]))
+        for line in range(num_lines):
+            if has_experts:
+                _run_any_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
+            else:
+                _run_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
+            if num_threads > 1 and line + 1 < num_lines:
+                call(header[4])
+
+    compile_function = partial(
+        cfunc, types.void(types.CPointer(types.int64)), fastmath=FAST, error_model="numpy"
+    )
+    try:
+        return compile_function(cache=True)(interpret)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return compile_function()(interpret)
+
+
+def _hash_sources() -> int:
+    """A number that changes with the code of the kernels."""
+    files = [Path(__file__).with_name(f"{name}.py") for name in ("simd", "experts")]
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))
+
+
+@part
+def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    number = args[at]
+    if number == EMBED:
+        _embed(args, at + 1, thread, num_threads, like)
+    elif number == LINEAR:
+        _linear(args, at + 1, thread, num_threads, like)
+    elif number == NORM:
+        _norm(args, at + 1, thread, num_threads, like)
+    elif number == ADD_NORM:
+        _add_norm(args, at + 1, thread, num_threads, like)
+    elif number == GATE:
+        _gate(args, at + 1, thread, num_threads, like)
+    elif number == ROPE_WRITE:
+        _rope_write(args, at + 1, thread, num_threads, like)
+    elif number == ATTEND:
+        _attend(args, at + 1, thread, num_threads, like)
+
+
+@part
+def _run_any_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """Also those of experts, which take as long to compile as all the others."""
+    number = args[at]
+    if number < ROUTE:
+        _run_line(args, at, thread, num_threads, like)
+    elif number == ROUTE:
+        route(args, at + 1, thread, num_threads, like)
+    elif number == GROUP:
+        group(args, at + 1, thread, num_threads, like)
+    elif number == GROUPED_LINEAR:
+        grouped_linear(args, at + 1, thread, num_threads, like)
+    elif number == ADD_CHOICES:
+        add_choices(args, at + 1, thread, num_threads, like)
+
+
+@kernel
+def _embed(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """out[row] = scale * table[token_ids[row]]."""
+    out, table = pointer_to(args[at], like), pointer_to(args[at + 1], like)
+    token_ids = pointer_to(args[at + 2], int32(0))
+    num_rows, dim, scale = args[at + 3], args[at + 4], as_float(uint32(args[at + 5]))
+    for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        for i in range(dim):
+            store(out, row * dim + i, load(table, token_ids[row] * dim + i) * scale)
+
+
+@kernel
+def _linear(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """y = x @ weight.T + bias for few rows of x; a bias at 0 means none.
+
+    `scratch` holds, per thread, x as float32 and the sums of a tile.
+    """
+    y, x = pointer_to(args[at], like), pointer_to(args[at + 1], like)
+    weight, bias = pointer_to(args[at + 2], like), pointer_to(args[at + 3], like)
+    has_bias = args[at + 3] != 0
+    scratch = pointer_to(args[at + 4], float32(0))
+    num_rows, num_out, num_in = args[at + 5], args[at + 6], args[at + 7]
+    xs = thread * (num_rows * num_in + TILE)
+    sums = xs + num_rows * num_in
+    for i in range(num_rows * num_in):
+        scratch[xs + i] = load(x, i)
+    per_stream = num_out // (num_threads * NUM_STREAMS)
+    first = thread * NUM_STREAMS * per_stream
+    stride = per_stream * num_in
+    for i in range(first, first + per_stream):
+        row = 0
+        while row < num_rows:
+            base = xs + row * num_in
+            if row + TILE_ROWS <= num_rows:
+                count = TILE_ROWS
+                dot_tile(weight, i * num_in, stride, scratch, base, num_in, num_in, sums)
+            else:
+                count = 1
+                dot_row(weight, i * num_in, stride, scratch, base, num_in, num_in, sums)
+            for j in range(count * NUM_STREAMS):
+                out = i + j % NUM_STREAMS * per_stream
+                value = scratch[sums + j]
+                if has_bias:
+                    value += load(bias, out)
+                store(y, (row + j // NUM_STREAMS) * num_out + out, value)
+            row += count
+    for out in range(num_threads * NUM_STREAMS * per_stream + thread, num_out, num_threads):
+        for row in range(num_rows):
+            value = _dot(weight, out * num_in, scratch, xs + row * num_in, num_in)
+            if has_bias:
+                value += load(bias, out)
+            store(y, row * num_out + out, value)
+
+
+@kernel
+def _norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """out = rms_norm(x)."""
+    out, x, weight = (
+        pointer_to(args[at], like),
+        pointer_to(args[at + 1], like),
+        pointer_to(args[at + 2], float32(0)),
+    )
+    eps, num_rows, dim = as_float(uint32(args[at + 3])), args[at + 4], args[at + 5]
+    for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        _rms_norm(out, x, row * dim, weight, eps, dim, like)
+
+
+@kernel
+def _add_norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """residual += x; x = rms_norm(residual)."""
+    x, residual, weight = (
+        pointer_to(args[at], like),
+        pointer_to(args[at + 1], like),
+        pointer_to(args[at + 2], float32(0)),
+    )
+    eps, num_rows, dim = as_float(uint32(args[at + 3])), args[at + 4], args[at + 5]
+    for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
+        for i in range(row * dim, (row + 1) * dim):
+            store(residual, i, load(residual, i) + load(x, i))
+        _rms_norm(x, residual, row * dim, weight, eps, dim, like)
+
+
+@ordered_kernel
+def _gate(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """out = activation(gate) * up, both in one line per row.
+
+    The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).
+    """
+    out, gate_up = pointer_to(args[at], like), pointer_to(args[at + 1], like)
+    num_rows, size = args[at + 2], args[at + 3]
+    linear, cubic = as_float(uint32(args[at + 4])), as_float(uint32(args[at + 5]))
+    begin, end = thread * size // num_threads, (thread + 1) * size // num_threads
+    for row in range(num_rows):
+        gates, ups, outs = 2 * row * size, (2 * row + 1) * size, row * size
+        for i in range(begin, end):
+            gate = load(gate_up, gates + i)
+            bent = gate * (linear + cubic * min(gate * gate, float32(1e30)))  # finite: times 0
+            active = round_to(gate / (float32(1) + _exp(-bent)), like)
+            store(out, outs + i, active * load(gate_up, ups + i))
+
+
+@kernel
+def _rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """As Ops.rope_write; norm weights at 0 mean none."""
+    qkv, rope = pointer_to(args[at], like), pointer_to(args[at + 1], float32(0))
+    q_norm, k_norm = pointer_to(args[at + 2], float32(0)), pointer_to(args[at + 3], float32(0))
+    has_norm, eps = args[at + 2] != 0, as_float(uint32(args[at + 4]))
+    positions, kv_slots = pointer_to(args[at + 5], int64(0)), pointer_to(args[at + 6], int64(0))
+    k_cache, v_cache = pointer_to(args[at + 7], like), pointer_to(args[at + 8], like)
+    num_tokens, num_heads = args[at + 9], args[at + 10]
+    num_kv_heads, head_dim = args[at + 11], args[at + 12]
+    num_turned = num_heads + num_kv_heads
+    per_token = num_turned + num_kv_heads
+    num_items = num_tokens * per_token
+    begin, end = thread * num_items // num_threads, (thread + 1) * num_items // num_threads
+    for item in range(begin, end):
+        token, head, base = item // per_token, item % per_token, item * head_dim
+        if head < num_turned:
+            if has_norm:
+                weight = q_norm if head < num_heads else k_norm
+                _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
+            _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
+        if head >= num_heads:
+            kv_head = (head - num_heads) % num_kv_heads
+            place = (kv_slots[token] * num_kv_heads + kv_head) * head_dim
+            cache = k_cache if head < num_turned else v_cache
+            for i in range(head_dim):
+                cache[place + i] = qkv[base + i]
+
+
+@kernel
+def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+    """One query token per row over its cached context; NumbaAttention names the arguments.
+
+    `scratch` holds, per thread and head of a group, the query, the output, a score per position.
+    """
+    out, q, q_stride = pointer_to(args[at], like), pointer_to(args[at + 1], like), args[at + 2]
+    k_cache, v_cache = pointer_to(args[at + 3], like), pointer_to(args[at + 4], like)
+    tables, table_stride = pointer_to(args[at + 5], int32(0)), args[at + 6]
+    tokens, lengths = pointer_to(args[at + 7], int64(0)), pointer_to(args[at + 8], int32(0))
+    scratch = pointer_to(args[at + 9], float32(0))
+    num_rows, max_length, num_heads = args[at + 10], args[at + 11], args[at + 12]
+    num_kv_heads, head_dim, block_size = args[at + 13], args[at + 14], args[at + 15]
+    scale, window = as_float(uint32(args[at + 16])), args[at + 17]
+    group = num_heads // num_kv_heads
+    queries = thread * group * (2 * head_dim + max_length)
+    sums = queries + group * head_dim
+    scores = sums + group * head_dim
+    stride = num_kv_heads * head_dim
+    # Threads take turns at (row, kv head), so that long rows do not gather on one of them.
+    for item in range(thread, num_rows * num_kv_heads, num_threads):
+        row, kv_head = item // num_kv_heads, item % num_kv_heads
+        length, table = int64(lengths[row]), row * table_stride
+        first = max(length - window, 0)
+        first_head = kv_head * group * head_dim
+        for i in range(group * head_dim):
+            scratch[queries + i] = load(q, tokens[row] * q_stride + first_head + i) * scale
+            scratch[sums + i] = float32(0)
+        for block in range(first // block_size, (length + block_size - 1) // block_size):
+            begin = max(block * block_size, first)
+            count = min((block + 1) * block_size, length) - begin
+            base = (tables[table + block] * block_size + begin % block_size) * stride
+            base += kv_head * head_dim
+            for i in range(group):
+                query, score = queries + i * head_dim, scores + i * max_length + begin
+                _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
+        for i in range(group):
+            _softmax(scratch, scores + i * max_length + first, length - first)
+        for block in range(first // block_size, (length + block_size - 1) // block_size):
+            begin = max(block * block_size, first)
+            count = min((block + 1) * block_size, length) - begin
+            base = (tables[table + block] * block_size + begin % block_size) * stride
+            base += kv_head * head_dim
+            for i in range(group):
+                probs = scores + i * max_length + begin
+                _add_weighted(
+                    scratch, sums + i * head_dim, v_cache, base, stride, probs, count, head_dim
+                )
+        for i in range(group * head_dim):
+            store(out, tokens[row] * num_heads * head_dim + first_head + i, scratch[sums + i])
+
+
+@part
+def _rms_norm(out: Any, x: Any, base: int, weight: Any, eps: float, dim: int, like: Any) -> None:
+    total = float32(0)
+    for i in range(base, base + dim):
+        value = load(x, i)
+        total += value * value
+    scale = float32(1) / np.sqrt(total / float32(dim) + eps)
+    for i in range(dim):
+        value = round_to(load(x, base + i) * scale, like)
+        store(out, base + i, value * load(weight, i))
+
+
+@part
+def _rotate(x: Any, base: int, rope: Any, turn: int, half: int) -> None:
+    for i in range(half):
+        first, second = load(x, base + i), load(x, base + half + i)
+        cos, sin = rope[turn + i], rope[turn + half + i]
+        store(x, base + i, first * cos - second * sin)
+        store(x, base + half + i, second * cos + first * sin)
+
+
+@kernel
+def _softmax(x: Any, base: int, count: int) -> None:
+    largest = x[base]
+    for i in range(count):
+        largest = max(largest, x[base + i])
+    total = float32(0)
+    for i in range(count):
+        value = _exp(x[base + i] - largest)
+        x[base + i] = value
+        total += value
+    for i in range(count):
+        x[base + i] /= total
+
+
+@part
+def _exp(x: Any) -> Any:
+    """e ** x within 1e-6 of it, in steps that a vectoriser understands."""
+    # Below -60 nothing shows beside the 1 it is added to, and denormal numbers would be slow.
+    # From 88.4 on the power of two is infinity, as it should be.
+    x = min(max(x, float32(-60)), float32(89))
+    power = np.floor(x * LOG2_E + float32(0.5))
+    rest = x - power * LN_2  # within +-0.35, where six terms of the series are enough
+    series = rest * float32(1 / 720) + float32(1 / 120)
+    series = series * rest + float32(1 / 24)
+    series = series * rest + float32(1 / 6)
+    series = series * rest + float32(1 / 2)
+    series = series * rest + float32(1)
+    series = series * rest + float32(1)
+    return series * as_float(uint32(int32(power) + int32(127)) << uint32(23))
+
+
+@part
+def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
+    """Sum a[i] * b[i]; b, here and below, is float32."""
+    total = float32(0)
+    for i in range(count):
+        total += load(a, a_base + i) * b[b_base + i]
+    return total
+
+
+@part
+def _dots(
+    a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
+) -> None:
+    """Set b[sums + i] to the product of a's line i with b, for `count` lines `stride` apart."""
+    num_whole = count // NUM_STREAMS * NUM_STREAMS
+    for i in range(0, num_whole, NUM_STREAMS):
+        dot_row(a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)
+    for i in range(num_whole, count):
+        b[sums + i] = _dot(a, a_base + i * stride, b, b_base, dim)
+
+
+@part
+def _add_weighted(
+    b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
+) -> None:
+    """Add to b[sums:] the lines of a, each times its weight in b[weights:]."""
+    wide = NUM_STREAMS * LANES
+    num_wide = dim // wide * wide
+    for begin in range(0, num_wide, wide):
+        add_weighted_lanes(b, sums + begin, a, a_base + begin, stride, weights, count)
+    for i in range(count):
+        weight, base = b[weights + i], a_base + i * stride
+        for j in range(num_wide, dim):
+            b[sums + j] += weight * load(a, base + j)

@@ -1,0 +1,196 @@
+"""Ops on the CPU: compiled kernels, and torch's oneDNN for products with many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
+from nanovllm.kernels.cpu import kernels
+from nanovllm.kernels.cpu.experts import EXPERT_TILE
+from nanovllm.kernels.cpu.program import Launcher, float_bits
+from nanovllm.kernels.ops import (
+    ACTIVATIONS,
+    Activation,
+    LinearFn,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
+from nanovllm.kernels.torch_ops import run_experts
+
+# More rows than that and oneDNN's blocked product is faster: benchmarks/cpu_linear.py.
+MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
+
+# Of an expert, were the tokens spread evenly: benchmarks/cpu_experts.py.
+MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
+
+
+class NumbaOps:
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.max_linear_rows = MAX_LINEAR_ROWS[launcher.dtype]
+        self.max_expert_rows = MAX_EXPERT_ROWS[launcher.dtype]
+        self._launch, self._empty = launcher.launch, launcher.empty
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        num_rows, dim = len(token_ids), table.shape[1]
+        out = self._empty(num_rows, dim)
+        addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
+        self._launch(kernels.EMBED, *addresses, num_rows, dim, float_bits(scale))
+        return out
+
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        assert x is not None  # ComposedLinear never leaves it out
+        num_rows, dim = x.shape
+        weight, eps = norm.weight.data_ptr(), float_bits(norm.eps)
+        if residual is None:
+            out = self._empty(num_rows, dim)
+            addresses = out.data_ptr(), x.data_ptr(), weight
+            self._launch(kernels.NORM, *addresses, eps, num_rows, dim)
+            return out, x
+        addresses = x.data_ptr(), residual.data_ptr(), weight
+        self._launch(kernels.ADD_NORM, *addresses, eps, num_rows, dim)
+        return x, residual
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        num_tokens, per_token, head_dim = qkv.shape
+        num_kv_heads = k_cache.shape[2]
+        self._launch(
+            kernels.ROPE_WRITE,
+            qkv.data_ptr(),
+            rope.data_ptr(),
+            0 if norm is None else norm.q.data_ptr(),
+            0 if norm is None else norm.k.data_ptr(),
+            0 if norm is None else float_bits(norm.eps),
+            positions.data_ptr(),
+            kv_slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            num_tokens,
+            per_token - 2 * num_kv_heads,
+            num_kv_heads,
+            head_dim,
+        )
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._empty(num_rows, size)
+        curve = [float_bits(factor) for factor in ACTIVATIONS[activation]]
+        self._launch(kernels.GATE, out.data_ptr(), gate_up.data_ptr(), num_rows, size, *curve)
+        return out
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        weight = weight.contiguous()
+        run_many = pack_onednn(weight, bias) if has_room else pack_rows(weight, bias)
+        num_out, num_in = weight.shape
+        max_rows = self.max_linear_rows
+        num_threads = self.launcher.num_threads
+        bias_address = 0 if bias is None else bias.data_ptr()
+
+        def run(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            if num_rows > max_rows:
+                return run_many(x)
+            x, y = x.contiguous(), self._empty(num_rows, num_out)
+            scratch_size = num_threads * (num_rows * num_in + kernels.TILE)
+            scratch = self.launcher.scratch(scratch_size)
+            addresses = y.data_ptr(), x.data_ptr(), weight.data_ptr(), bias_address
+            self._launch(kernels.LINEAR, *addresses, scratch.data_ptr(), num_rows, num_out, num_in)
+            return y
+
+        return ComposedLinear(self, run, activation)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        self.launcher.compile_experts()
+        gate_up, down = gate_up.contiguous(), down.contiguous()
+        most = self.max_expert_rows * len(down) // routing.top_k
+        experts = NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
+        return ComposedExperts(self, experts)
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaExperts:
+    """Few tokens run in kernels that read each chosen expert once, more of them in oneDNN."""
+
+    ops: NumbaOps
+    gate_up: Tensor
+    down: Tensor
+    routing: Routing
+    max_tokens: int
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        if len(x) > self.max_tokens:
+            return run_experts(x, logits, self.gate_up, self.down, self.routing)
+        num_tokens, hidden = x.shape
+        order, starts, weights = self._route(logits.contiguous())
+        y = self._linear(x.contiguous(), self.gate_up, order, starts, num_tokens)
+        y = self._linear(self.ops.gate(y, "silu"), self.down, order, starts, num_tokens)
+        out = self.ops.launcher.empty(num_tokens, hidden)
+        addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
+        sizes = num_tokens, self.routing.top_k, hidden
+        self.ops.launcher.launch(kernels.ADD_CHOICES, *addresses, *sizes)
+        return out
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pairs (token, choice) by expert, each expert's first, and their weights."""
+        launcher, top_k = self.ops.launcher, self.routing.top_k
+        num_tokens, num_experts = logits.shape
+        num_pairs = num_tokens * top_k
+        ids, order = (launcher.empty(num_pairs, dtype=torch.int32) for _ in range(2))
+        starts = launcher.empty(num_experts + 1, dtype=torch.int32)
+        weights = launcher.empty(num_pairs, dtype=torch.float32)
+        addresses = ids.data_ptr(), weights.data_ptr(), logits.data_ptr()
+        sizes = num_tokens, num_experts, top_k
+        launcher.launch(kernels.ROUTE, *addresses, *sizes, self.routing.is_normalized)
+        addresses = order.data_ptr(), starts.data_ptr(), ids.data_ptr()
+        launcher.launch(kernels.GROUP, *addresses, num_pairs, num_experts)
+        return order, starts, weights
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, max_rows: int
+    ) -> Tensor:
+        """Multiply each pair with its expert; x has a line for each token, or for each pair."""
+        launcher = self.ops.launcher
+        num_experts, num_out, num_in = weight.shape
+        num_pairs = len(order)
+        y = launcher.empty(num_pairs, num_out)
+        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + EXPERT_TILE))
+        tensors = y, x, weight, order, starts, scratch
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        pairs_per_line = num_pairs // max(len(x), 1)
+        sizes = max_rows, num_experts, pairs_per_line, num_out, num_in
+        launcher.launch(kernels.GROUPED_LINEAR, *addresses, *sizes)
+        return y
+
+
+def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
+    """Store a copy in oneDNN's blocked layout, so that it is not rebuilt in every call."""
+    has_onednn = torch.backends.mkldnn.is_available()
+    if not (has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return pack_rows(weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    run = torch.ops.mkldnn._linear_pointwise
+    return lambda x: run(x, packed, bias, "none", [], "")
+
+
+def pack_rows(weight: Tensor, bias: Tensor | None) -> LinearFn:
+    return lambda x: F.linear(x, weight, bias)

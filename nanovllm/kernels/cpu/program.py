@@ -1,0 +1,143 @@
+"""Run kernels on torch's own OpenMP threads, at once or as a recorded program."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, compile_interpreter
+
+
+class NotRecordableError(Exception):
+    """Something other than our kernels computes: a replay would leave it out."""
+
+
+class OnlyViews(TorchDispatchMode):
+    """Refuses what computes; views and empty tensors are as good in a replay."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        returned = func._schema.returns[0].alias_info if func._schema.returns else None
+        is_view = returned is not None and not returned.is_write
+        if not is_view and not func._schema.name.startswith("aten::empty"):
+            raise NotRecordableError(f"{func} is none of the kernels that can be recorded")
+        return func(*args, **(kwargs or {}))
+
+
+class Program:
+    """Kernel calls to run in order, and the memory that they point to."""
+
+    def __init__(self, lines: np.ndarray, kept: list[Tensor], team: Team) -> None:
+        self.lines = lines
+        self._kept = kept
+        self._team = team
+        self._header = np.array([lines.ctypes.data, len(lines), *team.openmp_calls], np.int64)
+        self._address = self._header.ctypes.data
+
+    def run(self) -> None:
+        self._team.run(self._address)
+
+
+class Team:
+    """The threads that torch's own operations use: a second pool would fight them for the cores."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._like = np.uint16(0) if dtype == torch.bfloat16 else np.float32(0)
+        self._has_experts = False
+        self._interpreter = compile_interpreter(self._like, has_experts=False)
+        openmp = find_openmp()
+        self._start_threads = None if openmp is None else openmp.GOMP_parallel
+        self.num_threads = 1 if openmp is None else torch.get_num_threads()
+        names = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+        self.openmp_calls = [
+            0 if openmp is None else ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value
+            for name in names
+        ]
+        self._function = ctypes.c_void_p(self._interpreter.address)
+
+    def compile_experts(self) -> None:
+        if not self._has_experts:
+            self._interpreter = compile_interpreter(self._like, has_experts=True)
+            self._function = ctypes.c_void_p(self._interpreter.address)
+            self._has_experts = True
+
+    def run(self, header_address: int) -> None:
+        header = ctypes.c_void_p(header_address)
+        if self._start_threads is None:
+            self._interpreter.ctypes(ctypes.cast(header, ctypes.POINTER(ctypes.c_int64)))
+        else:
+            self._start_threads(self._function, header, self.num_threads, 0)
+
+
+class Launcher:
+    """Kernels run when launched, or are noted while `record` runs a function."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._team = Team(dtype)
+        self.num_threads = self._team.num_threads
+        self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
+        self._scratch = torch.empty(0)
+        self._recorded: list[tuple[int, ...]] | None = None
+        self._kept: list[Tensor] = []
+
+    def compile_experts(self) -> None:
+        """Must come before their kernels are launched; models without need not wait for them."""
+        self._team.compile_experts()
+
+    def launch(self, *line: int) -> None:
+        if self._recorded is not None:
+            self._recorded.append(line)
+            return
+        self._single.lines[0, : len(line)] = line
+        self._single.run()
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate what a kernel writes; a recording holds on to it."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype)
+        if self._recorded is not None:
+            self._kept.append(tensor)
+        return tensor
+
+    def scratch(self, size: int) -> Tensor:
+        """Lend float32 memory to the next kernel."""
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(2 * size, dtype=torch.float32)
+        if self._recorded is not None:
+            self._kept.append(self._scratch)
+        return self._scratch
+
+    def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
+        """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
+        self._recorded, self._kept = [], []
+        try:
+            with OnlyViews():
+                output = function()
+            lines = np.zeros((len(self._recorded), PROGRAM_WIDTH), np.int64)
+            for i, line in enumerate(self._recorded):
+                lines[i, : len(line)] = line
+            return Program(lines, self._kept, self._team), output
+        finally:
+            self._recorded = None
+
+
+def find_openmp() -> ctypes.CDLL | None:
+    """Return a handle that sees the OpenMP library torch runs on, if it speaks GNU's dialect."""
+    for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
+            return library
+    return None
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32, as programs carry fractions."""
+    return int(np.float32(value).view(np.uint32))

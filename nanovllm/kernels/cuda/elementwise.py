@@ -1,0 +1,340 @@
+"""Fused element-wise kernels for CUDA; reference.py says what each one computes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
+from nanovllm.kernels.ops import ACTIVATIONS, Activation, QKNormWeights
+
+GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x, or of x + residual, which then also becomes the residual.
+
+    An x of [parts, rows, dim] stands for its sum over the parts.
+    """
+    num_rows, dim = x.shape[-2:]
+    dtype = x.dtype if residual is None else residual.dtype  # parts are float32
+    out = torch.empty(num_rows, dim, device=x.device, dtype=dtype)
+    block = triton.next_power_of_2(dim)
+    # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
+    per_thread = 4 if num_rows <= MAX_ROWS else 8
+    _rms_norm[(num_rows,)](
+        out,
+        x,
+        x if residual is None else residual,
+        weight,
+        eps,
+        dim,
+        BLOCK=block,
+        PARTS=1 if x.dim() == 2 else len(x),
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(max(block // (32 * per_thread), 1), 8),
+        **launch_options(x, num_rows),
+    )
+    return out
+
+
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
+    block = 1024
+    _gate[(num_rows, triton.cdiv(size, block))](
+        out,
+        gate_up,
+        size,
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(gate_up, num_rows),
+    )
+    return out
+
+
+def rope_write(
+    qkv: Tensor,
+    norm: QKNormWeights | None,
+    rope: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slots: Tensor,
+) -> None:
+    """See Ops.rope_write; a kv slot below 0 belongs to padding and is not written."""
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_kv_heads = k_cache.shape[2]
+    num_q_heads = num_heads - 2 * num_kv_heads
+    _rope_write[(num_tokens, 2)](
+        qkv,
+        qkv if norm is None else norm.q,
+        qkv if norm is None else norm.k,
+        0.0 if norm is None else norm.eps,
+        rope,
+        positions,
+        k_cache,
+        v_cache,
+        kv_slots,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEADS_BLOCK=triton.next_power_of_2(num_q_heads),
+        KV_HEADS_BLOCK=triton.next_power_of_2(num_kv_heads),
+        HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=norm is not None,
+        num_warps=4,
+        **launch_options(qkv, num_tokens),
+    )
+
+
+def gather_decode(
+    slots: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    context_lens: Tensor,
+    order: Tensor,
+) -> None:
+    """Read from the tables what a decode step of these slots runs; a length of 0 is padding.
+
+    `order` lists the rows from the longest to the shortest.
+    """
+    num_rows = len(slots)
+    block = min(triton.next_power_of_2(num_rows), 128)
+    _gather_decode[(triton.cdiv(num_rows, block),)](
+        slots,
+        lengths,
+        tokens,
+        block_table,
+        input_ids,
+        positions,
+        kv_slots,
+        context_lens,
+        order,
+        num_rows,
+        tokens.stride(0),
+        block_table.stride(0),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        CHUNK=min(block, 32),
+        num_warps=4,
+        **launch_options(slots, num_rows),
+    )
+
+
+@triton.jit
+def _rms_norm(  # type: ignore[no-untyped-def]
+    out,
+    x,
+    residual,
+    weight,
+    eps,
+    dim,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    base = tl.program_id(0).to(tl.int64) * dim
+    i = tl.arange(0, BLOCK)
+    mask = i < dim
+    factor = tl.load(weight + i, mask=mask, other=0.0)
+    wait_for_inputs(OVERLAP)
+    value = tl.load(x + base + i, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        place = x + part * tl.num_programs(0) * dim + base
+        value += tl.load(place + i, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
+        total = value.to(residual.dtype.element_ty)
+        tl.store(residual + base + i, total, mask=mask)
+        value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
+    normed = (value * scale).to(out.dtype.element_ty)
+    tl.store(out + base + i, (normed * factor).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate(  # type: ignore[no-untyped-def]
+    out,
+    gate_up,
+    size,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    gate = tl.load(gate_up + 2 * row * size + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * size + i, mask=mask, other=0.0)
+    active = activate(gate, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + row * size + i, active * up, mask=mask)
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both activations are the number times a sigmoid."""
+    bent = gate
+    if ACTIVATION == "gelu_tanh":
+        bent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
+    return gate / (1.0 + tl.exp(-bent))
+
+
+@triton.jit
+def _rope_write(  # type: ignore[no-untyped-def]
+    qkv,
+    q_norm,
+    k_norm,
+    eps,
+    rope,
+    positions,
+    k_cache,
+    v_cache,
+    kv_slots,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    KV_HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid's second coordinate: 0 turns the queries, 1 the keys, and stores keys and values."""
+    token = tl.program_id(0).to(tl.int64)
+    base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    half: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, HALF_BLOCK)
+    turn = tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
+    cos = tl.load(rope + turn, mask=i < half, other=0.0)[None, :]
+    sin = tl.load(rope + turn + half, mask=i < half, other=0.0)[None, :]
+    slot = tl.load(kv_slots + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)[:, None]
+    wait_for_inputs(OVERLAP)
+    if tl.program_id(1) == 0:
+        heads = tl.arange(0, HEADS_BLOCK)[:, None]
+        place = qkv + base + heads * HEAD_DIM + i[None, :]
+        mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
+        first, second = _turn(place, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
+        tl.store(place, first, mask=mask)
+        tl.store(place + half, second, mask=mask)
+    else:
+        _turn_and_store(
+            qkv + base + NUM_Q_HEADS * HEAD_DIM,
+            k_norm,
+            eps,
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            slot,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            KV_HEADS_BLOCK,
+            HALF_BLOCK,
+            HAS_NORM,
+        )
+
+
+@triton.jit
+def _turn_and_store(  # type: ignore[no-untyped-def]
+    kv,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slot,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    half: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, HALF_BLOCK)
+    heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
+    mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
+    offsets = heads * HEAD_DIM + i[None, :]
+    first, second = _turn(kv + offsets, mask, k_norm, eps, cos, sin, i, half, HAS_NORM)
+    cached = slot * NUM_KV_HEADS * HEAD_DIM + offsets
+    is_used = mask & (slot >= 0)
+    tl.store(k_cache + cached, first, mask=is_used)
+    tl.store(k_cache + cached + half, second, mask=is_used)
+    v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
+    tl.store(v_cache + cached, tl.load(v, mask=mask, other=0.0), mask=is_used)
+    tl.store(v_cache + cached + half, tl.load(v + half, mask=mask, other=0.0), mask=is_used)
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    place, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Return both halves of some heads, normalised if asked for, and turned."""
+    dtype = place.dtype.element_ty
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(total / (2 * half) + eps)[:, None]
+        first_weight = tl.load(weight + i, mask=i < half, other=0.0)[None, :]
+        second_weight = tl.load(weight + half + i, mask=i < half, other=0.0)[None, :]
+        first = ((first * scale).to(dtype) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype) * second_weight).to(dtype).to(tl.float32)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@triton.jit
+def _gather_decode(  # type: ignore[no-untyped-def]
+    slots,
+    lengths,
+    tokens,
+    block_table,
+    input_ids,
+    positions,
+    kv_slots,
+    context_lens,
+    order,
+    num_rows,
+    tokens_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
+    length = tl.load(lengths + slot, mask=mask, other=0)
+    is_used = mask & (length > 0)
+    position = tl.maximum(length - 1, 0)
+    token = tl.load(tokens + slot * tokens_stride + position, mask=is_used, other=0)
+    block = tl.load(
+        block_table + slot * table_stride + position // BLOCK_SIZE, mask=is_used, other=0
+    ).to(tl.int64)
+    kv_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(input_ids + row, token, mask=mask)
+    tl.store(positions + row, position.to(tl.int64), mask=mask)
+    tl.store(kv_slots + row, kv_slot, mask=mask)
+    tl.store(context_lens + row, length, mask=mask)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_rows, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        other_slot = tl.load(slots + other, mask=other < num_rows, other=0)
+        other_length = tl.load(lengths + other_slot, mask=other < num_rows, other=-1)
+        is_longer = other_length[None, :] > length[:, None]
+        is_earlier = (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
+        rank += tl.sum((is_longer | is_earlier).to(tl.int32), 1)
+    tl.store(order + rank, row, mask=mask)

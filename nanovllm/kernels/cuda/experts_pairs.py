@@ -1,0 +1,267 @@
+"""Mixtures of experts on CUDA, for few tokens: every pair (token, expert) reads its own weights.
+
+More tokens share them: experts_grouped.py. Neither knows on the host what was chosen, so grids are
+as large as any choice needs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
+from nanovllm.kernels.ops import NormWeights, Routing
+
+GATE_UP_LINES = 2  # of the gate, and as many of the up, for a program
+DOWN_ELEMENTS = 4096  # of the weight on its way to a program
+
+
+def route(
+    logits: Tensor,
+    routing: Routing,
+    counts: Tensor | None = None,
+    x: Tensor | None = None,
+    norm: NormWeights | None = None,
+    normed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
+
+    A rank counts the pairs that have the same expert, in any order; they are added to counts.
+    The norm of x, where it is given, is written to normed.
+    """
+    num_tokens, num_experts = logits.shape
+    ids, ranks = torch.empty(2, num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
+    weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
+    dim = 1 if x is None else x.shape[1]
+    if num_tokens == 0:
+        return ids, weights, ranks
+    _route[(num_tokens, 1 if norm is None else 2)](
+        *(ids, weights, logits, ranks, counts, normed, x),
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        num_experts,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        TOP_K=routing.top_k,
+        TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
+        IS_NORMALIZED=routing.is_normalized,
+        BLOCK=triton.next_power_of_2(num_experts),
+        num_warps=1 if norm is None else 4,  # a choice is too little work to share
+        **launch_options(logits, num_tokens),
+    )
+    return ids, weights, ranks
+
+
+def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts; all tensors are contiguous."""
+    num_tokens, top_k = ids.shape
+    _, hidden, size = down.shape
+    y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
+    out = torch.empty_like(x)
+    options = launch_options(x, num_tokens)
+    _pair_gate_up[(triton.cdiv(size, GATE_UP_LINES), len(y))](
+        *(y, x, gate_up, ids, size),
+        NUM_IN=hidden,
+        TOP_K=top_k,
+        LINES=GATE_UP_LINES,
+        TILE=min(triton.next_power_of_2(hidden), 2048),
+        num_warps=4,
+        **options,
+    )
+    top_k_block = triton.next_power_of_2(top_k)
+    tile = min(max(size & -size, 64), 128)  # wastes no lane
+    lines = max(DOWN_ELEMENTS // (top_k_block * tile), 1)
+    _pair_down[(triton.cdiv(hidden, lines), num_tokens)](
+        *(out, y, down, ids, weights, hidden),
+        NUM_IN=size,
+        TOP_K=top_k,
+        TOP_K_BLOCK=top_k_block,
+        LINES=lines,
+        TILE=tile,
+        num_warps=8,
+        **options,
+    )
+    return out
+
+
+@triton.jit
+def _route(  # type: ignore[no-untyped-def]
+    ids,
+    weights,
+    logits,
+    ranks,
+    counts,
+    normed,
+    x,
+    norm_weight,
+    eps,
+    num_experts,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid's second coordinate: 0 chooses, 1 norms."""
+    token = tl.program_id(0).to(tl.int64)
+    if normed is not None:
+        i = tl.arange(0, DIM_BLOCK)
+        factors = tl.load(norm_weight + i, mask=i < DIM, other=0.0)
+    wait_for_inputs(OVERLAP)
+    if tl.program_id(1) == 0:
+        choices = tl.arange(0, TOP_K_BLOCK)
+        is_choice = choices < TOP_K
+        pairs = token * TOP_K + choices
+        logits += token * num_experts
+        experts = _choose(logits, num_experts, choices, TOP_K, BLOCK)
+        shares = _weigh(logits, experts, is_choice, num_experts, IS_NORMALIZED, BLOCK)
+        tl.store(ids + pairs, experts, mask=is_choice)
+        tl.store(weights + pairs, shares, mask=is_choice)
+        if counts is not None:
+            rank = tl.atomic_add(counts + experts, 1, mask=is_choice, sem="relaxed")
+            tl.store(ranks + pairs, rank, mask=is_choice)
+    elif normed is not None:
+        dtype: tl.constexpr = normed.dtype.element_ty
+        values = tl.load(x + token * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
+        values = (values * tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)).to(dtype)
+        tl.store(normed + token * DIM + i, (values * factors).to(dtype), mask=i < DIM)
+
+
+@triton.jit
+def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the experts of a token, by logit, then by index."""
+    keys = _load_keys(logits, num_experts, BLOCK)
+    experts = choices * 0
+    for place in tl.static_range(TOP_K):
+        best = tl.max(keys, 0)
+        expert = (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32)
+        experts = tl.where(choices == place, expert, experts)
+        keys = _drop(keys, keys == best)
+    return experts
+
+
+@triton.jit
+def _load_keys(logits, num_experts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return integers ordered like the logits, then like the experts, the first one highest.
+
+    No two are equal. NaN is like a large number.
+    """
+    experts = tl.arange(0, BLOCK)
+    values = tl.load(logits + experts, mask=experts < num_experts, other=0.0, cache_modifier=".cg")
+    bits = tl.where(values == 0.0, 0.0, values.to(tl.float32)).to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if values.dtype == tl.float32:
+        keys = (keys.to(tl.int64) << 32) + (BLOCK - 1 - experts)
+    else:  # the last bits of what had 16 are all the same
+        tl.static_assert(BLOCK <= 8192)
+        keys = (keys & -BLOCK) + (BLOCK - 1 - experts)
+    return _drop(keys, experts >= num_experts)
+
+
+@triton.jit
+def _drop(keys, is_dropped):  # type: ignore[no-untyped-def]
+    lowest: tl.constexpr = -(1 << (keys.dtype.primitive_bitwidth - 1))
+    return tl.where(is_dropped, lowest, keys)
+
+
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    logits,
+    experts,
+    is_choice,
+    num_experts,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the shares of the chosen experts in the softmax, rounded like the logits."""
+    i = tl.arange(0, BLOCK)
+    every = tl.load(logits + i, mask=i < num_experts, other=-float("inf"), cache_modifier=".cg")
+    chosen = tl.load(logits + experts, mask=is_choice, other=-float("inf"), cache_modifier=".cg")
+    highest = tl.max(every, 0).to(tl.float32)
+    shares = tl.exp(chosen.to(tl.float32) - highest)
+    total = tl.sum(shares if IS_NORMALIZED else tl.exp(every.to(tl.float32) - highest), 0)
+    return (shares / total).to(logits.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _pair_gate_up(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    weight,
+    ids,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y[pair] = silu(gate) * up."""
+    wait_for_inputs(OVERLAP)
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    out = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    is_out = (out < num_out)[:, None]
+    gates = weight + expert * 2 * num_out * NUM_IN + out[:, None] * NUM_IN
+    ups = gates + num_out * NUM_IN
+    gate_sums = tl.zeros((LINES, TILE), tl.float32)
+    up_sums = tl.zeros((LINES, TILE), tl.float32)
+    for begin in tl.range(0, NUM_IN, TILE, loop_unroll_factor=2):
+        i = begin + tl.arange(0, TILE)
+        is_in = i < NUM_IN
+        mask = is_out & is_in[None, :]
+        gate = tl.load(gates + i[None, :], mask=mask, other=0.0)
+        up = tl.load(ups + i[None, :], mask=mask, other=0.0)
+        values = tl.load(x + pair // TOP_K * NUM_IN + i, mask=is_in, other=0.0)
+        values = values.to(tl.float32)[None, :]
+        gate_sums += gate.to(tl.float32) * values
+        up_sums += up.to(tl.float32) * values
+    value = activate(tl.sum(gate_sums, 1), "silu") * tl.sum(up_sums, 1)
+    tl.store(y + pair * num_out + out, value.to(y.dtype.element_ty), mask=out < num_out)
+
+
+@triton.jit
+def _pair_down(  # type: ignore[no-untyped-def]
+    out,
+    y,
+    weight,
+    ids,
+    pair_weights,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A tile has the same lines of all the experts of a token, whose sum never leaves it."""
+    token = tl.program_id(1)
+    choices = tl.arange(0, TOP_K_BLOCK)
+    is_choice = choices < TOP_K
+    pairs = token * TOP_K + choices
+    outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    is_line = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
+    # The kernel before this one started after the choice was made: weights need not wait for it.
+    expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
+    places = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
+    lanes = tl.arange(0, TILE)
+    tile = tl.load(places + lanes, mask=is_line & (lanes < NUM_IN), other=0.0)
+    wait_for_inputs(OVERLAP)
+    sums = tl.zeros((TOP_K_BLOCK, LINES, TILE), tl.float32)
+    for begin in tl.range(0, NUM_IN, TILE):
+        i = begin + lanes
+        after = i + TILE
+        next_tile = tl.load(places + after, mask=is_line & (after < NUM_IN), other=0.0)
+        mask = is_choice[:, None] & (i < NUM_IN)
+        values = tl.load(y + pairs[:, None] * NUM_IN + i, mask=mask, other=0.0)
+        sums += tile.to(tl.float32) * values.to(tl.float32)[:, None, :]
+        tile = next_tile
+    factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
+    totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
+    tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)

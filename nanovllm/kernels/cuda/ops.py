@@ -1,0 +1,137 @@
+"""Ops on CUDA: Triton where it beats the libraries, cuBLAS for products with many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.cuda import elementwise
+from nanovllm.kernels.cuda.experts_grouped import run_grouped
+from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
+from nanovllm.kernels.cuda.linear_few_rows import choose_parts, few_rows_linear, has_few_rows
+from nanovllm.kernels.cuda.linear_one_row import skinny_linear
+from nanovllm.kernels.ops import (
+    Activation,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
+
+ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
+MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
+
+
+class TritonOps:
+    launcher = None
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        x = F.embedding(token_ids, table)
+        return x if scale == 1 else x * scale
+
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        if x is None:
+            x, residual = residual, None
+        assert x is not None
+        normed = elementwise.rms_norm(x, residual, norm.weight, norm.eps)
+        return normed, x if residual is None else residual
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        elementwise.rope_write(qkv, norm, rope, positions, k_cache, v_cache, kv_slots)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return elementwise.gate(gate_up, activation)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        weight = weight.contiguous()
+        if weight.dtype == torch.float32:
+            return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
+        return CudaLinear(self, weight, bias, activation)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLinear:
+    """One row runs in one fused kernel, a few in another, more through cuBLAS."""
+
+    ops: TritonOps
+    weight: Tensor
+    bias: Tensor | None
+    activation: Activation | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return skinny_linear(x, self.weight, self.bias, activation=self.activation)[0]
+        if has_few_rows(len(x), self.weight):
+            return few_rows_linear(x, self.weight, self.bias, self.activation)
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.activation is None else self.ops.gate(y, self.activation)
+
+    def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        assert self.activation is None
+        if len(x) >= ADD_ROWS and self.bias is None:
+            residual.addmm_(x, self.weight.t())
+            return None
+        num_parts = choose_parts(len(x), self.weight)
+        if num_parts == 1:
+            return self(x)
+        return few_rows_linear(x, self.weight, self.bias, None, num_parts)
+
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        if x is not None and x.shape == (1, self.weight.shape[1]):  # and not summands
+            return skinny_linear(x, self.weight, self.bias, residual, norm, self.activation)
+        normed, total = self.ops.norm(x, residual, norm)
+        return self(normed), total
+
+
+@dataclass(frozen=True, slots=True)
+class CudaExperts:
+    """Tokens read their experts each for itself while they are few, together when they are more."""
+
+    ops: TritonOps
+    gate_up: Tensor
+    down: Tensor
+    routing: Routing
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        x, logits = x.contiguous(), logits.contiguous()
+        if len(x) == 0:
+            return x
+        if len(x) > MAX_PAIR_TOKENS:
+            return run_grouped(x, logits, self.gate_up, self.down, self.routing)
+        ids, weights, _ = route(logits, self.routing)
+        return run_pairs(x, ids, weights, self.gate_up, self.down)
+
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self.down.shape[1]
+        if x is not None and x.shape == (1, hidden) and isinstance(router, CudaLinear):
+            logits, total = router.after_norm(x, residual, norm)
+            normed = torch.empty_like(total)
+            ids, weights, _ = route(logits, self.routing, x=total, norm=norm, normed=normed)
+            return run_pairs(normed, ids, weights, self.gate_up, self.down), total
+        normed, total = self.ops.norm(x, residual, norm)
+        return self(normed, router(normed)), total

@@ -1,0 +1,381 @@
+"""Sampling on CUDA: one token per row, drawn as the largest logit after noise was added to it.
+
+The noise is a pure function of (seed, position, vocabulary id), so that neither the rest of the
+batch, nor graphs, nor preemption, nor the way a row is split over programs can change a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.cuda.sampling_cutoff import (
+    CAPACITY,
+    GROUP_SIZE,
+    LOG2_E,
+    find_floors,
+    find_peaks,
+    row_peak,
+)
+from nanovllm.kernels.ops import SamplingVariant
+
+MIN_BLOCK = 1024
+ID_FACTOR = tl.constexpr(0x9E3779B1)
+FIRST_FACTOR = tl.constexpr(0x7FEB352D)
+SECOND_FACTOR = tl.constexpr(0x846CA68B)
+STEP = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_SECOND = tl.constexpr(0x94D049BB133111EB)
+LARGEST_UNIFORM = tl.constexpr(1 - 2.0**-24)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTables:
+    """Parameters on the device, one line per slot."""
+
+    temperature: Tensor  # float32; 0 is greedy
+    top_k: Tensor  # int32; 0: no limit
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    seed: Tensor  # int64
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a row is shared out: `num_splits` programs over `num_tiles` tiles of `block` ids each."""
+
+    block: int
+    num_tiles: int
+    num_splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingWorkspace:
+    """What the kernels of one call tell each other; one entry, or line of entries, per row."""
+
+    scores: Tensor  # float32 [rows, splits]: the best of each split
+    ids: Tensor  # int32 [rows, splits]
+    peaks: Tensor  # float32 [rows, splits]: largest logits
+    group_peaks: Tensor  # float32 [rows, groups]
+    pivots: Tensor  # float32 [rows]: candidates are the logits from here upwards
+    candidates: Tensor  # float32 [rows, CAPACITY]
+    num_candidates: Tensor  # int32 [rows]: also those beyond CAPACITY
+    masses: Tensor  # int64 [rows, splits]
+    floors: Tensor  # float32 [rows]: smallest logit that top_k and top_p keep
+
+
+def sampling_workspace(
+    max_rows: int, vocab_size: int, device: torch.device | str
+) -> SamplingWorkspace:
+    max_splits = triton.cdiv(vocab_size, MIN_BLOCK)
+
+    def table(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+    return SamplingWorkspace(
+        scores=table(max_splits),
+        ids=table(max_splits, dtype=torch.int32),
+        peaks=table(max_splits),
+        group_peaks=table(triton.cdiv(vocab_size, GROUP_SIZE)),
+        pivots=table(),
+        candidates=table(CAPACITY),
+        num_candidates=table(dtype=torch.int32),
+        masses=table(max_splits, dtype=torch.int64),
+        floors=table(),
+    )
+
+
+def sample_tokens(
+    logits: Tensor,
+    slots: Tensor,
+    tables: SamplingTables,
+    context_lens: Tensor,
+    variant: SamplingVariant,
+    out: Tensor,
+    workspace: SamplingWorkspace,
+) -> None:
+    """Write one token per row of logits [rows, vocab_size] to out; context_lens are positions.
+
+    `variant` may offer more than the rows need: their tokens are the same.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    assert num_rows <= len(workspace.floors), "the workspace was made for fewer rows"
+    if num_rows == 0:
+        return
+    split = split_vocabulary(num_rows, vocab_size)
+    if variant in ("min_p", "full"):
+        find_peaks(logits, workspace, split, groups=variant == "full")
+    if variant == "full":
+        find_floors(logits, slots, tables, workspace, split)
+    max_splits = workspace.scores.shape[1]
+    sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
+    _draw_kernel[(num_rows, split.num_splits)](
+        workspace.scores,
+        workspace.ids,
+        logits,
+        logits.stride(0),
+        slots,
+        context_lens,
+        tables.temperature,
+        tables.min_p,
+        tables.seed,
+        workspace.peaks,
+        workspace.floors,
+        vocab_size,
+        split.num_tiles,
+        split.num_splits,
+        **sizes,
+        HAS_NOISE=variant != "greedy",
+        HAS_MIN_P=variant in ("min_p", "full"),
+        HAS_FLOOR=variant == "full",
+        IS_NATIVE=logits.is_cuda,
+        BLOCK=split.block,
+        num_warps=4,
+    )
+    _combine_kernel[(num_rows,)](
+        out, workspace.scores, workspace.ids, split.num_splits, **sizes, num_warps=1
+    )
+
+
+def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
+    """Occupy the whole device with one row, and give programs longer work where rows are many."""
+    block = MIN_BLOCK if num_rows <= 16 else 2 * MIN_BLOCK
+    num_tiles = triton.cdiv(vocab_size, block)
+    tiles_each = triton.cdiv(num_tiles, max(1, 2048 // num_rows))
+    return Split(block, tiles_each, triton.cdiv(num_tiles, tiles_each))
+
+
+def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+    """Append each row's token to its slot's line; the last line belongs to padding and stays."""
+    num_rows = len(out)
+    if num_rows:
+        _advance_kernel[(triton.cdiv(num_rows, 256),)](
+            out, slots, tokens, tokens.stride(0), lengths, num_rows, *tokens.shape, BLOCK=256
+        )
+
+
+def reference_sample(
+    logits: Tensor,
+    slots: Tensor,
+    tables: SamplingTables,
+    context_lens: Tensor,
+    variant: SamplingVariant,
+) -> Tensor:
+    """What sample_tokens writes to out."""
+    lines = slots.long()
+    value = logits.float()
+    temperature = tables.temperature[lines]
+    is_kept = torch.ones_like(value, dtype=torch.bool)
+    if variant in ("min_p", "full"):
+        reach = temperature * tables.min_p[lines].log()
+        reach = torch.where(tables.min_p[lines] > 0, reach, -torch.inf)
+        is_kept &= value - value.amax(-1, keepdim=True) >= reach[:, None]
+    if variant == "full":
+        floors = reference_floors(value, temperature, tables.top_k[lines], tables.top_p[lines])
+        is_kept &= value >= floors[:, None]
+    if variant != "greedy":
+        bits = reference_noise(tables.seed[lines], context_lens.long(), logits.shape[1])
+        value = value - LN_2.value * temperature[:, None] * reference_log_exponential(bits)
+    score = value.masked_fill(~is_kept, -torch.inf)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    is_best = score == score.amax(-1, keepdim=True)
+    return torch.where(is_best, ids, logits.shape[1]).amin(-1).int()
+
+
+def reference_floors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The floors of sampling_cutoff.py, from a sort; parameters are one per row."""
+    vocab_size = logits.shape[1]
+    ordered = logits.float().sort(dim=-1, descending=True).values
+    is_limited = (top_k > 0) & (top_k < vocab_size)
+    last = torch.where(is_limited, top_k, vocab_size).long()[:, None] - 1
+    is_left = ordered >= ordered.gather(-1, last)
+    shifted = ordered - ordered[:, :1]
+    mass = torch.exp(shifted / temperature[:, None]).double() * is_left
+    mass_before = mass.cumsum(-1) - mass
+    limit = top_p.double() * mass.sum(-1)
+    num_kept = ((mass_before < limit[:, None]) & is_left).sum(-1).clamp(min=1)
+    last = torch.where(top_p < 1, num_kept - 1, last[:, 0])
+    floors = ordered.gather(-1, last[:, None]).squeeze(1)
+    is_cut = (temperature > 0) & (is_limited | (top_p < 1))
+    return torch.where(is_cut, floors, -torch.inf)
+
+
+def reference_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """32 random bits for every vocabulary id [rows, vocab_size], as int64."""
+
+    def mix(bits: Tensor) -> Tensor:
+        bits = (bits ^ _shift_right(bits, 30)) * _signed(MIX_FIRST.value)
+        bits = (bits ^ _shift_right(bits, 27)) * _signed(MIX_SECOND.value)
+        return bits ^ _shift_right(bits, 31)
+
+    step = _signed(STEP.value)
+    key = mix(mix(seed + step) + position * step)[:, None]
+    ids = torch.arange(vocab_size, device=seed.device)
+    bits = (ids * ID_FACTOR.value + (key & 0xFFFFFFFF)) & 0xFFFFFFFF
+    bits ^= bits >> 16
+    bits = (bits * FIRST_FACTOR.value + _shift_right(key, 32)) & 0xFFFFFFFF
+    bits ^= bits >> 15
+    bits = (bits * SECOND_FACTOR.value) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
+
+
+def reference_log_exponential(bits: Tensor) -> Tensor:
+    """log2 of exponential noise: the largest logit / temperature - ln 2 * this is the one drawn."""
+    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=LARGEST_UNIFORM.value)
+    return torch.log2(-LOG2_E.value * torch.log1p(-uniform))
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_splits"])
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    scores,
+    best_ids,
+    logits,
+    stride,
+    slots,
+    context_lens,
+    temperature,
+    min_p,
+    seed,
+    peaks,
+    floors,
+    vocab_size,
+    num_tiles,
+    num_splits,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+    IS_NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find the best score of a split: logit + temperature * noise. Greedy rows are at 0."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    slot = tl.load(slots + row)
+    heat = tl.load(temperature + slot)
+    scale = -LN_2 * heat
+    key = _row_key(tl.load(seed + slot), tl.load(context_lens + row))
+    floor = tl.load(floors + row) if HAS_FLOOR else -float("inf")
+    peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK) if HAS_MIN_P else 0.0
+    reach = _reach(heat, tl.load(min_p + slot))
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_id = split * num_tiles * BLOCK + lanes
+    for tile in range(split * num_tiles, (split + 1) * num_tiles):
+        ids = tile * BLOCK + lanes
+        value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
+        score = value.to(tl.float32)
+        if HAS_MIN_P:
+            is_kept = (score >= floor) & (score - peak >= reach)
+            score = tl.where(is_kept, score, -float("inf"))
+            # Most tiles hold nothing that is kept, and noise is what costs time.
+            is_drawn = tl.max(score, 0) > -float("inf")
+        else:
+            is_drawn = True
+        if is_drawn:
+            if HAS_NOISE:
+                score += scale * _log_exponential(_noise(ids, key), IS_NATIVE)
+            is_better = score > best
+            best = tl.where(is_better, score, best)
+            best_id = tl.where(is_better, ids, best_id)
+    top = tl.max(best, 0)
+    place = row * MAX_SPLITS + split
+    tl.store(scores + place, top)
+    tl.store(best_ids + place, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    out, scores, ids, num_splits, MAX_SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    splits = tl.arange(0, SPLITS_BLOCK)
+    places = row.to(tl.int64) * MAX_SPLITS + splits
+    is_inside = splits < num_splits
+    score = tl.load(scores + places, mask=is_inside, other=-float("inf"))
+    best_id = tl.load(ids + places, mask=is_inside, other=0x7FFFFFFF)
+    is_best = score == tl.max(score, 0)
+    tl.store(out + row, tl.min(tl.where(is_best, best_id, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _advance_kernel(  # type: ignore[no-untyped-def]
+    out, slots, tokens, stride, lengths, num_rows, num_slots, width, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = rows < num_rows
+    slot = tl.load(slots + rows, mask=is_row, other=0)
+    length = tl.load(lengths + slot, mask=is_row, other=0)
+    has_room = is_row & (slot < num_slots - 1) & (length < width)
+    token = tl.load(out + rows, mask=is_row, other=0)
+    tl.store(tokens + slot.to(tl.int64) * stride + length, token, mask=has_room)
+    tl.store(lengths + slot, length + 1, mask=has_room)
+
+
+@triton.jit
+def _reach(heat, min_p):  # type: ignore[no-untyped-def]
+    """How far below the best logit min_p keeps tokens, as a negative number."""
+    return tl.where(min_p > 0.0, heat * tl.log(tl.maximum(min_p, 1.2e-38)), -float("inf"))
+
+
+@triton.jit
+def _row_key(seed, position):  # type: ignore[no-untyped-def]
+    """64 bits that stand for a seed and a position; different seeds never share them."""
+    seed_key = _mix(seed.to(tl.uint64) + STEP)
+    return _mix(seed_key + position.to(tl.uint64) * STEP)
+
+
+@triton.jit
+def _mix(bits):  # type: ignore[no-untyped-def]
+    """The finaliser of splitmix64, a bijection."""
+    bits = (bits ^ (bits >> 30)) * MIX_FIRST
+    bits = (bits ^ (bits >> 27)) * MIX_SECOND
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def _noise(ids, key):  # type: ignore[no-untyped-def]
+    """32 random bits per id; the halves of the key enter at different depths."""
+    bits = ids.to(tl.uint32) * ID_FACTOR + key.to(tl.uint32)
+    bits ^= bits >> 16
+    bits = bits * FIRST_FACTOR + (key >> 32).to(tl.uint32)
+    bits ^= bits >> 15
+    bits *= SECOND_FACTOR
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _log_exponential(bits, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log2(-log2(1 - u)) for a uniform u strictly between 0 and 1."""
+    uniform = tl.minimum(bits.to(tl.float32) * (2.0**-32) + 2.0**-33, LARGEST_UNIFORM)
+    # Winners have a small u, where 1 - u would round most of it away.
+    series = LOG2_E / 2 + uniform * (LOG2_E / 3 + uniform * (LOG2_E / 4))
+    series = uniform * (LOG2_E + uniform * series)
+    exponential = tl.where(uniform < 0.0625, series, -_log2(1 - uniform, IS_NATIVE))
+    return _log2(exponential, IS_NATIVE)
+
+
+@triton.jit
+def _log2(x, IS_NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    # One instruction instead of thirty, exact enough for noise; the interpreter has no assembly.
+    if IS_NATIVE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)

@@ -1,0 +1,140 @@
+"""Ops: the work between attention calls, which a device may fuse or lay out as it likes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.program import Launcher
+
+LinearFn = Callable[[Tensor], Tensor]
+# greedy: no row draws; plain: no row cuts; min_p: rows cut by min_p at most; full: by anything.
+SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
+Activation = Literal["silu", "gelu_tanh"]
+
+# Each is x * sigmoid(x * (a + b * x**2)); tanh(y) is 2 * sigmoid(2 * y) - 1.
+GELU_SCALE = 2 * (2 / math.pi) ** 0.5
+ACTIVATIONS: dict[Activation, tuple[float, float]] = {
+    "silu": (1.0, 0.0),
+    "gelu_tanh": (GELU_SCALE, GELU_SCALE * 0.044715),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """RMSNorm over the last dimension."""
+
+    weight: Tensor  # float32, like every norm's: some need more digits than activations have
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class QKNormWeights:
+    """RMSNorm over every head of q and of k."""
+
+    q: Tensor  # [head_dim]
+    k: Tensor
+    eps: float
+
+
+class PackedLinear(Protocol):
+    """A projection as the device runs it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Project x [tokens, in]."""
+
+    def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Project x for the `after_norm` that follows, which adds it to residual.
+
+        The sum may be left to it, so the result may have a dimension in front of the others; or
+        residual already has it all, and nothing is returned.
+        """
+
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        """Project the RMSNorm of x + residual, one of which may be missing; return also the sum.
+
+        Both may be overwritten.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Each token goes to the top_k experts with the largest softmax of the router's logits."""
+
+    top_k: int
+    is_normalized: bool  # whether the weights of the chosen are made to sum to one
+
+
+class PackedExperts(Protocol):
+    """The experts of a layer, and the choice among them, as the device runs them."""
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        x is [tokens, hidden], logits are [tokens, experts] and of the same dtype.
+        """
+
+    def after_norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        """Norm x + residual, as PackedLinear.after_norm does, let the router choose, and run."""
+
+
+class Ops(Protocol):
+    """`reference.py` says in plain torch what each one computes."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What runs the compiled CPU kernels and can record them, where there are any."""
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        """Return the lines of table [vocab_size, dim] that token_ids (int32) name, scaled."""
+
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        """Return the RMSNorm of x + residual, and the sum; x may be what `summands` returned.
+
+        One of them may be missing; both may be overwritten.
+        """
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        """Normalise and turn q and k; q stays in qkv, k and v go to the cache.
+
+        qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
+        sines in float32, [positions, 2, dim / 2]; the caches are [blocks, block_size, kv_heads,
+        dim]; kv_slots counts in tokens.
+        """
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up; gate_up [tokens, 2 * size] holds them side by side."""
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
+
+        One with an activation holds gate and up, and returns `gate` of what they give.
+        """
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        """Lay experts out: gate_up [experts, 2 * size, hidden], down [experts, hidden, size].
+
+        Each is down(silu(gate(x)) * up(x)), and gate_up holds its gate, then its up.
+        """

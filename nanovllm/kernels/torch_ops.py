@@ -1,0 +1,143 @@
+"""Every operation in plain torch: the meaning of the kernels, and the way where there are none."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
+from nanovllm.kernels.ops import (
+    Activation,
+    NormWeights,
+    PackedExperts,
+    PackedLinear,
+    QKNormWeights,
+    Routing,
+)
+
+
+class TorchOps:
+    launcher = None
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        x = F.embedding(token_ids, table)
+        return x if scale == 1 else x * scale
+
+    def norm(
+        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
+        assert x is not None  # ComposedLinear never leaves it out
+        total = x if residual is None else residual + x
+        return rms_norm(total, norm.weight, norm.eps), total
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        norm: QKNormWeights | None,
+        rope: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_slots: Tensor,
+    ) -> None:
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+        turns = rope[positions].unsqueeze(2)  # [tokens, 2, 1, dim / 2]
+        if norm is not None:
+            q.copy_(rms_norm(q, norm.q, norm.eps))
+            k.copy_(rms_norm(k, norm.k, norm.eps))
+        q.copy_(rotate(q, turns[:, 0], turns[:, 1]))
+        k.copy_(rotate(k, turns[:, 0], turns[:, 1]))
+        # Where attention masks a position it still adds 0 * v: a NaN would spread to other rows.
+        k_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = k.nan_to_num(0.0, 0.0, 0.0)
+        v_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = v.nan_to_num(0.0, 0.0, 0.0)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+    ) -> PackedLinear:
+        return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
+        return ComposedExperts(
+            self, lambda x, logits: run_experts(x, logits, gate_up, down, routing)
+        )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide x by its root mean square, in float32, then scale by weight."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + dim / 2) of x [tokens, heads, dim]."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def run_experts(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
+) -> Tensor:
+    """See Ops.pack_experts; each expert that was chosen at all runs once, over all its tokens."""
+    ids, weights = route(logits, routing)  # [tokens, top_k]
+    order = ids.flatten().argsort(stable=True)  # of (token, choice), by expert
+    counts = ids.flatten().bincount(minlength=len(down)).tolist()
+    y = x.new_empty(len(order), x.shape[1])
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs) > 0:
+            gate, up = F.linear(x[pairs // routing.top_k], gate_up[expert]).chunk(2, dim=-1)
+            y[pairs] = F.linear(F.silu(gate) * up, down[expert])
+    y = y.view(*ids.shape, x.shape[1])
+    return torch.bmm(weights.unsqueeze(1), y).squeeze(1)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return the ids of each token's experts, the best first, and their weights."""
+    # A stable sort, unlike topk, says which of two equal logits comes first.
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = logits.float().softmax(-1).gather(1, ids)
+    if routing.is_normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights.to(logits.dtype)
+
+
+def reference_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attention over a paged cache, rows of one query or of several, in the dtype given."""
+    out = torch.zeros_like(q)
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = q.shape[1] // num_kv_heads
+    columns = (slots, query_starts, query_lens, context_lens)
+    for slot, start, count, length in zip(*(c.tolist() for c in columns), strict=True):
+        if count == 0 or length == 0:
+            continue
+        queries = torch.arange(length - count, length, device=q.device)[:, None]
+        first = 0 if window is None else max(0, length - count - window + 1)
+        keys = torch.arange(first, length, device=q.device)
+        block_ids = block_table[slot, keys // block_size].long()
+        k = k_cache[block_ids, keys % block_size].repeat_interleave(group, dim=1)
+        v = v_cache[block_ids, keys % block_size].repeat_interleave(group, dim=1)
+        is_seen = keys <= queries
+        if window is not None:
+            is_seen &= keys > queries - window
+        scores = torch.einsum("qhd,khd->hqk", q[start : start + count], k) * scale
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        out[start : start + count] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out

@@ -1,0 +1,207 @@
+"""Cases for the fused kernels: run by Triton's interpreter on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.cuda import ops as cuda_ops
+from nanovllm.kernels.cuda.elementwise import gather_decode
+from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
+from nanovllm.kernels.cuda.linear_one_row import skinny_linear
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.ops import Activation, NormWeights, QKNormWeights
+from nanovllm.kernels.torch_ops import TorchOps
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def make(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    tolerance = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
+    for shape in ((1, 64), (3, 576), (5, 1000)):
+        x, residual = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
+        norm = NormWeights(make(shape[1], dtype=torch.float32, device=device, seed=2), 1e-6)
+        for more in (None, residual):
+            got, want = (
+                ops.norm(x.clone(), None if more is None else more.clone(), norm)
+                for ops in (TritonOps(), TorchOps())
+            )
+            for a, b in zip(got, want, strict=True):
+                assert_close(a, b)
+        gate_up = 4 * make(shape[0], 2 * shape[1], dtype=dtype, device=device)
+        for activation in ACTIVATIONS:
+            got, want = (ops.gate(gate_up, activation) for ops in (TritonOps(), TorchOps()))
+            assert_close(got, want)
+
+
+def check_rope_write(dtype: torch.dtype, device: str) -> None:
+    """The same q and cache as the reference, and nothing written beside its slots."""
+    for (head_dim, num_heads, num_kv_heads), has_norm in itertools.product(
+        ((64, 9, 3), (80, 4, 2), (96, 5, 1), (128, 16, 8)), (False, True)
+    ):
+        num_tokens = 5
+        qkv = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        rope = make(100, 2, head_dim // 2, dtype=torch.float32, device=device)
+        weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
+        norm = QKNormWeights(*weights, 1e-6) if has_norm else None
+        positions = torch.tensor([0, 99, 7, 7, 50], device=device)
+        kv_slots = torch.tensor([3, 63, 0, 17, 40], device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            turned = qkv.clone()
+            shape = (4, 16, num_kv_heads, head_dim)
+            caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
+            ops.rope_write(turned, norm, rope, positions, *caches, kv_slots)
+            results.append((turned[:, :num_heads], *caches))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def check_padding_is_not_written(device: str) -> None:
+    qkv = make(2, 6, 64, dtype=torch.float32, device=device)
+    rope = make(4, 2, 32, dtype=torch.float32, device=device)
+    caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
+    positions, kv_slots = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
+    TritonOps().rope_write(qkv, None, rope, positions, *caches, kv_slots)
+    for cache in caches:
+        assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
+
+
+def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
+    """Every mix of bias, gate, norm and residual equals the operations one by one."""
+    sizes = [(34, 70), (40, 2048)]
+    if device != "cpu":  # the interpreter takes milliseconds per program
+        sizes += [(64, 300), (4100, 96)]
+    flags = (False, True)
+    for (num_out, num_in), has_bias, activation, kind in itertools.product(
+        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "residual")
+    ):
+        weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(num_out, dtype=dtype, device=device) if has_bias else None
+        x = make(1, num_in, dtype=dtype, device=device)
+        residual = None
+        if kind == "residual":
+            residual = make(1, num_in, dtype=dtype, device=device, seed=9)
+        composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
+        if kind == "alone":
+            got, _ = skinny_linear(x, weight, bias, activation=activation)
+            assert_close(got, composed(x))
+            continue
+        norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
+        got, total = skinny_linear(x, weight, bias, residual, norm, activation)
+        want, want_total = composed.after_norm(x.clone(), residual, norm)
+        assert_close(got, want)
+        assert_close(total, want_total)
+
+
+def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
+    """Sizes that fill the tiles and sizes that do not; parts add up to the whole."""
+    for num_rows, num_out, num_in, activation, num_parts, has_bias in (
+        (2, 64, 128, None, 1, False),
+        (5, 200, 96, None, 1, True),
+        (17, 128, 200, None, 2, True),
+        (130, 96, 128, "silu", 1, False),
+        (3, 100, 72, "gelu_tanh", 1, True),
+        (64, 64, 512, None, 4, False),
+        (33, 64, 320, None, 4, True),
+    ):
+        num_lines = num_out if activation is None else 2 * num_out
+        weight = make(num_lines, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(num_lines, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
+        got = few_rows_linear(x, weight, bias, activation, num_parts)
+        if num_parts > 1:
+            assert got.shape == (num_parts, *want.shape)
+            got = got.sum(0).to(dtype)
+        assert_close(got, want)
+
+
+def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> None:
+    """Whichever kernel serves them, and whatever it leaves to the norm."""
+    weight = make(96, 512, dtype=dtype, device=device) / 16
+    after_weight = make(192, 96, dtype=dtype, device=device) / 10
+    norm = NormWeights(make(96, dtype=torch.float32, device=device, seed=8), 1e-6)
+    for num_rows, has_bias in (
+        *itertools.product((0, 1, 2, 16, 257, 300), (False, True)),
+        (65, False),
+    ):
+        bias = make(96, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, 512, dtype=dtype, device=device)
+        residual = make(num_rows, 96, dtype=dtype, device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            first = ops.pack_linear(weight, bias, None, has_room=False)
+            second = ops.pack_linear(after_weight, None, "silu", has_room=False)
+            total = residual.clone()
+            with patch.object(cuda_ops, "ADD_ROWS", 300):
+                summands = first.summands(x, total)
+            results.append(second.after_norm(summands, total, norm))
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def check_gather_decode(device: str) -> None:
+    """A few rows by hand, and more than one program takes."""
+    lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
+    input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+    assert input_ids == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
+    assert positions == [32, 2, 0, 63, 0]
+    assert kv_slots == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert context_lens == [33, 3, 0, 64, 1]
+    assert order == [3, 0, 1, 4, 2]
+    for num_rows in (129, 1100):
+        generator = torch.Generator().manual_seed(num_rows)
+        lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)
+        slots = torch.randperm(num_rows, generator=generator).int().to(device)
+        input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+        want = lengths[slots.long()].cpu()
+        last = (want - 1).clamp(min=0)
+        assert context_lens == want.tolist()
+        assert positions == last.tolist()
+        is_used, lines = want > 0, slots.cpu()
+        assert input_ids == torch.where(is_used, lines * 64 + last, 0).tolist()
+        cached = (lines * 4 + last // 16) * 16 + last % 16
+        assert kv_slots == torch.where(is_used, cached, -1).tolist()
+        assert order == want.argsort(descending=True, stable=True).tolist()
+
+
+def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
+    """What gather_decode gives, when token i of slot s is 64 s + i and block i is 4 s + i."""
+    num_lines, num_rows, device = len(lengths), len(slots), slots.device
+    tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
+    block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
+    input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
+    positions, kv_slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    columns = (input_ids, positions, kv_slots, context_lens, order)
+    gather_decode(slots, lengths, tokens, block_table, 16, *columns)
+    return [column.tolist() for column in columns]
+
+
+def main() -> None:
+    for dtype in (torch.float32, torch.float16):
+        check_norms_and_gate(dtype, "cpu")
+        check_rope_write(dtype, "cpu")
+        check_skinny_linear(dtype, "cpu")
+        check_projections_of_any_number_of_rows(dtype, "cpu")
+    check_few_rows_linear(torch.float16, "cpu")
+    check_padding_is_not_written("cpu")
+    check_gather_decode("cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""Checks of the sampling kernels that run on any device; as a script, in Triton's interpreter.
+
+TRITON_INTERPRET=1 python -m tests.kernels.cuda.interpreted.sampling_cases kinds|rest
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.cuda import sampling
+from nanovllm.kernels.cuda.sampling import (
+    SamplingTables,
+    SamplingWorkspace,
+    Split,
+    advance,
+    reference_floors,
+    reference_sample,
+    sample_tokens,
+    sampling_workspace,
+)
+from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.layers.sampler import sampling_probs
+from tests.layers.test_sampler import SMALLEST, Row, columns, random_row
+
+INF = torch.inf
+VARIANTS: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    rows: list[Row]
+    logits: Tensor
+    slots: Tensor
+    context_lens: Tensor
+    tables: SamplingTables
+
+
+def make_batch(logits: Tensor, rows: list[Row], device: str) -> Batch:
+    """Spread the rows over the slots of larger tables; logits lie in a wider buffer."""
+    num_slots = len(rows) + 3
+    slots = np.random.default_rng(0).permutation(num_slots)[: len(rows)]
+    filler = Row(temperature=0.7, top_k=3, top_p=0.5, min_p=0.5)
+    lines = [filler] * num_slots
+    for slot, row in zip(slots, rows, strict=True):
+        lines[slot] = row
+    table = columns(lines)
+    wide = torch.full((len(rows), logits.shape[1] + 16), 99.0, dtype=logits.dtype, device=device)
+    wide[:, : logits.shape[1]] = logits
+    tables = SamplingTables(
+        table.temperature.to(device),
+        table.top_k.int().to(device),
+        table.top_p.to(device),
+        table.min_p.to(device),
+        table.seed.to(device),
+    )
+    return Batch(
+        rows,
+        wide[:, : logits.shape[1]],
+        torch.from_numpy(slots).int().to(device),
+        torch.tensor([row.position for row in rows], dtype=torch.int32, device=device),
+        tables,
+    )
+
+
+def run(batch: Batch, variant: SamplingVariant) -> tuple[Tensor, SamplingWorkspace]:
+    """Sample in a workspace that holds another call's leavings and has room to spare."""
+    num_rows, vocab_size = batch.logits.shape
+    workspace = sampling_workspace(num_rows + 1, vocab_size, batch.logits.device)
+    for name in workspace.__slots__:
+        getattr(workspace, name).fill_(77)
+    out = torch.full((num_rows,), -1, dtype=torch.int32, device=batch.logits.device)
+    arguments = batch.logits, batch.slots, batch.tables, batch.context_lens
+    sample_tokens(*arguments, variant, out, workspace)
+    return out, workspace
+
+
+def expected(batch: Batch, variant: SamplingVariant) -> Tensor:
+    return reference_sample(batch.logits, batch.slots, batch.tables, batch.context_lens, variant)
+
+
+def make_rows(num_rows: int, seed: int) -> list[Row]:
+    """Of every kind that one batch can mix, greedy ones among them."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        random_row(rng)._replace(
+            seed=int(rng.integers(-(2**63), 2**63 - 1)), position=int(rng.integers(40_000))
+        )
+        for _ in range(num_rows)
+    ]
+    return [row._replace(temperature=0.0) if i % 5 == 4 else row for i, row in enumerate(rows)]
+
+
+def without_cuts(row: Row) -> Row:
+    return row._replace(top_k=0, top_p=1.0, min_p=0.0)
+
+
+def random_logits(num_rows: int, vocab_size: int, scale: float) -> Tensor:
+    generator = torch.Generator().manual_seed(vocab_size)
+    return torch.randn(num_rows, vocab_size, generator=generator) * scale
+
+
+def masked_logits(num_rows: int, vocab_size: int, value: float) -> Tensor:
+    logits = random_logits(num_rows, vocab_size, 3.0)
+    is_masked = random_logits(num_rows, vocab_size, 1.0) < 1.3
+    is_masked[:, vocab_size // 2] = False
+    return logits.masked_fill(is_masked, value)
+
+
+def tied_logits(num_rows: int, vocab_size: int, num_levels: int) -> Tensor:
+    return (random_logits(num_rows, vocab_size, 1e3).round() % num_levels).abs()
+
+
+def dominated_logits(num_rows: int, vocab_size: int) -> Tensor:
+    logits = random_logits(num_rows, vocab_size, 1.0)
+    logits[:, vocab_size // 3] = 40.0
+    return logits
+
+
+KINDS: dict[str, Callable[[int, int], Tensor]] = {
+    "flat": partial(random_logits, scale=0.05),
+    "usual": partial(random_logits, scale=3.0),
+    "peaked": partial(random_logits, scale=30.0),
+    "huge": partial(random_logits, scale=1e4),
+    "tied": partial(tied_logits, num_levels=4),
+    "equal": partial(tied_logits, num_levels=1),
+    "masked": partial(masked_logits, value=-INF),
+    "penalised": partial(masked_logits, value=-1e4),
+    "dominated": dominated_logits,
+}
+
+
+def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
+    """The tokens and the kept sets equal those of plain torch, at least in nearly all rows.
+
+    On a GPU, rounding may decide for one row in many whether a token reaches top_p.
+    """
+    tokens, workspace = run(batch, "full")
+    assert int((tokens != expected(batch, "full")).sum()) <= max_different
+    floors = workspace.floors[: len(tokens)]
+    tables, lines = batch.tables, batch.slots.long()
+    temperature, min_p = tables.temperature[lines], tables.min_p[lines]
+    wanted = reference_floors(batch.logits, temperature, tables.top_k[lines], tables.top_p[lines])
+    logits = batch.logits.float()
+    rows = [row if row.temperature else Row() for row in batch.rows]
+    shifted = logits - logits.amax(-1, keepdim=True)
+    probs = torch.softmax(shifted.cpu() / columns(rows).temperature[:, None], -1)
+    is_counted = (probs > SMALLEST) & torch.tensor([[row.temperature > 0] for row in batch.rows])
+
+    def is_wrong(kept: Tensor, right: Tensor) -> int:
+        return int(((kept.cpu() != right.cpu()) & is_counted).any(-1).sum())
+
+    kept = logits >= floors[:, None]
+    assert is_wrong(kept, logits >= wanted[:, None]) <= max_different
+    kept &= (shifted >= (temperature * min_p.log())[:, None]) | (min_p == 0)[:, None]
+    assert is_wrong(kept, sampling_probs(batch.logits.cpu(), columns(rows)) > 0) <= max_different
+    return workspace
+
+
+def check_kind(kind: str, vocab_size: int, num_rows: int, dtype: torch.dtype, device: str) -> None:
+    logits = KINDS[kind](num_rows, vocab_size).to(dtype)
+    check_full(make_batch(logits, make_rows(num_rows, vocab_size), device))
+
+
+def check_variant(variant: SamplingVariant, vocab_size: int, num_rows: int, device: str) -> None:
+    """Rows that need no more than this variant get its reference's tokens."""
+    rows = [without_cuts(row)._replace(min_p=row.min_p) for row in make_rows(num_rows, 2)]
+    if variant != "min_p":
+        rows = [without_cuts(row) for row in rows]
+    if variant == "greedy":
+        rows = [row._replace(temperature=0.0) for row in rows]
+    logits = tied_logits(num_rows, vocab_size, 200)  # greedy rows meet ties
+    batch = make_batch(logits, rows, device)
+    tokens = run(batch, variant)[0]
+    assert torch.equal(tokens, expected(batch, variant))
+    greedy = [i for i, row in enumerate(rows) if row.temperature == 0]
+    assert tokens[greedy].tolist() == logits[greedy].max(-1).indices.tolist()
+
+
+def check_variants_agree(num_rows: int, vocab_size: int, device: str) -> None:
+    """Batch company decides which variant runs, and must not decide which token is drawn."""
+    logits = random_logits(num_rows, vocab_size, 3.0)
+    rows = make_rows(num_rows, 3)
+    plain = make_batch(logits, [without_cuts(row) for row in rows], device)
+    tokens = [run(plain, variant)[0] for variant in VARIANTS[1:]]
+    assert all(torch.equal(tokens[0], other) for other in tokens[1:])
+    cut = make_batch(logits, [row._replace(top_k=0, top_p=1.0) for row in rows], device)
+    assert torch.equal(run(cut, "min_p")[0], run(cut, "full")[0])
+    greedy = make_batch(
+        logits, [without_cuts(row)._replace(temperature=0.0) for row in rows], device
+    )
+    assert torch.equal(run(greedy, "greedy")[0], run(greedy, "full")[0])
+
+
+def check_company(num_rows: int, vocab_size: int, device: str) -> None:
+    """A row alone gets the token that it gets in a batch, where other programs share its work."""
+    logits, rows = random_logits(num_rows, vocab_size, 3.0), make_rows(num_rows, 4)
+    together = run(make_batch(logits, rows, device), "full")[0].tolist()
+    for i in range(0, num_rows, 3):
+        alone = run(make_batch(logits[i : i + 1], rows[i : i + 1], device), "full")[0]
+        assert alone.item() == together[i], rows[i]
+
+
+def check_splits(vocab_size: int, device: str) -> None:
+    """The same tokens and the same floors to the bit, however a row is shared out."""
+    rows = [Row(2.0, top_p=0.9, seed=5), Row(1.0, top_k=900, top_p=0.99, seed=6), Row(0.0)]
+    logits = random_logits(3, vocab_size, 0.5)
+    logits[2] = 0.0  # all ties: the first id wins, whichever program meets it
+    batch = make_batch(logits, rows, device)
+    wanted = [expected(batch, variant).tolist() for variant in ("plain", "full")]
+    floors = set()
+    for split in (Split(1024, 1, 5), Split(1024, 2, 3), Split(2048, 3, 1)):
+        with patch.object(sampling, "split_vocabulary", lambda *sizes, split=split: split):
+            assert run(batch, "plain")[0].tolist() == wanted[0]
+            tokens, workspace = run(batch, "full")
+        assert tokens.tolist() == wanted[1]
+        floors.add(tuple(workspace.floors[:3].tolist()))
+    assert len(floors) == 1
+
+
+def check_both_searches(dtype: torch.dtype, device: str) -> None:
+    """The cut is among the candidates, beyond them, where ties fill them, where few tokens are."""
+    vocab_size = 5003
+    rows = [Row(top_k=20), Row(top_k=4000), Row(0.1, top_p=0.5), Row(100.0, top_p=0.9)]
+    rows += [Row(top_k=9), Row(top_k=600), Row(top_k=600)]
+    logits = random_logits(7, vocab_size, 2.0)
+    logits[4] = 1.5
+    logits[5, 400:] = -INF
+    logits[6, torch.arange(vocab_size) % 12 > 0] = -INF
+    batch = make_batch(logits.to(dtype), rows, device)
+    counts = check_full(batch).num_candidates.tolist()
+    assert 20 <= counts[0] < 4000
+    assert 20 <= counts[1] < 4000
+    assert counts[4] == vocab_size > sampling.CAPACITY
+    assert counts[5] == 400
+    assert counts[6] < 400
+
+
+def check_broken_rows(device: str) -> None:
+    """Rows without a distribution give an id of the vocabulary and leave their neighbours alone."""
+    logits = random_logits(5, 50, 2.0)
+    for row in (Row(), Row(top_k=3, top_p=0.9, min_p=0.1), Row(0.0)):
+        whole = run(make_batch(logits, [row] * 5, device), "full")[0]
+        broken = logits.clone()
+        broken[0], broken[2], broken[4] = torch.nan, -INF, INF
+        tokens = run(make_batch(broken, [row] * 5, device), "full")[0]
+        assert ((tokens >= 0) & (tokens < 50)).all()
+        assert tokens[[1, 3]].tolist() == whole[[1, 3]].tolist()
+
+
+def check_tiny_temperatures(device: str) -> None:
+    for scale in (1.0, 1e4):
+        logits = random_logits(4, 300, scale)
+        logits[:, 7] = -INF
+        rows = [Row(1e-6), Row(1e-30), Row(1e-30, top_k=5, top_p=0.9), Row(1e-20, min_p=0.5)]
+        tokens = run(make_batch(logits, rows, device), "full")[0]
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def check_noise_counters(device: str) -> None:
+    """The kernel's draws change with each of seed, position and id as the reference's do."""
+    rows = [Row(seed=s, position=p) for s in (0, 1, -1, 2**63 - 1, -(2**63)) for p in (0, 1, 65536)]
+    batch = make_batch(torch.zeros(len(rows), 1000), rows, device)
+    tokens = run(batch, "plain")[0]
+    assert torch.equal(tokens, expected(batch, "plain"))
+    assert len(set(tokens.tolist())) > 12
+
+
+def check_advance(device: str) -> None:
+    """Tokens enter where each length points; full lines and padding's line are left alone."""
+    width, num_lines = 8, 7
+    tokens = torch.full((num_lines, width), -1, dtype=torch.int32, device=device)
+    lengths = torch.tensor([0, 3, 7, 8, 2, 5, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([5, 0, 2, 3, 6, 6, 6], dtype=torch.int32, device=device)
+    out = torch.arange(10, 17, dtype=torch.int32, device=device)
+    wanted = tokens.clone()
+    wanted[5, 5], wanted[0, 0], wanted[2, 7] = 10, 11, 12
+    advance(out, slots, tokens, lengths)
+    assert torch.equal(tokens, wanted)
+    assert lengths.tolist() == [1, 3, 8, 8, 2, 6, 0]
+    advance(out[:0], slots[:0], tokens, lengths)
+    assert torch.equal(tokens, wanted)
+
+
+def check_no_rows(device: str) -> None:
+    batch = make_batch(torch.zeros(1, 40), [Row()], device)
+    empty = replace(batch, logits=batch.logits[:0], slots=batch.slots[:0])
+    assert run(empty, "full")[0].tolist() == []
+
+
+FLOAT16, FLOAT32 = torch.float16, torch.float32
+CASES: dict[str, list[Callable[[], None]]] = {
+    "kinds": [
+        *(
+            partial(check_kind, kind, 1000, 5, FLOAT32 if i % 2 else FLOAT16, "cpu")
+            for i, kind in enumerate(KINDS)
+        ),
+        partial(check_kind, "usual", 1000, 4, torch.bfloat16, "cpu"),
+        partial(check_kind, "flat", 1000, 4, FLOAT32, "cpu"),
+        partial(check_kind, "peaked", 5003, 3, FLOAT16, "cpu"),
+        partial(check_kind, "masked", 5003, 2, FLOAT16, "cpu"),
+        partial(check_both_searches, torch.bfloat16, "cpu"),
+    ],
+    "rest": [
+        partial(check_kind, "usual", 1, 2, FLOAT32, "cpu"),
+        partial(check_kind, "usual", 7, 9, FLOAT16, "cpu"),
+        *(partial(check_variant, v, 5003, 3, "cpu") for v in ("greedy", "plain", "min_p")),
+        *(partial(check_variant, v, 7, 1, "cpu") for v in ("greedy", "plain", "min_p")),
+        partial(check_variants_agree, 4, 300, "cpu"),
+        partial(check_company, 5, 300, "cpu"),
+        partial(check_splits, 5003, "cpu"),
+        partial(check_broken_rows, "cpu"),
+        partial(check_tiny_temperatures, "cpu"),
+        partial(check_noise_counters, "cpu"),
+        partial(check_advance, "cpu"),
+        partial(check_no_rows, "cpu"),
+    ],
+}
+
+
+def main(part: str) -> None:
+    for case in CASES[part]:
+        assert isinstance(case, partial)
+        name = f"{case.func.__name__}{case.args}"
+        print(name, flush=True)
+        start = time.perf_counter()
+        case()
+        print(f"    {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,160 @@
+"""The paged attention kernels equal plain torch in float64: interpreted here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.cuda.attention_decode import (
+    choose_splits,
+    decode_config,
+    paged_decode,
+    partial_size,
+)
+from nanovllm.kernels.cuda.attention_prefill import prefill_config
+from tests.kernels.cuda.interpreted import paged_attention_cases as cases
+
+KINDS = ("decode", "prefill", "tma")
+SCRIPT = "tests.kernels.cuda.interpreted.paged_attention_cases"
+ROOT = Path(__file__).parents[3]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+HAS_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+
+Runs = dict[str, subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    """All scripts at once, each in a process of its own: the interpreter replaces Triton's API."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = {
+        kind: subprocess.Popen(
+            [sys.executable, "-m", SCRIPT, kind], cwd=ROOT, env=environment, **pipes
+        )
+        for kind in KINDS
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases and more, compiled")
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_kernels_equal_the_reference(runs: Runs, kind: str) -> None:
+    output, errors = runs[kind].communicate(timeout=120)
+    assert runs[kind].returncode == 0, errors
+    assert output.endswith("cases\n")
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("max_context", [1, 100, 4096, 131072])
+def test_splits_fill_the_device_but_not_more(num_kv_heads: int, max_context: int) -> None:
+    num_sms = 132
+    splits = [choose_splits(rows, num_kv_heads, max_context, num_sms) for rows in range(1, 700)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[-1] == 1
+    for num_rows, count in enumerate(splits, start=1):
+        assert count in (1, 2, 4, 8, 16, 32)
+        assert count <= 2 or count * num_rows * num_kv_heads <= 5 * num_sms
+        assert count == 1 or num_rows * num_kv_heads < 5 * num_sms
+        assert count == 1 or (count - 1) * 64 < max_context
+
+
+def test_splits_of_a_usual_model() -> None:
+    assert [choose_splits(rows, 8, 4096, 132) for rows in (1, 4, 16, 64, 256)] == [32, 16, 4, 2, 1]
+
+
+def test_only_splits_need_a_workspace() -> None:
+    assert partial_size(256, 16, 128, 1) == 0
+    assert partial_size(2, 16, 128, 4) == 2 * 16 * 4 * 130
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
+def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> None:
+    decode = decode_config(head_dim, dtype)
+    sizes = [decode.tile, decode.num_warps]
+    for num_lines in (1, 16, 17, 64, 65, 100_000):
+        prefill = prefill_config(head_dim, dtype, num_lines)
+        sizes += [prefill.lines, prefill.tile, prefill.num_warps]
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert decode.min_split % decode.tile == 0
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        pytest.param(kind, case, id=f"{kind}-{index}")
+        for kind in KINDS
+        for index, case in enumerate(
+            cases.edge_cases(kind) + cases.sample(kind, 30, DTYPES, cases.LARGE)
+        )
+    ],
+)
+def test_compiled_kernels_equal_the_reference(kind: str, case: cases.Case) -> None:
+    skip_without_tma(kind)
+    cases.verify(case, kind, "cuda")
+
+
+def skip_without_tma(kind: str) -> None:
+    if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "block_size"),
+    [("prefill", 16), ("prefill", 48), ("prefill", 256), ("tma", 64), ("tma", 256)],
+)
+@pytest.mark.parametrize("group", [2, 4])
+def test_a_large_mixed_step(group: int, kind: str, block_size: int) -> None:
+    """Full tiles, many programs, long prefixes, in the shapes of Qwen3."""
+    skip_without_tma(kind)
+    chunks = ((0, 1500), (1000, 700), (0, 0), (3000, 33), (64, 64), (17, 5), (129, 400))
+    case = cases.Case(chunks, group, 8, 128, block_size, torch.bfloat16)
+    cases.verify(case, kind, "cuda")
+    rows = tuple((97 * i, 1) for i in range(40))
+    for num_splits in (1, 16):
+        decode = replace(case, rows=rows, num_splits=num_splits)
+        cases.verify(decode, "decode", "cuda")
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 8])
+def test_a_graph_reads_lengths_and_blocks_on_the_device(num_splits: int) -> None:
+    """What was captured while every row was padding serves rows that came later."""
+    rows = ((700, 1), (0, 0), (0, 1), (63, 1), (300, 1))
+    case = cases.Case(rows, head_dim=128, dtype=torch.bfloat16)
+    step = cases.make_step(case, "cuda")
+    num_heads, head_dim = step.q.shape[1:]
+    partial = torch.empty(partial_size(len(rows), num_heads, head_dim, num_splits), device="cuda")
+    tables = step.q, step.k_cache, step.v_cache, step.block_table, step.slots
+    columns = step.context_lens, step.query_starts, step.out
+
+    def attend() -> None:
+        paged_decode(*tables, *columns, step.scale, None, num_splits, partial)
+
+    lengths = step.context_lens.clone()
+    step.context_lens.zero_()
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    step.context_lens.copy_(lengths)
+    graph.replay()
+    cases.check(case, step, "decode")

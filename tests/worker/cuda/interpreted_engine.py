@@ -1,0 +1,132 @@
+"""The whole CUDA path on a CPU: an engine of interpreted kernels, whose graphs are functions.
+
+    TRITON_INTERPRET=1 python -m tests.worker.cuda.interpreted_engine
+
+Tokens in float32 equal those of transformers, logits in float16 are near: through graphs
+of decode steps, padded prompts, every way of sampling and every number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.platforms.base import PendingTokens
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker import worker
+from nanovllm.worker.cuda import backend as cuda_backend
+from nanovllm.worker.cuda import decode_graphs
+from nanovllm.worker.cuda.backend import CudaBackend
+from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
+from tests.devices import RunAgain, runner_of
+from tests.forced_tokens import Ids, forced_logits
+from tests.threaded_ranks import engines_of
+
+OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
+NUM_PROCESSORS = 8
+SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs to be split
+    **{**SIZES, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=32
+)
+# Other ways to ask for the likeliest token, so that the samplers of every kind have one answer.
+GREEDY_WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1e-4},
+    {"temperature": 0.5, "min_p": 1.0},
+    {"temperature": 0.5, "top_k": 1},
+]
+
+
+class InterpretedPlatform(RunAgain, CpuPlatform):
+    """A CPU that has what graphs need of a CUDA device."""
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(array, order="C"))
+
+    def fetch(self, tokens: Tensor) -> PendingTokens:
+        return super().fetch(tokens.clone())  # the next replay overwrites them
+
+    def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Make engines run CUDA's kernels."""
+
+    def platform(*_: Any) -> InterpretedPlatform:
+        return InterpretedPlatform()
+
+    def attention(platform: Any, *_: Any) -> TritonAttention:
+        return TritonAttention(platform, NUM_PROCESSORS)
+
+    with (
+        mock.patch.object(worker, "create_platform", platform),
+        mock.patch.object(worker, "create_backend", CudaBackend),
+        mock.patch.object(cuda_backend, "create_attention", attention),
+    ):
+        yield
+
+
+def check_tokens(root: Path) -> None:
+    """Prompts enter while others decode; a graph of every size runs, full and padded."""
+    checkpoint = make_checkpoint(root / "qwen3", VARIANTS["qwen3"])
+    rng = random.Random(0)
+    prompts = [rng.choices(range(160), k=length) for length in (1, 17, 33, 3, 16)]
+    lens = [2, 4, 3, 2, 3]
+    want = [checkpoint.generate(p, n) for p, n in zip(prompts, lens, strict=True)]
+    with LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=20, depth=1, **OPTIONS) as llm:
+        graphed = runner_of(llm).forward
+        assert graphed.sizes == [1, 2, 3]
+        for way, num_prompts in zip(GREEDY_WAYS, (5, 2, 2, 2), strict=True):
+            params = [SamplingParams(max_tokens=n, ignore_eos=True, **way) for n in lens]
+            outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
+            assert [output.token_ids for output in outputs] == want[:num_prompts], way
+
+
+def check_logits(root: Path) -> None:
+    """One row, a few and more; the summands of a projection reach the norm, also of one row.
+
+    A group of one rank, which adds up, gathers and broadcasts for itself, gives the same.
+    """
+    path = make_checkpoint(root / "split", SPLIT, seed=3).path
+    rng = random.Random(1)
+    prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 20)]
+    answers: Ids = [rng.choices(range(160), k=count) for count in (2, 1, 1)]
+    options = {**OPTIONS, "max_num_batched_tokens": 24}
+    with LLM(path, dtype="float32", **options) as llm:
+        exact = forced_logits(llm, prompts, answers)
+    for max_num_seqs, ranks in ((1, nullcontext()), (3, nullcontext()), (3, engines_of(1))):
+        with (
+            ranks,
+            interpreted(),
+            mock.patch.object(decode_graphs, "VARIANTS", ("greedy",)),
+            LLM(path, dtype="float16", max_num_seqs=max_num_seqs, **options) as llm,
+        ):
+            ours = forced_logits(llm, prompts, answers)
+        for a, b in zip(ours, exact, strict=True):
+            assert (a - b).abs().max() < 0.01 * b.abs().max()
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        with interpreted():
+            check_tokens(Path(folder))
+        check_logits(Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Steps with prompts, padded to the size of a graph; here a function runs again in its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nanovllm import LLM
+from nanovllm.attention.base import AttentionSpec, DecodeRows, LayerCache
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.torch_ops import TorchOps, reference_attention
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker import backends
+from nanovllm.worker.cuda.prefill_graphs import (
+    MAX_PROMPTS,
+    MAX_TOKENS,
+    ChunkSize,
+    GraphedChunks,
+    chunk_columns,
+    chunk_sizes,
+)
+from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.input_buffers import is_decode
+from tests.devices import RunAgain
+from tests.test_equals_transformers import GREEDY, make_prompts
+from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    block_table: Tensor
+    singles: Tensor
+    prompts: Tensor
+
+
+class ReferenceChunks(SdpaAttention):
+    """The attention kernels' reference over the rows of a chunk, padding and all."""
+
+    def chunk_plan(
+        self, block_table: Tensor, singles: Tensor, prompts: Tensor, *limits: int
+    ) -> ChunkRows:
+        return ChunkRows(block_table, singles, prompts)
+
+    def decode_plan(self, rows: DecodeRows) -> ChunkRows:
+        tokens = torch.arange(len(rows.slots), dtype=torch.int32)
+        singles = torch.stack((rows.slots, tokens, rows.context_lens))
+        return ChunkRows(rows.block_table, singles, torch.zeros((4, 0), dtype=torch.int32))
+
+    def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
+        if not isinstance(plan, ChunkRows):
+            return super().attend(q, cache, plan, spec)
+        slots, tokens, context_lens = plan.singles
+        columns = torch.stack((slots, tokens, torch.ones_like(tokens), context_lens))
+        out = torch.full_like(q, torch.nan)  # what padding leaves there must not matter
+        for rows in (columns, plan.prompts):
+            part = reference_attention(
+                q, cache.k, cache.v, plan.block_table, *rows, spec.scale, spec.window
+            )
+            for _, start, count, _ in rows.T.tolist():  # padding writes zeros, too
+                out[start : start + count] = part[start : start + count]
+        return out
+
+
+class GraphedPlatform(RunAgain, CpuPlatform):
+    """A CPU with graphs."""
+
+
+def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
+    columns = np.array(rows, np.int32).reshape(-1, 4).T
+    return StepPlan(*columns, [], [], [], 0)
+
+
+def test_columns() -> None:
+    """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
+    plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
+    size = ChunkSize(num_tokens=8, num_rows=5)
+    tokens, singles, prompts, sampled = np.split(
+        chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
+    )
+    assert tokens.reshape(2, 8).tolist() == [
+        [2, 7, 7, 7, 4, 4, 9, 9],
+        [40, 10, 11, 12, 0, 1, 0, 0],
+    ]
+    assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [0, 1, 1, 1, 1], [41, 0, 0, 0, 0]]
+    rest = [0] * (MAX_PROMPTS - 2)
+    assert prompts.reshape(4, MAX_PROMPTS).tolist() == [
+        [7, 4, *rest],
+        [1, 4, *rest],
+        [3, 2, *rest],
+        [13, 2, *rest],
+    ]
+    assert sampled.reshape(3, 5).tolist() == [[2, 4, 9, 9, 9], [0, 5, 0, 0, 0], [41, 2, 0, 0, 0]]
+
+
+def test_columns_without_prompts() -> None:
+    """Not a decode step: slot 2's token is not its last one."""
+    plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
+    size = ChunkSize(num_tokens=4, num_rows=4)
+    parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
+    assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 15, 16, 17, 100, 1024, 1025, 4096, 16384])
+@pytest.mark.parametrize("max_rows", [1, 16, 512])
+def test_sizes(max_tokens: int, max_rows: int) -> None:
+    sizes = chunk_sizes(max_tokens, max_rows)
+    assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
+    assert sizes[-1].num_tokens <= MAX_TOKENS
+    largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)])
+    assert [size.fits(largest) for size in sizes] == [*[False] * (len(sizes) - 1), True]
+    assert all(size.num_rows <= max_rows for size in sizes)
+
+
+@pytest.mark.parametrize("max_tokens", [9, 40, 4096])
+def test_padded_steps_equal_transformers(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    monkeypatch.setattr(backends, "create_cpu_ops", lambda dtype: TorchOps())
+    monkeypatch.setattr(backends, "create_attention", lambda *_: ReferenceChunks(16))
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128}
+    with LLM(
+        checkpoint.path, skip_tokenizer_init=True, max_num_batched_tokens=max_tokens, **options
+    ) as llm:
+        executor: Any = llm.engine.core.executor
+        runner = executor._worker.runner
+        eager: EagerForward = runner.forward
+        platform: Any = GraphedPlatform()
+        attention: Any = eager.attention
+        with torch.inference_mode():
+            chunks = GraphedChunks(eager, attention, platform, max_tokens, 128)
+            for size in chunks.sizes[::-1]:
+                chunks.capture(size)
+        num_chunks = 0
+
+        def forward(plan: StepPlan) -> StepLogits:
+            nonlocal num_chunks
+            step = None if is_decode(plan) else chunks(plan)
+            num_chunks += step is not None
+            return eager(plan) if step is None else step
+
+        runner.forward = forward
+        want = [checkpoint.generate(prompt, NUM_NEW) for prompt in prompts]
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.token_ids for output in outputs] == want
+    assert num_chunks > 5
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "count", "is_run"),
+    [
+        (2, 100, True),
+        (1, MAX_TOKENS, True),
+        (1, MAX_TOKENS + 1, False),
+        (MAX_PROMPTS, 2, True),
+        (MAX_PROMPTS + 1, 2, False),
+        (17, 1, True),  # in the next size, which has the rows
+        (300, 1, False),
+    ],
+)
+def test_what_does_not_fit_is_left_to_others(num_rows: int, count: int, is_run: bool) -> None:
+    plan = make_plan([(i, 0, count, 0) for i in range(num_rows)])
+    sizes = [size for size in chunk_sizes(16384, 512) if size.fits(plan)]
+    assert bool(sizes) == is_run
