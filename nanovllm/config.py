@@ -75,9 +75,6 @@ class RopeConfig:
     is_truncated: bool = True  # the borders between them fall on whole frequencies
     attention_factor: float = 1.0  # of cosines and sines
 
-    def __post_init__(self) -> None:
-        check_types(self)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
@@ -98,10 +95,10 @@ class ExpertsConfig:
     dense_layers: frozenset[int] = frozenset()  # those that keep a plain MLP
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
+        if not 1 <= self.top_k <= self.num_experts or self.size < 1:
             raise CheckpointError(
                 f"config.json sends each token to {self.top_k} (num_experts_per_tok) of "
-                f"{self.num_experts} experts"
+                f"{self.num_experts} experts of size {self.size}"
             )
 
 
