@@ -9,6 +9,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_types
 
 DTYPES = ("float32", "bfloat16", "float16")
+_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size")
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
@@ -37,8 +38,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+        for name in _COUNTS:
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
+            self._require(name, getattr(self, name) < 2**31, "below 2**31")
         self._require(
             "max_model_len", self.max_model_len >= 2, "at least 2: one prompt, one new token"
         )

@@ -32,6 +32,9 @@ class Platform(Protocol):
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Resolve dtype="auto" for a checkpoint stored as `checkpoint_dtype`."""
 
+    def free_memory(self) -> int:
+        """Return the bytes that one rank may still take."""
+
     def profile(self, run: Callable[[], object]) -> None:
         """Run the largest step there can be, if that is how the platform learns what steps need."""
 

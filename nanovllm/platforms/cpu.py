@@ -44,6 +44,9 @@ class CpuPlatform:
             return torch.float32
         return torch.bfloat16
 
+    def free_memory(self) -> int:
+        return available_memory() // self.num_ranks
+
     def profile(self, run: Callable[[], object]) -> None:
         pass  # a step's activations are small beside the memory that is left free
 

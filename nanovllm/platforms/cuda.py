@@ -128,6 +128,10 @@ class CudaPlatform:
             return torch.float16
         return dtype
 
+    def free_memory(self) -> int:
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + unused
+
     def profile(self, run: Callable[[], object]) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
