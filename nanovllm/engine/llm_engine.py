@@ -52,13 +52,13 @@ class LLMEngine:
     """`add_request` as often as you like, then `step` until `is_finished`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        check_device(config)
+        platform = check_device(config)
         checkpoint = find_checkpoint(
             config.model,
             revision=config.revision,
             need_weights=config.load_format != "dummy",
             need_tokenizer=not config.skip_tokenizer_init,
-            check=partial(check_model, config),
+            check=partial(check_model, config, platform),
         )
         self.model_config = read_config(checkpoint.config)
         self.config = config = clamp_model_len(config, self.model_config)

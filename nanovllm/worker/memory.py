@@ -65,12 +65,14 @@ def check_device(config: EngineConfig) -> Platform | None:
     )
 
 
-def check_model(config: EngineConfig, checkpoint_config: Mapping[str, Any]) -> None:
+def check_model(
+    config: EngineConfig, platform: Platform | None, checkpoint_config: Mapping[str, Any]
+) -> None:
     """Refuse a model that is not supported, cannot be split or does not fit."""
     model = read_config(checkpoint_config)
     check_splits(model, config.tensor_parallel_size)
-    if (platform := check_device(config)) is None:
-        return
+    if platform is None:
+        return  # each rank will look at its own device
     dtype, ops = choose_dtype(config.dtype, model.dtype, platform), TorchOps()
     attention = create_attention(
         platform, ops, config.kvcache_block_size, config.attention_backend, dtype

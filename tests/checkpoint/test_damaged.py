@@ -26,6 +26,7 @@ from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.memory import check_model
 from tests.checkpoint.damage import ODD, load, outcome, write_gguf_files
 from tests.checkpoints import TinyCheckpoint
@@ -53,7 +54,7 @@ def test_random_configs() -> None:
     engine = EngineConfig("odd", max_model_len=64, max_num_seqs=4, dtype="float32", device="cpu")
     for _ in range(400):
         with outcome(outcomes):
-            check_model(engine, odd_config(rng, rng.choice(configs)))
+            check_model(engine, CpuPlatform(), odd_config(rng, rng.choice(configs)))
     assert outcomes["CheckpointError"] > 200
     assert outcomes["loaded"] > 30
 
