@@ -17,7 +17,6 @@ pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode
 from nanovllm.worker.recorded_forward import RecordedForward
@@ -77,7 +76,7 @@ class BothWays:
         got = self.recorded(plan)
         assert torch.equal(got.values, want.values)
         assert torch.equal(got.slots, want.slots)
-        if is_decode(plan) and len(plan.slots) <= MAX_LINEAR_ROWS[self.recorded.eager.dtype]:
+        if is_decode(plan) and len(plan.slots) <= self.recorded.max_rows:
             self.num_rows.append(len(got.values))
         return got
 
@@ -111,7 +110,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
         if mode.startswith("preempted"):
             assert llm.engine.core.scheduler.num_preemptions > 0
         if mode == "plain":
-            assert set(num_rows) == set(range(1, MAX_LINEAR_ROWS[getattr(torch, dtype)] + 1))
+            assert set(num_rows) == set(range(1, runner_of(llm).forward.recorded.max_rows + 1))
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))

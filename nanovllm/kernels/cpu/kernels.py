@@ -18,8 +18,8 @@ from numba import cfunc, float32, int32, int64, types, uint32
 from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.cpu.simd import (
     FAST,
-    LANES,
     NUM_STREAMS,
+    NUM_WEIGHTED,
     TILE,
     TILE_ROWS,
     add_weighted_lanes,
@@ -376,9 +376,8 @@ def _add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:
     """Add to b[sums:] the lines of a, each times its weight in b[weights:]."""
-    wide = NUM_STREAMS * LANES
-    num_wide = dim // wide * wide
-    for begin in range(0, num_wide, wide):
+    num_wide = dim // NUM_WEIGHTED * NUM_WEIGHTED
+    for begin in range(0, num_wide, NUM_WEIGHTED):
         add_weighted_lanes(b, sums + begin, a, a_base + begin, stride, weights, count)
     for i in range(count):
         weight, base = b[weights + i], a_base + i * stride

@@ -19,6 +19,7 @@ from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher, NotRecordableError, find_openmp, float_bits
 from nanovllm.kernels.ops import NormWeights, PackedLinear
 from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.platforms.cpu_features import find_cpu_features
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 DIM, SIZE, VOCAB_SIZE = 40, 56, 30
@@ -29,7 +30,7 @@ class Block:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.launcher = Launcher(dtype)
-        self.ops = NumbaOps(self.launcher)
+        self.ops = NumbaOps(self.launcher, find_cpu_features())
         generator = torch.Generator().manual_seed(0)
 
         def make(*shape: int) -> Tensor:
@@ -234,5 +235,5 @@ def test_fractions_travel_as_bits(value: float) -> None:
 
 def test_kernels_are_chosen_by_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(create_cpu_ops(dtype), NumbaOps)
-    assert isinstance(create_cpu_ops(torch.float16), TorchOps)
+        assert isinstance(create_cpu_ops(dtype, find_cpu_features()), NumbaOps)
+    assert isinstance(create_cpu_ops(torch.float16, find_cpu_features()), TorchOps)
