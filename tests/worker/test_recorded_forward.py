@@ -143,6 +143,27 @@ def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
     assert [[tokens[seq_id] for seq_id in sorted(tokens)] for tokens in finished] == want
 
 
+def test_the_first_steps_import_nothing_large(tiny: Tiny) -> None:
+    """Neither torch's compiler nor what it needs: that would take seconds in the second token."""
+    script = """
+import sys
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], skip_tokenizer_init=True) as llm:
+    before = set(sys.modules)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.5, max_tokens=4), use_tqdm=False)
+    executor = llm.engine.core.executor
+    assert executor._worker.runner.forward._steps, "nothing was recorded"
+names = ("torch._dynamo", "torch._inductor", "sympy")
+print([name for name in names if name in sys.modules], len(set(sys.modules) - before))
+"""
+    command = [sys.executable, "-c", script, str(tiny("qwen3").path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    names, num_modules = result.stdout.rsplit(maxsplit=1)
+    assert names == "[]"
+    assert int(num_modules) < 50
+
+
 @pytest.fixture(scope="module")
 def wanted(tiny: Tiny) -> list[list[list[int]]]:
     """What transformers generates, by variant: neither threads nor kernels may change it."""
