@@ -6,23 +6,29 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
+from nanovllm.chat_template import ChatTemplate
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_thread import EngineThread, Job
-from nanovllm.engine.llm_engine import LLMEngine, check_text
+from nanovllm.engine.llm_engine import Live, LLMEngine, check_text
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.prompts import (
+    Messages,
+    Params,
+    Prompts,
+    as_conversations,
+    as_params,
+    as_prompt,
+    at_index,
+    split_prompts,
+)
 from nanovllm.sampling_params import SamplingParams
-
-Prompts = str | list[str] | list[int] | list[list[int]]
-Params = SamplingParams | Sequence[SamplingParams] | None
-Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
 
 
 class LLM:
@@ -66,12 +72,14 @@ class LLM:
         *,
         cache_salt: str | None = None,
         on_step: Callable[[StepOutput], None] | None = None,
+        on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
         """Like `generate`, but yield text as it comes; closing the iterator aborts the rest.
 
-        `on_step` sees every engine step before its pieces are yielded.
+        `on_step` sees every engine step before its pieces are yielded. With `on_refusal` a prompt
+        that cannot run is reported by its index, and the others are answered; without, it raises.
         """
-        job = self._prepare(prompts, sampling_params, cache_salt, is_streaming=True)
+        job = self._prepare(prompts, sampling_params, cache_salt, True, on_refusal)
         with contextlib.closing(self._thread.stream(job)) as steps:
             for step in steps:
                 if on_step is not None:
@@ -96,20 +104,21 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
-        options = {"add_generation_prompt": True, **template_options, "tokenize": False}
-        prompts = []
-        for conversation in as_conversations(messages):
+        special_tokens = tokenizer.special_tokens_map
+        template = ChatTemplate(tokenizer.chat_template, special_tokens, **template_options)
+        prompts, conversations = [], as_conversations(messages)
+        for index, conversation in enumerate(conversations):
             try:
-                text = tokenizer.apply_chat_template(conversation, **options)
-            except TemplateError as error:
-                raise RequestError(f"the chat template refused the messages: {error}") from error
-            check_text("a message", text)
-            prompts.append(self.engine.encode(cast(str, text), add_special_tokens=False))
+                text = template.render(conversation)
+                check_text("a message", text)
+            except RequestError as error:
+                raise at_index(error, "messages", index, len(conversations)) from error
+            prompts.append(self.engine.encode(text, add_special_tokens=False))
         return prompts
 
     def add_request(
         self,
-        prompt: str | list[int],
+        prompt: Prompts,
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
@@ -117,7 +126,8 @@ class LLM:
         """Queue one prompt for `step`; returns its seq_id."""
         self._thread.check_process()
         params = SamplingParams() if sampling_params is None else sampling_params
-        live = self.engine.prepare(prompt, params, cache_salt=cache_salt)
+        one = as_prompt(prompt, cache_salt)
+        live = self.engine.prepare(one.content, params, cache_salt=one.cache_salt)
         self._thread.add(live)
         return live.request.seq_id
 
@@ -151,16 +161,29 @@ class LLM:
         self.close()
 
     def _prepare(
-        self, prompts: Prompts, params: Params, cache_salt: str | None, is_streaming: bool
+        self,
+        prompts: Prompts,
+        params: Params,
+        cache_salt: str | None,
+        is_streaming: bool,
+        on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Job:
         """Check and tokenise the prompts of one call; nothing is queued yet."""
         self._check_usable()
-        prompt_list = as_prompts(prompts)
-        pairs = zip(prompt_list, as_params(params, len(prompt_list)), strict=True)
-        requests = [
-            self.engine.prepare(prompt, param, cache_salt=cache_salt, is_streaming=is_streaming)
-            for prompt, param in pairs
-        ]
+        items = split_prompts(prompts)
+        requests: dict[int, Live] = {}
+        for index, (item, param) in enumerate(
+            zip(items, as_params(params, len(items)), strict=True)
+        ):
+            try:
+                prompt = as_prompt(item, cache_salt)
+                requests[index] = self.engine.prepare(
+                    prompt.content, param, cache_salt=prompt.cache_salt, is_streaming=is_streaming
+                )
+            except RequestError as error:
+                if on_refusal is None:
+                    raise at_index(error, "prompts", index, len(items)) from error
+                on_refusal(index, error)
         return Job(requests, is_streaming)
 
     def _check_usable(self) -> None:
@@ -190,45 +213,3 @@ class Progress:
     def close(self) -> None:
         self.update()
         self._bar.close()
-
-
-def as_prompts(prompts: Prompts) -> list[str | list[int]]:
-    """One prompt (a string, a list of ids) or several become a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, list):
-        raise RequestError(f"prompts must be a string or a list, got {type(prompts).__name__}")
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]
-    return list(cast("list[str | list[int]]", prompts))
-
-
-def as_conversations(messages: Messages) -> list[list[dict[str, Any]]]:
-    """One conversation or a list of them becomes a list; every message must be one."""
-    if not messages:
-        raise RequestError("the conversation is empty; give it at least one message")
-    is_single = isinstance(messages, list) and isinstance(messages[0], dict)
-    conversations = cast("list[list[dict[str, Any]]]", [messages] if is_single else messages)
-    for conversation in conversations:
-        if not isinstance(conversation, list) or not conversation:
-            raise RequestError(f"not a list of messages, or an empty one: {conversation!r:.80}")
-        for message in conversation:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise RequestError(f"a message needs a role and content, got {message!r:.80}")
-    return conversations
-
-
-def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams serves every prompt; a list must match the prompts."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, Sequence):
-        raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")
-    params = list(params)
-    if not all(isinstance(param, SamplingParams) for param in params):
-        raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")
-    if len(params) != num_prompts:
-        raise RequestError(f"got {len(params)} SamplingParams for {num_prompts} prompts")
-    return params

@@ -16,13 +16,13 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors < validation < sampling_params, outputs < config
+    errors < validation < sampling_params, outputs < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker < executor < engine.core < engine.llm_engine
     < engine.engine_thread, engine.async_engine
     < llm < server, bench < cli < __main__
 """
-LEAVES = ("errors", "validation", "sampling_params", "outputs", "config")
+LEAVES = ("errors", "validation", "sampling_params", "outputs", "prompts", "config")
 # The scheduling files know counts and token ids only: the leaves and each other.
 HOST = (
     "engine.request",

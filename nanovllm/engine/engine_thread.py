@@ -60,11 +60,11 @@ class Promise(Generic[T]):
 class Job(Promise[None]):
     """The requests of one `generate` or `stream` call, and what has come for them."""
 
-    def __init__(self, requests: list[Live], is_streaming: bool) -> None:
+    def __init__(self, requests: dict[int, Live], is_streaming: bool) -> None:
         super().__init__()
-        self.requests = requests
+        self.requests = requests  # by place among the prompts of the call
         self.is_streaming = is_streaming
-        self.places = {live.request.seq_id: i for i, live in enumerate(requests)}  # unfinished ones
+        self.places = {live.request.seq_id: i for i, live in requests.items()}  # unfinished ones
         self.outputs: dict[int, RequestOutput] = {}  # by place
         self.steps: SimpleQueue[StepOutput | None] = SimpleQueue()  # for a stream; None: the end
         self.num_prefill_tokens = self.num_decode_tokens = 0
@@ -273,7 +273,7 @@ class EngineThread:
     def _begin(self, job: Job) -> None:
         self._jobs[job] = None
         try:
-            for live in job.requests:
+            for live in job.requests.values():
                 self.engine.submit(live)
                 self._owners[live.request.seq_id] = job
         except Exception as error:
