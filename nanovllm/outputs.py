@@ -16,10 +16,11 @@ class RequestOutput(Mapping[str, Any]):
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop", "length", "abort", or "error" with a text in `error`
     num_cached_tokens: int  # prompt tokens served by the prefix cache
     time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
     duration: float  # seconds from arrival to the last token
+    error: str | None = None  # why the request failed, if it did
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)

@@ -9,6 +9,8 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
 
+NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
