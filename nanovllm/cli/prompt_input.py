@@ -70,7 +70,7 @@ def _read(file: str | int) -> str:
     try:
         if file == 0 and not select.select([0], [], [], PATIENCE_SECONDS)[0]:
             print("Waiting for text on stdin; Ctrl-D ends it ...", file=sys.stderr)
-        with open(file, encoding="utf-8", errors="replace", closefd=file != 0) as lines:
+        with open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines:
             return lines.read().rstrip("\n")
     except OSError as error:
         source = "stdin" if file == 0 else file
