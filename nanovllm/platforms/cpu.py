@@ -1,4 +1,4 @@
-"""The CPU: bf16 where it is fast, a lazily touched KV pool."""
+"""The CPU: a dtype by its features, a lazily touched KV pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +35,15 @@ class CpuPlatform:
     depth = 0  # benchmarks/cpu_depth.py
     name = device_name = "cpu"
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, features: CpuFeatures | None = None) -> None:
         self.num_ranks = num_ranks  # that share this machine's memory
+        self.features = features or find_cpu_features()
 
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
-        if checkpoint_dtype == "float32" or not has_fast_bf16():
-            return torch.float32
-        return torch.bfloat16
+        return self.features.choose_dtype(checkpoint_dtype)
 
     def free_memory(self) -> int:
         return available_memory() // self.num_ranks
@@ -84,13 +85,6 @@ class CpuPlatform:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         # By the memory there is, not by what is free: answers must not change between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
-
-
-def has_fast_bf16() -> bool:
-    """Whether the CPU multiplies bf16 natively; emulated bf16 is slower than float32."""
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
-    checks = [getattr(torch.cpu, name, None) for name in names]
-    return any(check() for check in checks if check is not None)
 
 
 def total_memory() -> int:

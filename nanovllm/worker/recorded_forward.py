@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanovllm.attention.cpu import NumbaPlan
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS
-from nanovllm.kernels.cpu.program import Launcher, NotRecordableError
+from nanovllm.kernels.cpu.ops import NumbaOps
+from nanovllm.kernels.cpu.program import NotRecordableError
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode
@@ -29,16 +29,16 @@ class RecordedStep:
 class RecordedForward:
     """Replays decode steps whose products are all kernels of ours; the model runs the others."""
 
-    def __init__(self, eager: EagerForward, launcher: Launcher, max_model_len: int) -> None:
+    def __init__(self, eager: EagerForward, ops: NumbaOps, max_model_len: int) -> None:
         self.eager = eager
-        self.launcher = launcher
+        self.launcher = ops.launcher
         self.max_model_len = max_model_len
-        self._max_rows = MAX_LINEAR_ROWS[eager.dtype]
+        self.max_rows = ops.max_linear_rows
         self._steps: dict[int, RecordedStep] = {}  # by number of rows
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         num_rows = len(plan.slots)
-        if num_rows > self._max_rows or not is_decode(plan):
+        if num_rows > self.max_rows or not is_decode(plan):
             return self.eager(plan)
         eager = self.eager
         batch = eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
@@ -47,7 +47,7 @@ class RecordedForward:
                 self._steps[num_rows] = self._record(batch)
             except NotRecordableError as error:
                 logger.warning("Decode steps run eagerly, which is slower: %s", error)
-                self._max_rows = 0
+                self.max_rows = 0
                 return self.eager(plan)
         step = self._steps[num_rows]
         _copy(batch, step.batch)

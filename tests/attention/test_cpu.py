@@ -19,9 +19,11 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.attention.cases import MIXES, Backend, Case, batch_rows, check_last_tokens, make_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+FEATURES = find_cpu_features()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 MakeBackend = Callable[[int, torch.dtype], Backend]  # from the block size and dtype
@@ -33,12 +35,15 @@ def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
 
 
 def build_backend(name: str, block_size: int, dtype: torch.dtype) -> Backend:
+    product_dtype = FEATURES.product_dtype(dtype)
     if name == "torch":
-        return Backend(TorchOps(), CpuAttention(block_size))
+        return Backend(TorchOps(), CpuAttention(block_size, product_dtype))
     launcher = make_launcher(dtype, torch.get_num_threads())
     if name == "sdpa":
-        return Backend(NumbaOps(launcher), SdpaAttention(block_size))
-    return Backend(NumbaOps(launcher), NumbaAttention(block_size, launcher))
+        return Backend(NumbaOps(launcher, FEATURES), SdpaAttention(block_size, product_dtype))
+    return Backend(
+        NumbaOps(launcher, FEATURES), NumbaAttention(block_size, launcher, product_dtype)
+    )
 
 
 @cache

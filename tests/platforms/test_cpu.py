@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.kernels.cpu.ops import pack_onednn
 from nanovllm.platforms import cpu, create_platform
 from nanovllm.platforms.cpu import CpuPlatform, available_memory, total_memory
+from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
 
 GIB = 1 << 30
 
@@ -126,11 +128,24 @@ def test_real_memory_is_read() -> None:
     assert not CpuPlatform().has_room_for_copy(1 << 50)
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_bfloat16_only_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, is_fast: bool) -> None:
-    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: is_fast)
-    platform = create_platform("auto")
-    assert platform.choose_dtype("float32") == torch.float32
-    for stored in ("bfloat16", "float16"):
-        want = torch.bfloat16 if is_fast else torch.float32
-        assert platform.choose_dtype(stored) == want
+def test_dtypes_are_chosen_by_the_features() -> None:
+    native = CpuFeatures(frozenset(), frozenset({torch.float32, torch.bfloat16}), False)
+    emulated = CpuFeatures(frozenset(), frozenset({torch.float32}), False)
+    for features, want in ((native, torch.bfloat16), (emulated, torch.float32)):
+        platform = CpuPlatform(features=features)
+        assert platform.choose_dtype("float32") == torch.float32
+        assert platform.choose_dtype("bfloat16") == platform.choose_dtype("float16") == want
+
+
+def test_features_are_what_torch_accepts_here() -> None:
+    features = find_cpu_features()
+    assert torch.float32 in features.multiplies
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(32, 64).to(dtype)
+        if dtype in features.packs:
+            x = torch.randn(5, 64).to(dtype)
+            got, want = pack_onednn(weight, None)(x), x.double() @ weight.double().T
+            torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+        elif torch.backends.mkldnn.is_available():
+            with pytest.raises(RuntimeError):
+                pack_onednn(weight, None)

@@ -18,8 +18,8 @@ from numba import cfunc, float32, int32, int64, types, uint32
 from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.cpu.simd import (
     FAST,
-    LANES,
     NUM_STREAMS,
+    NUM_WEIGHTED,
     TILE,
     TILE_ROWS,
     add_weighted_lanes,
@@ -47,24 +47,26 @@ LN_2 = np.float32(0.6931471805599453)
 def compile_interpreter(like: Any, has_experts: bool) -> Any:
     """Return a C function that runs a program; every thread of a team calls it.
 
-    Its argument points to int64: the program's address and number of lines, then the addresses of
-    OpenMP's functions for the thread's number, the number of threads, and a barrier (or zeros).
+    Its argument points to int64: the program's address and number of lines, in how many parts each
+    kernel is done, whichever threads do them, then the addresses of OpenMP's functions for the
+    thread's number, the number of threads, and a barrier (or zeros).
     """
     sources = _hash_sources()
 
     def interpret(header):  # type: ignore[no-untyped-def]
         # The cache of machine code goes by what a function encloses, and by no other file's text.
         program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
-        thread, num_threads = int64(0), int64(1)
-        if header[2] != 0:
-            thread, num_threads = int64(call(header[2])), int64(call(header[3]))
+        num_parts, thread, num_threads = header[2], int64(0), int64(1)
+        if header[3] != 0:
+            thread, num_threads = int64(call(header[3])), int64(call(header[4]))
         for line in range(num_lines):
-            if has_experts:
-                _run_any_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
-            else:
-                _run_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
+            for i in range(thread, num_parts, num_threads):
+                if has_experts:
+                    _run_any_line(program, line * PROGRAM_WIDTH, i, num_parts, like)
+                else:
+                    _run_line(program, line * PROGRAM_WIDTH, i, num_parts, like)
             if num_threads > 1 and line + 1 < num_lines:
-                call(header[4])
+                call(header[5])
 
     compile_function = partial(
         cfunc, types.void(types.CPointer(types.int64)), fastmath=FAST, error_model="numpy"
@@ -376,9 +378,8 @@ def _add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:
     """Add to b[sums:] the lines of a, each times its weight in b[weights:]."""
-    wide = NUM_STREAMS * LANES
-    num_wide = dim // wide * wide
-    for begin in range(0, num_wide, wide):
+    num_wide = dim // NUM_WEIGHTED * NUM_WEIGHTED
+    for begin in range(0, num_wide, NUM_WEIGHTED):
         add_weighted_lanes(b, sums + begin, a, a_base + begin, stride, weights, count)
     for i in range(count):
         weight, base = b[weights + i], a_base + i * stride

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba import njit, types, uint16, uint32
 from numba.core import cgutils
@@ -17,12 +18,20 @@ kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
 part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
+
+def _register_lanes() -> int:
+    """How many float32 a vector register holds: of more, a tile's sums would not fit into them."""
+    features = llvm.get_host_cpu_features()
+    return 16 if features.get("avx512f") else 8 if features.get("avx") else 4
+
+
 # Memory serves many requests at once, but a thread that reads straight on makes few: prefetchers
 # stop at every page. So each thread reads distant rows side by side and asks 2 KiB ahead in each.
 NUM_STREAMS = 4
 TILE_ROWS = 4  # rows of x that share what was read: 16 sums, which fit in registers
 TILE = NUM_STREAMS * TILE_ROWS
-LANES = 16
+LANES = _register_lanes()
+NUM_WEIGHTED = 64  # elements that are summed at a time: a whole head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
@@ -177,12 +186,12 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """_add_weighted for NUM_STREAMS * LANES elements, whose sums stay in registers."""
+    """_add_weighted for NUM_WEIGHTED elements, whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args
         i64 = count.type
-        offsets = [i64(s * LANES) for s in range(NUM_STREAMS)]
+        offsets = [i64(lane) for lane in range(0, NUM_WEIGHTED, LANES)]
         totals = [_zero_lanes(builder) for _ in offsets]
         with cgutils.for_range(builder, count) as loop:
             weight = builder.load(builder.gep(b, [builder.add(weights, loop.index)]))
