@@ -233,6 +233,8 @@ def _read(
     wanted: slice = slice(None),
 ) -> Iterator[npt.NDArray[Any]]:
     """Dequantise some rows after others, whole heads where they are out of order."""
+    if len(shape) == 1:  # whose blocks are no rows
+        data, kind = _to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
     begin, end, _ = wanted.indices(shape[0])

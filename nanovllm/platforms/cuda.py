@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
+from nanovllm.platforms.base import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,10 @@ class CudaPlatform:
             return torch.float16
         return dtype
 
-    def free_memory(self) -> int:
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + unused
+        return Memory(free + unused, total)
 
     def profile(self, run: Callable[[], object]) -> None:
         torch.cuda.empty_cache()

@@ -87,12 +87,13 @@ def check_memory(
     needs = count_needs(config, model, build)
     if platform.has_room_for_copy(needs.weights):  # in a second layout
         needs = replace(needs, weights=2 * needs.weights)
-    free = platform.free_memory()
-    if needs.total > free:
+    memory = platform.memory()
+    if needs.total > memory.free:
         each = f" for each of {build.group.size} ranks" if build.group.size > 1 else ""
         raise ConfigError(
             f"{config.model} in {str(build.dtype).removeprefix('torch.')} does not fit: it needs "
-            f"{needs}, and {free / GIB:,.2f} GiB are free{each}; {needs.remedy}"
+            f"{needs}, and {memory.free / GIB:,.2f} GiB of {memory.total / GIB:,.2f} are free"
+            f"{each}; {needs.remedy}"
         )
 
 

@@ -189,7 +189,7 @@ def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]])
         "UnsupportedModelError architecture 'NewForCausalLM'",
         "UnsupportedModelError quantization_config=",
         "CheckpointError config.json: num_hidden_layers must be a whole number",
-        r"ConfigError org/whole in .* does not fit: it needs .*weights (29.92|14.96), .* 8.00 GiB",
+        r"ConfigError org/whole in .* does not fit: .*weights (29.92|14.96), .* 8.00 GiB of 8",
         "ConfigError tensor_parallel_size=3 does not divide",
         "ConfigError dtype must be",
         "ConfigError attention_backend='triton' needs a CUDA device",

@@ -42,7 +42,7 @@ def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tmp_path / "memory.max", tmp_path / "memory.current"
     for file, size in zip(files, (8, 2), strict=True):
         file.write_text(str(size * GIB))
-    monkeypatch.setattr(cpu, "_CGROUP_FILES", [files])
+    monkeypatch.setattr(cpu, "_cgroup_files", lambda: [files])
     monkeypatch.setattr(cpu, "_meminfo", lambda name: 64 * GIB)
 
 
@@ -102,9 +102,9 @@ def test_absurd_options_are_refused_at_once(
 @pytest.mark.parametrize(
     ("dtype", "num_ranks", "match"),
     [
-        ("bfloat16", 1, r"weights 14\.96, .* 6\.00 GiB are free; use a smaller model"),
-        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB are free; .* dtype='bfloat16'"),
-        ("bfloat16", 2, r"weights 7\.48, .* 3\.00 GiB are free for each of 2 ranks"),
+        ("bfloat16", 1, r"weights 14\.96, .* 6\.00 GiB of 8\.00 are free; use a smaller model"),
+        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* dtype='bfloat16'"),
+        ("bfloat16", 2, r"weights 7\.48, .* 3\.00 GiB of 4\.00 are free for each of 2 ranks"),
     ],
 )
 def test_a_model_of_eight_billion_on_a_small_machine(
