@@ -57,21 +57,6 @@ def find_checkpoint(
     return checkpoint
 
 
-def _read(path: Path, need_weights: bool) -> Checkpoint:
-    if path.is_dir():
-        return _from_folder(path, need_weights)
-    if path.suffix == ".gguf":
-        return _from_gguf(path, need_weights)
-    if path.suffix == ".json" and not need_weights:
-        return Checkpoint(
-            path.parent, read_json(path), _read_generation_config(path.parent), (), "none"
-        )
-    raise CheckpointError(
-        f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
-        '(a config.json alone is enough with load_format="dummy")'
-    )
-
-
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return every id that ends a generation: the generation config's, else the config's."""
     for config in (checkpoint.generation_config, checkpoint.config):
@@ -132,6 +117,21 @@ def _packaged_gguf(package: str) -> Path | None:
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     return files[0] if files else None
+
+
+def _read(path: Path, need_weights: bool) -> Checkpoint:
+    if path.is_dir():
+        return _from_folder(path, need_weights)
+    if path.suffix == ".gguf":
+        return _from_gguf(path, need_weights)
+    if path.suffix == ".json" and not need_weights:
+        return Checkpoint(
+            path.parent, read_json(path), _read_generation_config(path.parent), (), "none"
+        )
+    raise CheckpointError(
+        f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
+        '(a config.json alone is enough with load_format="dummy")'
+    )
 
 
 def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:

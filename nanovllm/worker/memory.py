@@ -25,7 +25,7 @@ GIB = 1 << 30
 HOST_BYTES = 200  # of what the scheduler knows of a block or a slot
 COLUMNS = 14  # of a slot, beside its tokens and blocks: input_buffers.py
 REMEDIES = {
-    "weights": "use a smaller model, dtype='bfloat16', or more devices (tensor_parallel_size)",
+    "weights": "use a smaller model, a dtype of 16 bits or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",
     "cache": "lower num_kvcache_blocks or kvcache_block_size",
     "step": "lower max_num_batched_tokens or max_num_seqs",
