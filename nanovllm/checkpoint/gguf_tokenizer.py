@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.checkpoint.plain_tokenizer import PlainTokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 _KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marked tokens
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 
 
@@ -53,27 +55,50 @@ PRE_TOKENIZERS = {
 
 
 def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return a transformers tokenizer with the file's special tokens and chat template."""
-    from transformers import PreTrainedTokenizerFast
-
+    """Return what acts as a transformers tokenizer, with special tokens and chat template."""
     reader = open_gguf(path)
     vocabulary = _Vocabulary(path, reader, field(reader, "tokenizer.ggml.tokens", []))
     tokenizer, default_add_bos = _build(vocabulary)
     bos, add_bos = vocabulary.token("bos"), vocabulary.get("add_bos_token", default_add_bos)
     if add_bos and bos is None:
         raise CheckpointError(f"{path} has no tokenizer.ggml.bos_token_id to start every text with")
-    tokenizer.add_tokens(_marked_tokens(vocabulary))
-    wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
-    return wrap(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=vocabulary.token("eos"),
-        unk_token=vocabulary.token("unknown"),
-        pad_token=vocabulary.token("padding"),
-        add_bos_token=add_bos,
-        add_eos_token=vocabulary.get("add_eos_token", False),
-        chat_template=field(reader, "tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
+    add_eos = vocabulary.get("add_eos_token", False)
+    roles = {name: vocabulary.token(role) for name, role in _ROLES.items()}
+    special_tokens = {name: token for name, token in roles.items() if token is not None}
+    marked = _marked_tokens(vocabulary)
+    tokenizer.add_tokens(marked)
+    known = {token.content for token in marked}
+    tokenizer.add_special_tokens([t for t in special_tokens.values() if t not in known])
+    tokenizer.post_processor = _surround(
+        tokenizer, bos if add_bos else None, special_tokens.get("eos_token") if add_eos else None
+    )
+    chat_template = field(reader, "tokenizer.chat_template")
+
+    def make_transformers() -> PreTrainedTokenizerBase:
+        from transformers import PreTrainedTokenizerFast
+
+        wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+        return wrap(
+            tokenizer_object=tokenizer,
+            **special_tokens,
+            add_bos_token=add_bos,
+            add_eos_token=add_eos,
+            chat_template=chat_template,
+            clean_up_tokenization_spaces=False,
+        )
+
+    plain = PlainTokenizer(tokenizer, special_tokens, chat_template, make_transformers)
+    return cast("PreTrainedTokenizerBase", plain)
+
+
+def _surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> Any:
+    """What adds the first and the last token of every text, if it has such."""
+    from tokenizers import processors
+
+    before, after = [bos] if bos is not None else [], [eos] if eos is not None else []
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
     )
 
 

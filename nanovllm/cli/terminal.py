@@ -25,28 +25,26 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """A file or a pipe: no control characters, every answer in one go."""
+    """A file or a pipe: text as it comes, no control characters."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._answer: list[str] = []
 
     def heading(self, text: str) -> None:
-        self._answer.append(text + "\n")
+        self._out.write(text + "\n")
 
     def write(self, text: str) -> None:
-        self._answer.append(text)
+        self._out.write(text)
 
     def end_answer(self) -> None:
-        self._out.write("".join(self._answer) + "\n")
+        self._out.write("\n")
         self._out.flush()
-        self._answer.clear()
 
     def draw(self, status: str) -> None:
-        pass
+        self._out.flush()
 
     def close(self) -> None:
-        pass
+        self._out.flush()
 
 
 class TerminalScreen:
