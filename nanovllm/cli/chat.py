@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
     )
     # Steps of few tokens: Ctrl-C is obeyed between two of them, also while a long prompt is read.
-    add_engine_options(parser, max_num_batched_tokens=512)
+    add_engine_options(parser, max_num_batched_tokens=256)
     add_sampling_options(parser, max_tokens=512, temperature=0.3)
     parser.set_defaults(run=run, parser=parser)
 
