@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "is the prompt if there is no other",
     )
     add("--file", metavar="PATH", help="one more prompt, from a file (default: none)")
-    text = "take every line of the file or of stdin as a prompt (default: the whole text is one)"
+    text = "take each line of the file or of stdin on its own (default: the whole text is one)"
     add("--lines", action="store_true", help=text)
     text = "instructions the model is given with every prompt (default: its own)"
     add("--system", metavar="TEXT", help=text)
