@@ -115,7 +115,7 @@ def test_random_safetensors_headers(tiny: Callable[[str], TinyCheckpoint], tmp_p
     (size,) = struct.unpack_from("<Q", whole)
     header, body = json.loads(whole[8 : 8 + size]), whole[8 + size :]
     odd = [*ODD, "F32", "I8", "F8_E4M3", [0, 0], [4, 0], [0, 2**62], [-4, 4], [2**40, 2**40]]
-    for _ in range(100):
+    for _ in range(60):
         changed, length = json.loads(json.dumps(header)), None
         entry = changed[rng.choice([name for name in header if name != "__metadata__"])]
         entry[rng.choice(list(entry))] = deepcopy(rng.choice(odd))
@@ -126,7 +126,7 @@ def test_random_safetensors_headers(tiny: Callable[[str], TinyCheckpoint], tmp_p
         file.write_bytes(start + text + body[: len(body) - rng.choice([0, 0, 0, 4])])
         with outcome(outcomes):
             load(folder)
-    assert outcomes["CheckpointError"] > 50
+    assert outcomes["CheckpointError"] > 30
 
 
 NORM = "model.norm.weight"
@@ -149,7 +149,7 @@ def test_odd_bin_files(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, is
     torch.save(tensors, file, _use_new_zipfile_serialization=is_zip)
     load(tmp_path)
     whole, rng, outcomes = file.read_bytes(), random.Random(0), Counter[str]()
-    for _ in range(30):
+    for _ in range(20):
         data = bytearray(whole)
         for _ in range(rng.choice([1, 3, 9])):
             at = rng.randrange(3000)
@@ -157,7 +157,7 @@ def test_odd_bin_files(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, is
         file.write_bytes(data)
         with outcome(outcomes):
             load(tmp_path)
-    assert outcomes["CheckpointError"] > 15
+    assert outcomes["CheckpointError"] > 10
 
 
 @pytest.mark.parametrize("content", [{"a": 1}, 10**50, [[]] * 9, "x"])
