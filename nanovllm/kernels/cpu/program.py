@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, compile_interpreter
+from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
+from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
 from nanovllm.kernels.cpu.pace import Pace
 
 
@@ -67,9 +68,9 @@ class Team:
     """The threads that torch's own operations use: a second pool would fight them for the cores."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._like = np.uint16(0) if dtype == torch.bfloat16 else np.float32(0)
+        self._element: Element = "bfloat16" if dtype == torch.bfloat16 else "float32"
         self._has_experts = False
-        self._interpreter = compile_interpreter(self._like, has_experts=False)
+        self._interpreter = compile_interpreter(self._element, has_experts=False)
         openmp = find_openmp()
         self._start_threads = None if openmp is None else openmp.GOMP_parallel
         self.num_threads = 1 if openmp is None else torch.get_num_threads()
@@ -83,7 +84,7 @@ class Team:
 
     def compile_experts(self) -> None:
         if not self._has_experts:
-            self._interpreter = compile_interpreter(self._like, has_experts=True)
+            self._interpreter = compile_interpreter(self._element, has_experts=True)
             self._function = ctypes.c_void_p(self._interpreter.address)
             self._has_experts = True
 
