@@ -46,7 +46,7 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt"
             )
         self._is_continuing = continue_final_message
-        schemas = None if tools is None else [_tool_schema(tool) for tool in tools]
+        schemas = None if tools is None else _tool_schemas(tools)
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
         self._variables = {**special_tokens, "tools": schemas, **defaults, **options}
         source = _choose(template, chat_template, has_tools=tools is not None)
@@ -80,7 +80,11 @@ class ChatTemplate:
 def _choose(template: str | Mapping[str, str], asked: str | None, has_tools: bool) -> str:
     """A template that was asked for, by its name or as a text; else the model's for the purpose."""
     templates = {"default": template} if isinstance(template, str) else template
+    if not isinstance(templates, Mapping):
+        raise RequestError(f"the model's chat template is no text: {template!r:.80}")
     if asked is not None:
+        if not isinstance(asked, str):
+            raise RequestError(f"chat_template is a name or a template, got {asked!r:.80}")
         return templates.get(asked, asked)
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
     if name not in templates:
@@ -226,9 +230,15 @@ def _check_sizes(values: Iterable[Any]) -> None:
             raise SecurityError("it asks for a wide format")
 
 
+def _tool_schemas(tools: Sequence[Any]) -> list[Any]:
+    if not isinstance(tools, (list, tuple)):
+        raise RequestError(f"tools are a list of schemas or functions, got {tools!r:.80}")
+    return [_tool_schema(tool) for tool in tools]
+
+
 def _tool_schema(tool: Any) -> Any:
     """Describe a function by its signature and docstring; a schema stays as it is."""
-    if not callable(tool):
+    if isinstance(tool, Mapping):
         return tool
     from transformers.utils import get_json_schema
 

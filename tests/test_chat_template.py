@@ -84,6 +84,25 @@ def test_a_template_is_chosen_by_purpose_or_name() -> None:
         ChatTemplate({"rag": "x"}, {})
 
 
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (5, {}),
+        (["x"], {}),
+        ({"default": 5}, {}),
+        ("x", {"chat_template": 5}),
+        ("x", {"chat_template": ["x"]}),
+        ("x", {"tools": 5}),
+        ("x", {"tools": "f"}),
+        ("x", {"tools": [5]}),
+    ],
+    ids=repr,
+)
+def test_other_types_are_refused(template: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(template, {}, **options)
+
+
 def test_functions_are_described_as_tools() -> None:
     def add(a: int, b: int) -> int:
         """

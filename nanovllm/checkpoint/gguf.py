@@ -46,9 +46,9 @@ _KNOWN_KEYS = re.compile(
 )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
     """Return the metadata in config.json layout."""
-    metadata = _Metadata.of(path)
+    metadata = _Metadata.of(path, reader)
     metadata.refuse_what_is_unknown()
     architecture = ARCHITECTURES[metadata.architecture]
     number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
@@ -83,9 +83,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return config | architecture.derive(config)
 
 
-def read_generation_config(path: Path) -> dict[str, Any]:
+def read_generation_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
-    reader = open_gguf(path)
+    reader = reader or open_gguf(path)
     names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     ids = [field(reader, name, None, int) for name in names]
     tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
@@ -134,8 +134,8 @@ class _Metadata:
     architecture: str
 
     @classmethod
-    def of(cls, path: Path) -> _Metadata:
-        reader = open_gguf(path)
+    def of(cls, path: Path, reader: GGUFReader | None = None) -> _Metadata:
+        reader = reader or open_gguf(path)
         name = field(reader, "general.architecture", None, str)
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(

@@ -106,8 +106,9 @@ def _read_strings(
 ) -> tuple[list[npt.NDArray[Any]], int]:
     """Each is a length and its bytes; returns them with the offset of what follows."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
+    view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):
-        (length,) = struct.unpack_from("<Q", data.data, offset)
-        strings.append(plain[offset + 8 : offset + 8 + length])
-        offset += 8 + length
+        start = offset + 8
+        offset = start + read_length(view, offset)[0]
+        strings.append(plain[start:offset])
     return strings, offset

@@ -70,9 +70,9 @@ def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     tokenizer.add_tokens(marked)
     known = {token.content for token in marked}
     tokenizer.add_special_tokens([t for t in special_tokens.values() if t not in known])
-    tokenizer.post_processor = _surround(
-        tokenizer, bos if add_bos else None, special_tokens.get("eos_token") if add_eos else None
-    )
+    before = ["bos_token"] if add_bos else []
+    after = ["eos_token"] if add_eos and "eos_token" in special_tokens else []
+    tokenizer.post_processor = _surround(tokenizer, special_tokens, before, after)
     chat_template = field(reader, "tokenizer.chat_template", None, str)
 
     def make_transformers() -> PreTrainedTokenizerBase:
@@ -92,14 +92,19 @@ def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return cast("PreTrainedTokenizerBase", plain)
 
 
-def _surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> Any:
-    """What adds the first and the last token of every text, if it has such."""
+def _surround(
+    tokenizer: Tokenizer, special_tokens: Mapping[str, str], before: list[str], after: list[str]
+) -> Any:
+    """What adds tokens before and behind every text, each named by its role."""
     from tokenizers import processors
 
-    before, after = [bos] if bos is not None else [], [eos] if eos is not None else []
+    tokens = {name: special_tokens[name] for name in (*before, *after)}
     return processors.TemplateProcessing(
         single=[*before, "$A", *after],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*before, *after}],
+        special_tokens=[
+            {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
+            for name, token in tokens.items()
+        ],
     )
 
 
