@@ -149,10 +149,10 @@ def test_the_first_steps_import_nothing_large(tiny: Tiny) -> None:
 import sys
 from nanovllm import LLM, SamplingParams
 with LLM(sys.argv[1], skip_tokenizer_init=True) as llm:
+    executor = llm.engine.core.executor
+    assert list(executor._worker.runner.forward._steps) == [1], "the second token would wait"
     before = set(sys.modules)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.5, max_tokens=4), use_tqdm=False)
-    executor = llm.engine.core.executor
-    assert executor._worker.runner.forward._steps, "nothing was recorded"
 names = ("torch._dynamo", "torch._inductor", "sympy")
 print([name for name in names if name in sys.modules], len(set(sys.modules) - before))
 """
