@@ -1,4 +1,4 @@
-# Everything runs from .venv. A stamp file records each install, so a second run starts at once.
+# Everything runs from .venv. A stamp file records each install, so a second run installs nothing.
 
 PYTHON ?= python3
 VENV := .venv

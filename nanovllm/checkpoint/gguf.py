@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
-from nanovllm.checkpoint.gguf_file import field, open_gguf, release_pages
+from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf, release_pages
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def read_config(path: Path) -> dict[str, Any]:
     number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{path} has no tensor token_embd.weight; is it a language model?")
+    if len(tensors["token_embd.weight"].shape) != 2:
+        raise CheckpointError(f"{path}: tensor token_embd.weight is not a matrix")
     heads = number("attention.head_count")
     config = {
         "architectures": [architecture.hf_class],
@@ -71,8 +73,8 @@ def read_config(path: Path) -> dict[str, Any]:
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _torch_dtype(metadata.reader),
-        "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id"),
+        "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id", None, int),
+        "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id", None, int),
         **architecture.constants,
         **{name: tensor in tensors for name, tensor in architecture.biases.items()},
     }
@@ -84,8 +86,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_generation_config(path: Path) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
     reader = open_gguf(path)
-    ids = [field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens = field(reader, "tokenizer.ggml.tokens", [])
+    names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    ids = [field(reader, name, None, int) for name in names]
+    tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
     ids += [tokens.index(text) for text in _END_TEXTS if text in tokens]
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
 
@@ -133,7 +136,7 @@ class _Metadata:
     @classmethod
     def of(cls, path: Path) -> _Metadata:
         reader = open_gguf(path)
-        name = field(reader, "general.architecture")
+        name = field(reader, "general.architecture", None, str)
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{path} has architecture {name!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
@@ -144,7 +147,7 @@ class _Metadata:
         value = field(self.reader, f"{self.architecture}.{key}", default)
         if value is None:
             raise CheckpointError(f"{self.path} has no {self.architecture}.{key}; convert it again")
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
             key = f"{self.architecture}.{key}"
             raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
         return value
@@ -165,7 +168,7 @@ class _Metadata:
 def _head_dim(metadata: _Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
-    head_dim = head_dim or number("embedding_length") // number("attention.head_count")
+    head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             raise UnsupportedModelError(
@@ -183,8 +186,13 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
     if kind not in ("none", "linear", "yarn") or (kind != "none" and factors is not None):
         also = f" with {_ROPE_FACTORS}" if factors is not None else ""
         raise UnsupportedModelError(f"{metadata.path}: rope scaling {kind!r}{also}: not supported")
+    if factors is not None and factors.tensor_type.name not in FLOAT_TYPES:
+        raise UnsupportedModelError(f"{metadata.path}: {_ROPE_FACTORS} must be of {FLOAT_TYPES}")
     if kind == "none":
-        return {"rope_type": "factors", "factors": factors.data.tolist()} if factors else None
+        if factors is None:
+            return None
+        values = _to_float(factors.data, factors.tensor_type).tolist()
+        return {"rope_type": "factors", "factors": values}
     scaling = {"rope_type": kind, "factor": number("rope.scaling.factor")}
     if kind == "linear":
         return scaling
@@ -225,6 +233,8 @@ def _read(
     wanted: slice = slice(None),
 ) -> Iterator[npt.NDArray[Any]]:
     """Dequantise some rows after others, whole heads where they are out of order."""
+    if len(shape) == 1:  # whose blocks are no rows
+        data, kind = _to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
     begin, end, _ = wanted.indices(shape[0])

@@ -23,6 +23,7 @@ from nanovllm.cli.run_stats import why_empty
 from nanovllm.cli.start import load_llm
 from nanovllm.cli.terminal import printable
 from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput
 
 DESCRIPTION = """\
 Talk to a model. It remembers the conversation, and its prefix cache remembers the work: later
@@ -54,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
     )
     # Steps of few tokens: Ctrl-C is obeyed between two of them, also while a long prompt is read.
-    add_engine_options(parser, max_num_batched_tokens=512)
+    add_engine_options(parser, max_num_batched_tokens=256)
     add_sampling_options(parser, max_tokens=512, temperature=0.3)
     parser.set_defaults(run=run, parser=parser)
 
@@ -97,8 +98,7 @@ def answer_pipe(conversation: Conversation) -> None:
                 continue
             output = conversation.ask(turn.text, _show, is_stopped=lambda: False)
             _show("\n")
-            if output is not None and not output.text.strip():
-                print(why_empty(output), file=sys.stderr)
+            _explain(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +155,15 @@ def _answer(question: str, conversation: Conversation) -> None:
         with ctrl_c_flag() as is_stopped:
             output = conversation.ask(question, lambda text: _show(printable(text)), is_stopped)
         print("\n")
-        if output is not None and not output.text.strip():
-            print(why_empty(output), file=sys.stderr)
+        _explain(output)
     except RequestError as error:
         print(f"{error}. /reset starts a new conversation.", file=sys.stderr)
+
+
+def _explain(output: RequestOutput | None) -> None:
+    """Say why an answer is none; one that was stopped has no output."""
+    if output is not None and (output.error is not None or not output.text.strip()):
+        print(why_empty(output), file=sys.stderr)
 
 
 def _show(text: str) -> None:

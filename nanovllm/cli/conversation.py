@@ -52,7 +52,10 @@ class Conversation:
     def ask(
         self, question: str, show: Callable[[str], None], is_stopped: Callable[[], bool]
     ) -> RequestOutput | None:
-        """Stream an answer to `show`. Stopped early, what was shown is what is remembered."""
+        """Stream an answer to `show`. Stopped early, what was shown is what is remembered.
+
+        A question that was stopped before any answer is forgotten.
+        """
         messages = [*self.messages, _message("user", question)]
         [prompt] = self._llm.apply_chat_template(messages)
         answer, output = "", None
@@ -72,7 +75,8 @@ class Conversation:
                     output = piece.output
                     self.stats.outputs.append(output)
         self.stats.pause()
-        self.messages = [*messages, _message("assistant", answer)]
+        if answer or output is not None:
+            self.messages = [*messages, _message("assistant", answer)]
         return output
 
     def save(self, path: str) -> None:

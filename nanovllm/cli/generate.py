@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "is the prompt if there is no other",
     )
     add("--file", metavar="PATH", help="one more prompt, from a file (default: none)")
-    text = "take every line of the file or of stdin as a prompt (default: the whole text is one)"
+    text = "take each line of the file or of stdin on its own (default: the whole text is one)"
     add("--lines", action="store_true", help=text)
     text = "instructions the model is given with every prompt (default: its own)"
     add("--system", metavar="TEXT", help=text)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             job.write_json()
         else:
             job.show_live()
-    return 1 if job.refused else 0
+    return 1 if job.failed else 0
 
 
 class Job:
@@ -98,7 +98,7 @@ class Job:
     def __init__(
         self, llm: LLM, prompts: list[InputPrompt], params: SamplingParams, args: argparse.Namespace
     ) -> None:
-        self.refused: dict[int, RequestError] = {}
+        self.failed: dict[int, str] = {}  # prompts that were refused, or whose answer broke off
         self._llm = llm
         self._prompts = prompts
         self._params = params
@@ -117,8 +117,9 @@ class Job:
         with LiveView(texts, self._params.max_tokens, has_headings=not is_bare) as view:
             for piece in self._answer(on_step=view.on_step, on_skip=view.skip):
                 view.show(piece)
-                if piece.output is not None and not piece.output.text.strip():
-                    empty.append((piece.index, piece.output))
+                output = piece.output
+                if output is not None and output.error is None and not output.text.strip():
+                    empty.append((piece.index, output))
         for index, output in sorted(empty):
             print(f"{self._prompts[index].place}: {self._why_empty(output)}", file=sys.stderr)
         self._complain()
@@ -153,37 +154,47 @@ class Job:
         def refuse(index: int, error: RequestError) -> None:
             error = refused.get(index, error)
             if not self._keep_going:
-                raise RequestError(self._refusal(index, error)) from error
-            self.refused[index] = error
+                hint = " (--keep-going answers the other prompts)" if len(asked) > 1 else ""
+                raise RequestError(self._at_place(index, str(error)) + hint) from error
+            self.failed[index] = str(error)
             on_skip(index)
 
-        yield from self._llm.stream(asked, self._params, on_step=on_step, on_refusal=refuse)
+        for piece in self._llm.stream(asked, self._params, on_step=on_step, on_refusal=refuse):
+            if piece.output is not None and piece.output.error is not None:
+                self.failed[piece.index] = piece.output.error
+            yield piece
 
     def _ask(self) -> tuple[list[Any], dict[int, RequestError]]:
         """Put each prompt into the chat template; None where that fails, and why."""
         if not self._is_chat:
             return [prompt.text for prompt in self._prompts], {}
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        user = [{"role": "user", "content": prompt.text} for prompt in self._prompts]
+        conversations = [[*system, message] for message in user]
+        try:
+            return list(self._llm.apply_chat_template(conversations)), {}
+        except RequestError:
+            return self._ask_one_by_one(conversations)
+
+    def _ask_one_by_one(
+        self, conversations: list[list[dict[str, str]]]
+    ) -> tuple[list[Any], dict[int, RequestError]]:
         asked: list[Any] = []
         refused: dict[int, RequestError] = {}
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        for index, prompt in enumerate(self._prompts):
+        for index, conversation in enumerate(conversations):
             try:
-                messages = [*system, {"role": "user", "content": prompt.text}]
-                asked += self._llm.apply_chat_template(messages)
+                asked += self._llm.apply_chat_template(conversation)
             except RequestError as error:
                 asked.append(None)
                 refused[index] = error
         return asked, refused
 
-    def _refusal(self, index: int, error: RequestError) -> str:
-        if len(self._prompts) == 1:
-            return str(error)
-        hint = "" if self._keep_going else " (--keep-going answers the other prompts)"
-        return f"{self._prompts[index].place}: {error}{hint}"
+    def _at_place(self, index: int, error: str) -> str:
+        return error if len(self._prompts) == 1 else f"{self._prompts[index].place}: {error}"
 
     def _complain(self) -> None:
-        for index, error in sorted(self.refused.items()):
-            complain(self._program, self._refusal(index, error))
+        for index, error in sorted(self.failed.items()):
+            complain(self._program, self._at_place(index, error))
 
     def _why_empty(self, output: RequestOutput) -> str:
         why = why_empty(output)
@@ -191,7 +202,7 @@ class Job:
 
     def _json_line(self, index: int, output: RequestOutput | None) -> str:
         prompt = {"prompt": self._prompts[index].text}
-        if output is None:
-            return json.dumps({**prompt, "error": str(self.refused[index])})
         names = ("text", "token_ids", "finish_reason")
-        return json.dumps({**prompt, **{name: output[name] for name in names}})
+        answer = {} if output is None else {name: output[name] for name in names}
+        error = {"error": self.failed[index]} if index in self.failed else {}
+        return json.dumps({**prompt, **answer, **error})

@@ -22,28 +22,34 @@ class InputPrompt:
 def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list[InputPrompt]:
     """Return the prompts in their order: arguments, then the file, or else what stdin holds.
 
-    An argument "-" stands for stdin; without one, piped text is appended to every argument.
+    An argument "-" stands for stdin. Without one, and without a file, piped text is appended to
+    every argument; by lines, every argument is asked about every line.
     """
     # Arguments that are not UTF-8 arrive with surrogates, which no tokenizer takes.
     arguments = [os.fsencode(argument).decode(errors="replace") for argument in arguments]
-    has_dash = "-" in arguments
-    is_alone = not arguments and file is None
-    if is_alone and (sys.stdin is None or sys.stdin.isatty()):
-        raise ConfigError("no prompt: pass one or more, or --file PATH, or pipe text to stdin")
-    piped = _read(0) if has_dash or is_alone or (arguments and file is None and _is_piped()) else ""
-    prompts: list[InputPrompt] = []
-    for number, argument in enumerate(["-"] if is_alone else arguments, start=1):
-        if argument == "-":
-            prompts += _as_prompts(piped, "stdin", by_lines)
-        else:
-            text = f"{argument}\n\n{piped}" if piped and not has_dash else argument
-            prompts.append(InputPrompt(text, f"prompt {number}"))
-    if file is not None:
-        prompts += _as_prompts(_read(file), file, by_lines)
-    return prompts
+    if not arguments and file is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError("no prompt: pass one or more, or --file PATH, or pipe text to stdin")
+        arguments = ["-"]
+    from_file = [] if file is None else _prompts_of(_read(file), file, by_lines)
+    if "-" in arguments:
+        piped = _prompts_of(_read(0), "stdin", by_lines)
+        given = [piped if argument == "-" else [argument] for argument in arguments]
+    elif arguments and file is None and _is_piped() and (text := _read(0)).strip():
+        piped = _prompts_of(text, "stdin", by_lines)
+        given = [[_append(argument, prompt) for prompt in piped] for argument in arguments]
+    else:
+        if by_lines and file is None:
+            raise ConfigError("--lines needs --file PATH or text on stdin")
+        given = [[argument] for argument in arguments]
+    return [
+        prompt if isinstance(prompt, InputPrompt) else InputPrompt(prompt, f"prompt {number}")
+        for number, prompts in enumerate([*given, from_file], start=1)
+        for prompt in prompts
+    ]
 
 
-def _as_prompts(text: str, source: str, by_lines: bool) -> list[InputPrompt]:
+def _prompts_of(text: str, source: str, by_lines: bool) -> list[InputPrompt]:
     """One prompt for all the text, or one for each line that has any."""
     if not text.strip():
         raise ConfigError(f"no prompt: {source} is empty")
@@ -51,6 +57,10 @@ def _as_prompts(text: str, source: str, by_lines: bool) -> list[InputPrompt]:
         return [InputPrompt(text, source)]
     lines = enumerate(text.split("\n"), start=1)
     return [InputPrompt(line, f"{source}, line {number}") for number, line in lines if line.strip()]
+
+
+def _append(argument: str, piped: InputPrompt) -> InputPrompt:
+    return InputPrompt(f"{argument}\n\n{piped.text}", piped.place)
 
 
 def _is_piped() -> bool:

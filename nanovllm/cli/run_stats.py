@@ -79,6 +79,8 @@ class RunStats:
 
 def why_empty(output: RequestOutput) -> str:
     """Explain an answer without text."""
+    if output.error is not None:
+        return output.error
     count = len(output.token_ids)
     if output.finish_reason == "stop":
         when = "at once" if count <= 1 else f"after {count} tokens that are no text"

@@ -35,16 +35,16 @@ class PlainScreen:
 
     def write(self, text: str) -> None:
         self._out.write(text)
+        self._out.flush()  # whoever reads gets every token at once
 
     def end_answer(self) -> None:
-        self._out.write("\n")
-        self._out.flush()
+        self.write("\n")
 
     def draw(self, status: str) -> None:
-        self._out.flush()
+        pass
 
     def close(self) -> None:
-        self._out.flush()
+        pass
 
 
 class TerminalScreen:

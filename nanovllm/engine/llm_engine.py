@@ -8,6 +8,7 @@ import logging
 import threading
 from array import array
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +26,10 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.multiproc import MultiprocExecutor
-from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.worker.memory import check_device, check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,11 +63,13 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        platform = check_device(config)
         checkpoint = find_checkpoint(
             config.model,
             revision=config.revision,
             need_weights=config.load_format != "dummy",
             need_tokenizer=not config.skip_tokenizer_init,
+            check=partial(check_model, config, platform),
         )
         self.model_config = read_config(checkpoint.config)
         self.config = config = clamp_model_len(config, self.model_config)
@@ -77,7 +80,6 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         self._eos_token_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
 
-        check_splits(self.model_config, config.tensor_parallel_size)
         kind = LocalExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
         executor: Executor = kind(config, self.model_config, checkpoint)
         self.info = executor.start()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.platforms.base import Memory
 from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ class CpuPlatform:
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         return self.features.choose_dtype(checkpoint_dtype)
+
+    def memory(self) -> Memory:
+        return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 
     def profile(self, run: Callable[[], object]) -> None:
         pass  # a step's activations are small beside the memory that is left free
@@ -86,14 +90,14 @@ class CpuPlatform:
 
 def total_memory() -> int:
     """Return the bytes of the machine, or of its cgroup if that is allowed less."""
-    limits = (_read_int(limit_file) for limit_file, _ in _CGROUP_FILES)
+    limits = (_read_int(limit_file) for limit_file, _ in _cgroup_files())
     return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
     """Return the bytes this process may still take: the machine's or its cgroup's, if less."""
     available = _meminfo("MemAvailable")
-    for limit_file, usage_file in _CGROUP_FILES:
+    for limit_file, usage_file in _cgroup_files():
         limit, usage = _read_int(limit_file), _read_int(usage_file)
         if limit is not None and usage is not None:
             usage -= _page_cache(usage_file.parent)
@@ -101,13 +105,32 @@ def available_memory() -> int:
     return available
 
 
-_CGROUP_FILES = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_OWN_GROUPS = Path("/proc/self/cgroup")
+# By the name of the controller: version 2 has none.
+_CGROUPS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    "memory": (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
     ),
-)
+}
+
+
+def _cgroup_files() -> list[tuple[Path, Path]]:
+    """Return where limit and usage stand of the groups that this process is in, one in another."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    entries = [line.split(":", 2) for line in lines]
+    own = {name: path for _, names, path in entries for name in names.split(",")}
+    files = []
+    for controller, (root, limit, usage) in _CGROUPS.items():
+        folder = root / own.get(controller, "").lstrip("/")
+        groups = [folder, *folder.parents][: len(folder.parts) - len(root.parts) + 1]
+        files += [(group / limit, group / usage) for group in groups]
+    return files
 
 
 def _meminfo(name: str) -> int:

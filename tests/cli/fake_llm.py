@@ -12,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class FakeLLM:
-    """Refuses texts with "bad" in them, the template those with "odd"; sees what it was asked."""
+    """Refuses texts with "bad" in them, the template those with "odd"; "broken" ones fail."""
 
     def __init__(self, *texts: str, has_template: bool = True) -> None:
         self.texts = texts
@@ -29,11 +29,12 @@ class FakeLLM:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[str]:
-        self.conversations.append(messages)
-        if "odd" in messages[-1]["content"]:
+    def apply_chat_template(self, messages: list[Any]) -> list[str]:
+        self.conversations = [messages] if isinstance(messages[0], dict) else messages
+        questions = [messages[-1]["content"] for messages in self.conversations]
+        if any("odd" in question for question in questions):
             raise RequestError("the chat template refused the messages")
-        return [f"<{messages[-1]['content']}>"]
+        return [f"<{question}>" for question in questions]
 
     def stream(
         self,
@@ -66,7 +67,9 @@ class FakeLLM:
     ) -> Iterator[StreamPiece]:
         text = "".join(self.texts)
         ids = list(range(len(self.texts)))
-        output = RequestOutput(index, None, [1, 2], text, ids, "stop", 0, 0.1, 0.2)
+        is_broken = "broken" in self.prompts[index]
+        end = ("error", 0, 0.1, 0.2, "logits are NaN") if is_broken else ("stop", 0, 0.1, 0.2)
+        output = RequestOutput(index, None, [1, 2], text, ids, *end)
         for number, piece in enumerate(self.texts, start=1):
             if on_step is not None:
                 on_step(StepOutput([], [], 0, 1))

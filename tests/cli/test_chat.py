@@ -47,6 +47,7 @@ def test_a_long_prompt_is_stopped_between_its_steps() -> None:
     conversation = converse(llm)
     conversation.ask("A long one.", shown.append, is_stopped=lambda: True)
     assert (shown, llm.num_closed) == ([], 1)
+    assert conversation.messages == []
 
 
 def test_reset_keeps_the_system_prompt_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -99,6 +100,17 @@ def test_a_closed_stderr_is_not_missed() -> None:
 def test_what_cannot_be_encoded_is_escaped() -> None:
     result = run_shell('"$PYTHON" -c "$RUN"', PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stdout, result.stderr) == (0, "an \\xe9 answer\n", "")
+
+
+def test_an_ascii_terminal_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", Terminal(buffer, encoding="ascii"))
+    assert exit_code(lambda: print("an é answer 🙂") or 0) == 0
+    assert buffer.getvalue() == b"an ? answer ?\n"
 
 
 @pytest.mark.parametrize(

@@ -116,3 +116,13 @@ def test_one_refused_prompt_alone(
 ) -> None:
     assert run(monkeypatch, FakeLLM("yes"), "bad") == 1
     assert capsys.readouterr().err == "nanovllm generate: error: too long\n"
+
+
+def test_an_answer_that_breaks_off_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, FakeLLM("so"), "a", "a broken one") == 1
+    assert "nanovllm generate: error: prompt 2: logits are NaN\n" in capsys.readouterr().err
+    assert run(monkeypatch, FakeLLM("so"), "--json", "a broken one") == 1
+    line = json.loads(capsys.readouterr().out)
+    assert (line["text"], line["finish_reason"], line["error"]) == ("so", "error", "logits are NaN")

@@ -62,6 +62,11 @@ def test_piped_text_is_appended(pipe: Pipe) -> None:
     ]
     pipe("")
     assert texts(read_prompts(["Sum:"], None, by_lines=False)) == ["Sum:"]
+    pipe("one\n\ntwo\n")
+    assert read_prompts(["Say:"], None, by_lines=True) == [
+        InputPrompt("Say:\n\none", "stdin, line 1"),
+        InputPrompt("Say:\n\ntwo", "stdin, line 3"),
+    ]
 
 
 def test_a_redirected_file_is_appended(pipe: Pipe, tmp_path: Path) -> None:
@@ -86,6 +91,12 @@ def test_files_are_one_prompt_or_one_for_each_line(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing")
 def test_other_than_pipes_and_files_are_not_waited_for() -> None:
     assert texts(read_prompts(["a"], None, by_lines=False)) == ["a"]
+
+
+@pytest.mark.usefixtures("nothing")
+def test_lines_need_something_that_has_them() -> None:
+    with pytest.raises(ConfigError, match="--lines needs --file PATH or text on stdin"):
+        read_prompts(["a"], None, by_lines=True)
 
 
 @pytest.mark.usefixtures("nothing")

@@ -47,7 +47,7 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
         (tmp_path / "memory.max", tmp_path / "memory.current"),
         (tmp_path / "memory.limit_in_bytes", tmp_path / "memory.usage_in_bytes"),
     ]
-    monkeypatch.setattr(cpu, "_CGROUP_FILES", files)
+    monkeypatch.setattr(cpu, "_cgroup_files", lambda: files)
     monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
 
     def write(version: int, limit: object, usage: object, stat: str = "") -> None:
@@ -76,6 +76,27 @@ def test_available_memory_honours_the_cgroup(
     assert available_memory() == 16 * GIB  # no controller at all
     limits(version, limit, usage)
     assert available_memory() == want
+
+
+@pytest.mark.parametrize(("version", "limit_name"), [(1, "limit_in_bytes"), (2, "max")])
+def test_groups_within_groups_limit_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limit_name: str
+) -> None:
+    """As a job's is within its user's; a container may see its own as the outermost."""
+    lines = {1: "4:cpu,memory:/user/job", 2: "0::/user/job"}
+    usage_name = {1: "usage_in_bytes", 2: "current"}[version]
+    (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{lines[version]}\n")
+    roots = {"": (tmp_path / "v2", "memory.max", "memory.current")}
+    roots["memory"] = (tmp_path / "v1", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    monkeypatch.setattr(cpu, "_CGROUPS", roots)
+    monkeypatch.setattr(cpu, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
+    root = tmp_path / f"v{version}"
+    for group, limit, want in (("user/job", 9, 9), ("user", 5, 5), (".", 7, 5)):
+        (root / group).mkdir(parents=True, exist_ok=True)
+        (root / group / f"memory.{limit_name}").write_text(str(limit * GIB))
+        (root / group / f"memory.{usage_name}").write_text(str(GIB))
+        assert (total_memory(), available_memory()) == (want * GIB, (want - 1) * GIB)
 
 
 def test_the_page_cache_of_the_cgroup_is_available(limits: Limits) -> None:
