@@ -95,7 +95,11 @@ def test_other_things_are_no_prompt(prompt: Any) -> None:
         as_prompt(prompt)
 
 
-@pytest.mark.parametrize("prompts", [None, 7, b"text", {1, 2}, iter(["a"]), np.array(5)], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 7, b"text", {1, 2}, iter(["a"]), np.array(5)],
+    ids=lambda prompts: type(prompts).__name__,
+)
 def test_other_things_are_no_prompts(prompts: Any) -> None:
     with pytest.raises(RequestError, match="or several of them"):
         split_prompts(prompts)

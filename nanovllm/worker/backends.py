@@ -82,4 +82,5 @@ class CpuBackend:
 
         assert isinstance(self.ops, NumbaOps)
         recorded = RecordedForward(eager, self.ops, config.max_model_len)
+        recorded.prepare()
         return ModelRunner(eager.buffers, recorded, sampler)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from nanovllm.attention.cpu import NumbaPlan
@@ -40,19 +41,33 @@ class RecordedForward:
         num_rows = len(plan.slots)
         if num_rows > self.max_rows or not is_decode(plan):
             return self.eager(plan)
-        eager = self.eager
-        batch = eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
-        if num_rows not in self._steps:
-            try:
-                self._steps[num_rows] = self._record(batch)
-            except NotRecordableError as error:
-                logger.warning("Decode steps run eagerly, which is slower: %s", error)
-                self.max_rows = 0
-                return self.eager(plan)
-        step = self._steps[num_rows]
+        batch = self._batch(plan)
+        step = self._steps.get(num_rows) or self._try_to_record(batch)
+        if step is None:
+            return self.eager(plan)
         _copy(batch, step.batch)
         step.replay()
-        return eager.step_logits(step.logits, plan)
+        return self.eager.step_logits(step.logits, plan)
+
+    def prepare(self) -> None:
+        """Record the step of one row now, so that no token of the first answer waits for it."""
+        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+        plan = StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
+        self._try_to_record(self._batch(plan))
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        eager = self.eager
+        return eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
+
+    def _try_to_record(self, batch: ForwardBatch) -> RecordedStep | None:
+        try:
+            step = self._record(batch)
+        except NotRecordableError as error:
+            logger.warning("Decode steps run eagerly, which is slower: %s", error)
+            self.max_rows = 0
+            return None
+        self._steps[len(batch.input_ids)] = step
+        return step
 
     def _record(self, batch: ForwardBatch) -> RecordedStep:
         plan = batch.attention

@@ -65,10 +65,11 @@ def tokens(*token_ids: int) -> Tensor:
     return torch.tensor(token_ids, dtype=torch.int32)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Restore torch's number of threads."""
+    """Start with two threads, however many others there are; restore their number."""
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -252,7 +253,6 @@ def test_without_openmp_one_thread_does_it_all(
     torch.testing.assert_close(output, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("threads")
 @DTYPES
 def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
     outputs = []
@@ -285,7 +285,6 @@ def test_a_program_gives_the_same_bits_on_any_number_of_threads(dim: int) -> Non
     torch.testing.assert_close(outputs[0], x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("threads")
 def test_a_launcher_outlives_a_change_of_threads(block: Block) -> None:
     inputs = tokens(4, 8, 15)
     want = block(inputs)

@@ -150,7 +150,7 @@ def test_padded_steps_equal_transformers(
             return eager(plan) if step is None else step
 
         runner.forward = forward
-        want = [checkpoint.generate(prompt, NUM_NEW) for prompt in prompts]
+        want = checkpoint.answers(prompts, NUM_NEW)
         for _ in range(2):
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [output.token_ids for output in outputs] == want
