@@ -59,6 +59,7 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 def _check_ids(file: Path) -> None:
     """Refuse ids of eight digits: the library walks through all that lie below the highest."""
-    odd = re.search(rb'(?<!\\)": ?(\d{8,})\b', file.read_bytes()) if file.is_file() else None
-    if odd is not None:
-        raise CheckpointError(f"{file} gives a token the id {odd[1].decode():.20}; fetch it again")
+    data = file.read_bytes() if file.is_file() else b""
+    for number in re.finditer(rb'": ?(\d{8,})', data):
+        if data[number.start() - 1 : number.start()] != b"\\":  # else it is part of a text
+            raise CheckpointError(f"{file} has a token {number[1].decode():.20}; fetch it again")

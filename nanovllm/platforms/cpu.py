@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -136,10 +137,18 @@ def _cgroup_files() -> list[tuple[Path, Path]]:
 def _meminfo(name: str) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return 8 * GIB
+    except OSError:
+        return _physical_memory()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields[name].split()[0]) * 1024
+
+
+def _physical_memory() -> int:
+    """Return the bytes of a machine that is not Linux; what of them is free is not known there."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # Windows
+        return 8 * GIB
 
 
 def _page_cache(cgroup: Path) -> int:

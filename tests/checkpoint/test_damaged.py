@@ -29,6 +29,7 @@ from nanovllm.models.registry import read_config
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.memory import check_model
 from tests.checkpoint.damage import ODD, load, outcome, write_gguf_files
+from tests.checkpoint.tiny_gguf import VOCAB
 from tests.checkpoints import TinyCheckpoint
 from tests.models.test_configs import CONFIGS, saved
 
@@ -114,7 +115,7 @@ def test_random_safetensors_headers(tiny: Callable[[str], TinyCheckpoint], tmp_p
     (size,) = struct.unpack_from("<Q", whole)
     header, body = json.loads(whole[8 : 8 + size]), whole[8 + size :]
     odd = [*ODD, "F32", "I8", "F8_E4M3", [0, 0], [4, 0], [0, 2**62], [-4, 4], [2**40, 2**40]]
-    for _ in range(100):
+    for _ in range(60):
         changed, length = json.loads(json.dumps(header)), None
         entry = changed[rng.choice([name for name in header if name != "__metadata__"])]
         entry[rng.choice(list(entry))] = deepcopy(rng.choice(odd))
@@ -125,7 +126,7 @@ def test_random_safetensors_headers(tiny: Callable[[str], TinyCheckpoint], tmp_p
         file.write_bytes(start + text + body[: len(body) - rng.choice([0, 0, 0, 4])])
         with outcome(outcomes):
             load(folder)
-    assert outcomes["CheckpointError"] > 50
+    assert outcomes["CheckpointError"] > 30
 
 
 NORM = "model.norm.weight"
@@ -148,7 +149,7 @@ def test_odd_bin_files(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, is
     torch.save(tensors, file, _use_new_zipfile_serialization=is_zip)
     load(tmp_path)
     whole, rng, outcomes = file.read_bytes(), random.Random(0), Counter[str]()
-    for _ in range(30):
+    for _ in range(20):
         data = bytearray(whole)
         for _ in range(rng.choice([1, 3, 9])):
             at = rng.randrange(3000)
@@ -156,7 +157,7 @@ def test_odd_bin_files(tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, is
         file.write_bytes(data)
         with outcome(outcomes):
             load(tmp_path)
-    assert outcomes["CheckpointError"] > 15
+    assert outcomes["CheckpointError"] > 10
 
 
 @pytest.mark.parametrize("content", [{"a": 1}, 10**50, [[]] * 9, "x"])
@@ -207,3 +208,19 @@ def test_odd_generation_configs(
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(CheckpointError, match="eos_token_id must be a number or several"):
         load(folder)
+
+
+def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
+    """The library would walk through all that lie below, for minutes; texts may look alike."""
+    [path, _] = write_gguf_files(tmp_path / "gguf")
+    load_tokenizer(find_checkpoint(str(path))).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["model"]["vocab"]['":12345678'] = VOCAB
+    file.write_text(json.dumps(tree))
+    checkpoint = Checkpoint(tmp_path, {}, {}, (), "none")
+    assert load_tokenizer(checkpoint).convert_tokens_to_ids('":12345678') == VOCAB
+    tree["model"]["vocab"]["a"] = 4 * 10**8
+    file.write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="has a token 400000000"):
+        load_tokenizer(checkpoint)

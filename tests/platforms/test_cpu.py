@@ -143,6 +143,15 @@ def test_ranks_share_the_memory(limits: Limits) -> None:
     assert not platform.has_room_for_copy(GIB // 2 + 1)
 
 
+def test_where_the_kernel_is_not_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac has its figures elsewhere, and models larger than a guess must start there."""
+    total = cpu._physical_memory()
+    assert total == pytest.approx(total_memory(), rel=0.1) or total > total_memory()
+    monkeypatch.setattr(cpu, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(cpu, "_OWN_GROUPS", tmp_path / "absent")
+    assert (total_memory(), available_memory()) == (total, total)
+
+
 def test_real_memory_is_read() -> None:
     assert 0 <= available_memory() <= total_memory() < 1 << 50
     assert CpuPlatform().has_room_for_copy(1)
