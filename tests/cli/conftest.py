@@ -23,3 +23,11 @@ def pipe() -> Iterator[Callable[[str], None]]:
     yield put
     os.dup2(before, 0)
     os.close(before)
+
+
+@pytest.fixture
+def nothing(pipe: Callable[[str], None]) -> None:
+    """Nothing is piped in, whatever the tests were started with."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

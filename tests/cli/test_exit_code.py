@@ -125,6 +125,7 @@ def test_an_ascii_terminal_shows_question_marks(monkeypatch: pytest.MonkeyPatch)
         ("chat --model no-such-model", 1, "chat: error: no model 'no-such-model'"),
     ],
 )
+@pytest.mark.usefixtures("nothing")
 def test_errors_are_one_line(
     arguments: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

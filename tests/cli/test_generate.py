@@ -10,10 +10,7 @@ import pytest
 from nanovllm.cli import generate, main
 from tests.cli.fake_llm import FakeLLM
 
-
-@pytest.fixture(autouse=True)
-def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.cli.prompt_input._is_piped", lambda: False)
+pytestmark = pytest.mark.usefixtures("nothing")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *arguments: str) -> int:

@@ -16,13 +16,6 @@ from nanovllm.errors import ConfigError
 Pipe = Callable[[str], None]
 
 
-@pytest.fixture
-def nothing(pipe: Pipe) -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-
-
 def texts(prompts: list[InputPrompt]) -> list[str]:
     return [prompt.text for prompt in prompts]
 
