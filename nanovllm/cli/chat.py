@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from nanovllm.cli.chat_commands import COMMANDS, is_farewell, obey
 from nanovllm.cli.conversation import Conversation
-from nanovllm.cli.ctrl_c import ctrl_c_flag
 from nanovllm.cli.options import (
     HELP_FORMAT,
     add_engine_options,
@@ -54,8 +53,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
     )
-    # Steps of few tokens: Ctrl-C is obeyed between two of them, also while a long prompt is read.
-    add_engine_options(parser, max_num_batched_tokens=256)
+    # Short steps: after Ctrl-C the engine ends its step before it takes the next question.
+    add_engine_options(parser, max_num_batched_tokens=1024)
     add_sampling_options(parser, max_tokens=512, temperature=0.3)
     parser.set_defaults(run=run, parser=parser)
 
@@ -96,7 +95,7 @@ def answer_pipe(conversation: Conversation) -> None:
             if turn.is_command:
                 obey(turn.text, conversation)
                 continue
-            output = conversation.ask(turn.text, _show, is_stopped=lambda: False)
+            output = conversation.ask(turn.text, _show)
             _show("\n")
             _explain(output)
 
@@ -152,16 +151,17 @@ def _typed_line(prompt: str) -> str | None:
 
 def _answer(question: str, conversation: Conversation) -> None:
     try:
-        with ctrl_c_flag() as is_stopped:
-            output = conversation.ask(question, lambda text: _show(printable(text)), is_stopped)
+        output = conversation.ask(question, lambda text: _show(printable(text)))
         print("\n")
         _explain(output)
+    except KeyboardInterrupt:
+        print("\n[stopped]\n")
     except RequestError as error:
         print(f"{error}. /reset starts a new conversation.", file=sys.stderr)
 
 
 def _explain(output: RequestOutput | None) -> None:
-    """Say why an answer is none; one that was stopped has no output."""
+    """Say why an answer is none."""
     if output is not None and (output.error is not None or not output.text.strip()):
         print(why_empty(output), file=sys.stderr)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.run_stats import RunStats
 from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput, StepOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import as_conversations
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-
-
-class _Stopped(Exception):
-    """Leaves a stream between two steps that yield nothing, such as those of a long prompt."""
 
 
 class Conversation:
@@ -49,34 +44,27 @@ class Conversation:
     def set_params(self, **changes: Any) -> None:
         self.params = replace(self.params, **changes)
 
-    def ask(
-        self, question: str, show: Callable[[str], None], is_stopped: Callable[[], bool]
-    ) -> RequestOutput | None:
-        """Stream an answer to `show`. Stopped early, what was shown is what is remembered.
+    def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput | None:
+        """Stream an answer to `show`; None if it did not end.
 
-        A question that was stopped before any answer is forgotten.
+        An answer that an interrupt broke off is remembered as far as it came, and a question
+        without any is forgotten.
         """
         messages = [*self.messages, _message("user", question)]
         [prompt] = self._llm.apply_chat_template(messages)
         answer, output = "", None
-
-        def on_step(step: StepOutput) -> None:
-            self.stats.add_step(step)
-            if is_stopped():
-                raise _Stopped
-
         self.stats.resume()
-        stream = self._llm.stream(prompt, self.params, on_step=on_step)
-        with contextlib.suppress(_Stopped), contextlib.closing(stream) as pieces:
-            for piece in pieces:
-                show(piece.text)
+        try:
+            for piece in self._llm.stream(prompt, self.params, on_step=self.stats.add_step):
                 answer += piece.text
-                if piece.output is not None:
-                    output = piece.output
-                    self.stats.outputs.append(output)
-        self.stats.pause()
-        if answer or output is not None:
-            self.messages = [*messages, _message("assistant", answer)]
+                show(piece.text)
+                output = piece.output
+        finally:
+            self.stats.pause()
+            if output is not None:
+                self.stats.outputs.append(output)
+            if answer or output is not None:
+                self.messages = [*messages, _message("assistant", answer)]
         return output
 
     def save(self, path: str) -> None:

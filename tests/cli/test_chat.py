@@ -25,7 +25,7 @@ def converse(llm: FakeLLM, system: str | None = None) -> Conversation:
 
 def ask(conversation: Conversation, question: str) -> str:
     shown: list[str] = []
-    conversation.ask(question, shown.append, is_stopped=lambda: False)
+    conversation.ask(question, shown.append)
     return "".join(shown)
 
 
@@ -36,17 +36,30 @@ def roles(conversation: Conversation) -> list[str]:
 def test_a_stopped_answer_stays_in_the_history() -> None:
     llm, shown = FakeLLM("one", " two", " three"), []
     conversation = converse(llm)
-    conversation.ask("Count.", shown.append, is_stopped=lambda: len(shown) == 2)
+
+    def show(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask("Count.", show)
     assert shown == ["one", " two"]
     assert conversation.messages[-1] == {"role": "assistant", "content": "one two"}
     assert llm.num_closed == 1
 
 
-def test_a_long_prompt_is_stopped_between_its_steps() -> None:
-    llm, shown = FakeLLM("one"), []
+def test_a_question_that_was_stopped_before_its_answer_is_forgotten() -> None:
+    llm = FakeLLM("one")
     conversation = converse(llm)
-    conversation.ask("A long one.", shown.append, is_stopped=lambda: True)
-    assert (shown, llm.num_closed) == ([], 1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    conversation.stats.add_step = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        conversation.ask("A long one.", interrupt)
+    assert llm.num_closed == 1
     assert conversation.messages == []
 
 
@@ -207,7 +220,7 @@ def test_stats_count_all_answers(capsys: pytest.CaptureFixture[str]) -> None:
 ECHO = """
 from nanovllm.cli.chat import talk
 class Echo:
-    def ask(self, question, show, is_stopped):
+    def ask(self, question, show):
         show(f"heard {question!r}")
 talk(Echo())
 """

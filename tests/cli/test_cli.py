@@ -155,7 +155,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: TerminalProcess) -> None
         chat.send(question + "\n")
         chat.wait_for(lambda text, q=question: len(text.partition(q + "\n")[2]) > 20)  # type: ignore[misc]
         chat.send("\x03")
-    chat.wait_for(lambda text: text.endswith("> "))
+    chat.wait_for(lambda text: text.count("[stopped]") == 2 and text.endswith("> "))
     chat.send("/help\n")
     chat.wait_for(lambda text: "forget the conversation" in text and text.endswith("> "))
     chat.send("\x04")

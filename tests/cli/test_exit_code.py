@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
 from nanovllm.cli import main
-from nanovllm.cli.ctrl_c import ctrl_c_flag
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from tests.cli.terminal_process import ROOT
@@ -159,34 +155,6 @@ def test_wrong_usage_is_short(
     assert stop.value.code == 2
     assert usage.startswith(f"usage: {program} ")
     assert error.startswith(f"{program}: error: ")
-
-
-def test_ctrl_c_is_a_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with ctrl_c_flag() as is_pressed:
-        assert not is_pressed()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert is_pressed()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert signal.set_wakeup_fd(-1) == -1
-    assert capsys.readouterr().err == " [stopping ...]\n"
-
-
-def test_ctrl_c_is_acknowledged_while_it_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever holds the signal back, or computes outside Python, need not do anything for it."""
-    with ctrl_c_flag() as is_pressed:
-        own = signal.signal(signal.SIGINT, lambda *_: None)
-        os.kill(os.getpid(), signal.SIGINT)
-        deadline = time.monotonic() + 10
-        shown = ""
-        while not shown and time.monotonic() < deadline:
-            shown = capsys.readouterr().err
-        assert shown == " [stopping ...]\n"
-        assert not is_pressed()
-        signal.signal(signal.SIGINT, own)
-    assert not [thread for thread in threading.enumerate() if "_acknowledge" in thread.name]
 
 
 def raise_(error: BaseException) -> int:
