@@ -145,7 +145,8 @@ class TinyCheckpoint:
                 logits = self.model(ids[:, :width], use_cache=False).logits[rows, lengths + i - 1]
                 top2 = logits.topk(2)
                 gap = (top2.values[:, 0] - top2.values[:, 1]).min().item()
-                assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another seed"
+                if gap < 1.05 * MIN_GAP:  # company rounds otherwise: let `generate` say
+                    return [self.generate(prompt, max_tokens) for prompt in prompts]
                 ids[rows, lengths + i] = top2.indices[:, 0]
         return [
             ids[row, length : length + max_tokens].tolist()
