@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.ops import (
     Activation,
+    DecoderWeights,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -66,6 +67,9 @@ class TorchOps:
         return ComposedExperts(
             self, lambda x, logits: run_experts(x, logits, gate_up, down, routing)
         )
+
+    def pack_step(self, weights: DecoderWeights) -> None:
+        return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
