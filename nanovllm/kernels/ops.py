@@ -126,17 +126,19 @@ class PackedStep(Protocol):
 
     def run(
         self,
-        token: Tensor,
         slot: Tensor,
-        context_len: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
         block_table: Tensor,
         k_caches: list[Tensor],
         v_caches: list[Tensor],
         logits: Tensor,
+        context_len: Tensor,
     ) -> None:
-        """Run the last token of a context, whose blocks are line `slot` of the table.
+        """Run the last token of the sequence in a slot, by tables that have a line for each slot.
 
-        Each of the first three is an int32; a context of 0 is padding. logits is [1, vocab_size].
+        slot [1] and the tables are int32; a length of 0 is padding. Writes logits [1, vocab_size]
+        and the sequence's length to context_len [1].
         """
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     poll_partials_asm,
     prefetch,
     registers,
+    thread_index,
     words_type,
 )
 from nanovllm.kernels.cuda.persistent_stream import product_asm, product_registers
@@ -81,6 +82,18 @@ def value_layout(dim):
 
 
 @gluon.constexpr_function
+def head_rows(group):
+    """Lines for the queries of a group, their key and their value."""
+    return 8 if group <= 6 else 16
+
+
+@gluon.constexpr_function
+def head_layout(group):
+    """[rows, dim / 4]: a warp for each of 8 lines."""
+    return gl.BlockedLayout([head_rows(group) // 8, 1], [1, 32], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def join_layout(group):
     """[heads, 8 warps, dim]: a thread joins what the warps have of a column."""
     return gl.BlockedLayout([1, 8, 1], [1, 1, 32], [group, 1, 8 // group], [2, 1, 0])
@@ -114,7 +127,10 @@ def store_partial(places, total, best, weight):
 
 @aggregate
 class Attention:
-    """A program's keys: `first` to `end` of its kv head, in a cache [blocks, size, heads, dim]."""
+    """A program's keys: from `first` on, a multiple of 32, to `end`, of its kv head.
+
+    Caches are [blocks, block size, kv heads, dim] and hold two numbers in an element.
+    """
 
     table: gl.tensor  # the sequence's line of the block table
     partials: gl.tensor  # [buffers, columns / 8, splits, 8, 4 words], and one beyond each buffer
@@ -122,8 +138,8 @@ class Attention:
     sm: gl.tensor
     first: gl.tensor
     end: gl.tensor
+    oldest: gl.tensor  # the first key that the window shows
     position: gl.tensor  # of the token that runs
-    new_place: gl.tensor  # of its key and value
     num_heads: gl.constexpr
     num_kv_heads: gl.constexpr
     dim: gl.constexpr
@@ -132,11 +148,11 @@ class Attention:
 
     @gluon.constexpr_function
     def __init__(
-        self, table, partials, flag, sm, first, end, position, new_place, num_heads, num_kv_heads,
+        self, table, partials, flag, sm, first, end, oldest, position, num_heads, num_kv_heads,
         dim, block_size, has_norm,
     ):  # fmt: skip
         self.table, self.partials, self.flag, self.sm = table, partials, flag, sm
-        self.first, self.end, self.position, self.new_place = first, end, position, new_place
+        self.first, self.end, self.oldest, self.position = first, end, oldest, position
         self.num_heads, self.num_kv_heads = gl.constexpr(num_heads), gl.constexpr(num_kv_heads)
         self.dim, self.block_size = gl.constexpr(dim), gl.constexpr(block_size)
         self.has_norm = gl.constexpr(has_norm)
@@ -146,69 +162,93 @@ class Attention:
         return self.sm // num_splits(self.num_kv_heads)
 
     @gluon.jit
+    def find(self, key):
+        """The place of a key in every layer's cache; a tile of 32 keys lies in one block."""
+        block = gl.load(self.table + key // self.block_size, mask=key < self.end, other=0)
+        line = block * self.block_size + key % self.block_size
+        return (line * self.num_kv_heads + self.head()) * (self.dim // 2)
+
+    @gluon.jit
     def key_index(self):
-        """Which of the first 32 keys a thread has: [4, 8]."""
+        """Which keys of a tile a thread has: [4, 8]."""
         K: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, key_layout()))
         row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, K)), 1)
-        return self.first + row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
+        return row * 8 + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, K)), 0)
 
     @gluon.jit
     def value_index(self):
-        """The same of values: [8, 4]."""
+        """Which values of a tile a thread has: [8, 4]."""
         V: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(0, value_layout(self.dim)))
         row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, V)), 1)
-        return self.first + row * 4 + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, V)), 0)
+        return row * 4 + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, V)), 0)
 
     @gluon.jit
-    def find(self, key):
-        """Places of keys in a layer's cache, in words of two."""
-        block = gl.load(self.table + key // self.block_size, mask=key < self.end, other=0)
-        line = (block * self.block_size + key % self.block_size) * self.num_kv_heads + self.head()
-        return line * (self.dim // 2)
-
-    @gluon.jit
-    def load_keys(self, cache, place, key):
-        W: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
-        SEGMENTS: gl.constexpr = self.dim // 64
-        segment = gl.expand_dims(gl.arange(0, SEGMENTS, gl.SliceLayout(1, W)) * 32, 1)
-        i = segment + gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, W)), 0)
-        i = gl.expand_dims(gl.expand_dims(i, 0), 0)
-        at = gl.expand_dims(gl.expand_dims(place, 2), 3) + i
-        is_here = gl.expand_dims(gl.expand_dims(key < self.end, 2), 3)
-        return gl.load(cache + at, mask=is_here, other=0)
-
-    @gluon.jit
-    def load_values(self, cache, place, key):
-        W: gl.constexpr = gl.SliceLayout(
+    def load_tile(self, k_cache, v_cache, place, num_keys):
+        """Load the first of up to 32 keys and values that lie there."""
+        LINE: gl.constexpr = self.num_kv_heads * (self.dim // 2)
+        KW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, key_layout()))
+        segment = gl.expand_dims(gl.arange(0, self.dim // 64, gl.SliceLayout(1, KW)) * 32, 1)
+        word = segment + gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, KW)), 0)
+        word = gl.expand_dims(gl.expand_dims(word, 0), 0)
+        key = gl.expand_dims(gl.expand_dims(self.key_index(), 2), 3)
+        k = gl.load(k_cache + place + key * LINE + word, mask=key < num_keys, other=0)
+        VW: gl.constexpr = gl.SliceLayout(
             0, gl.SliceLayout(0, gl.SliceLayout(0, value_layout(self.dim)))
         )
-        i = gl.expand_dims(gl.expand_dims(gl.arange(0, self.dim // 2, W), 0), 0)
-        is_here = gl.expand_dims(key < self.end, 2)
-        return gl.load(cache + (gl.expand_dims(place, 2) + i), mask=is_here, other=0)
+        word = gl.expand_dims(gl.expand_dims(gl.arange(0, self.dim // 2, VW), 0), 0)
+        key = gl.expand_dims(self.value_index(), 2)
+        v = gl.load(v_cache + place + key * LINE + word, mask=key < num_keys, other=0)
+        return k, v
 
     @gluon.jit
-    def prefetch(self, k_cache, v_cache, k_place, v_place):
-        for segment in gl.static_range(self.dim // 64):
-            prefetch(k_cache + k_place + segment * 32)
-            prefetch(v_cache + v_place + segment * 32)
+    def prefetch(self, k_cache, v_cache, place):
+        """Ask for a tile."""
+        line = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
+        part = thread_index() // 32 % (self.dim // 64) * 32
+        prefetch(gl.where(thread_index() < 128, k_cache, v_cache) + place + line + part)
 
     @gluon.jit
-    def turned_heads(self, qkv, norms, parameters):
-        """Wait for this group's q, k and v, normalise and turn them: lines of shared memory."""
+    def row(self):
+        """Which of the lines a thread has."""
+        T: gl.constexpr = head_layout(self.num_heads // self.num_kv_heads)
+        ROWS: gl.constexpr = head_rows(self.num_heads // self.num_kv_heads)
+        return gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, T)), 1)
+
+    @gluon.jit
+    def column(self):
+        """Words of half a head."""
+        T: gl.constexpr = head_layout(self.num_heads // self.num_kv_heads)
+        return gl.expand_dims(gl.arange(0, self.dim // 4, gl.SliceLayout(0, T)), 0)
+
+    @gluon.jit
+    def load_turn(self, rope):
+        """Cosines and sines of the position, two neighbours of each."""
+        at = rope + self.column() * 2 + 0 * self.row()
+        HALF: gl.constexpr = self.dim // 2
+        return gl.load(at), gl.load(at + 1), gl.load(at + HALF), gl.load(at + HALF + 1)
+
+    @gluon.jit
+    def load_norms(self, norms):
+        """The weights of q's norm or k's, of either half of a head."""
+        GROUP: gl.constexpr = self.num_heads // self.num_kv_heads
+        at = norms + gl.where(self.row() < GROUP, 0, self.dim // 2) + self.column()
+        return gl.load(at), gl.load(at + self.dim // 4)
+
+    @gluon.jit
+    def allocate_lines(self):
+        """Shared memory for what `turn_heads` makes: the group's queries, its key, its value."""
+        ROWS: gl.constexpr = head_rows(self.num_heads // self.num_kv_heads)
+        return gl.allocate_shared_memory(gl.bfloat16, [ROWS, self.dim], S2)
+
+    @gluon.jit
+    def turn_heads(self, lines, qkv, norms, turn, parameters):
+        """Wait for this group's q, k and v, normalise and turn them."""
         G: gl.constexpr = self.num_heads // self.num_kv_heads
-        ROWS: gl.constexpr = 8 if G <= 6 else 16
-        T: gl.constexpr = gl.BlockedLayout([ROWS // 8, 1], [1, 32], [8, 1], [1, 0])
         D: gl.constexpr = self.dim
-        r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, T)), 1)
-        d = gl.expand_dims(gl.arange(0, D // 4, gl.SliceLayout(0, T)), 0)
-        h = self.head()
+        r, h = self.row(), self.head()
         kv_head = self.num_heads + h + gl.where(r == G, 0, self.num_kv_heads)
-        places = (qkv + gl.where(r < G, h * G + r, kv_head) * D + d * 2).to(gl.int64)
-        angles = parameters.rope + d * 2 + 0 * r
-        c0, c1 = gl.load(angles), gl.load(angles + 1)
-        s0, s1 = gl.load(angles + D // 2), gl.load(angles + D // 2 + 1)
-        norms = norms + gl.where(r < G, 0, D // 2) + d
-        wa, wb = gl.load(norms), gl.load(norms + D // 4)
+        places = gl.where(r < G, h * G + r, kv_head) * D + self.column() * 2
+        places = (qkv + places).to(gl.int64)
         a, b = gl.inline_asm_elementwise(  # a thread has two neighbours of either half
             poll_asm(2, D, 1), registers(2, 2),
             [places, places * 0 + self.flag.to(gl.int64)], words_type(2), False, 1,
@@ -220,14 +260,15 @@ class Attention:
             factor = factor * gl.expand_dims(gl.rsqrt(square / D + parameters.eps), 1)
         n0, n1, m0, m1 = a0 * factor, a1 * factor, b0 * factor, b1 * factor
         if self.has_norm:
+            wa, wb = norms
             n0, n1, m0, m1 = n0 * low(wa), n1 * high(wa), m0 * low(wb), m1 * high(wb)
+        c0, c1, s0, s1 = turn
         is_v = r > G
         x0, x1 = gl.where(is_v, a0, n0 * c0 - m0 * s0), gl.where(is_v, a1, n1 * c1 - m1 * s1)
         y0, y1 = gl.where(is_v, b0, m0 * c0 + n0 * s0), gl.where(is_v, b1, m1 * c1 + n1 * s1)
         both = gl.join(gl.join(x0, x1), gl.join(y0, y1))  # [rows, dim / 4, 2, half]
-        lines = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], S2)
-        lines.store(finite(gl.reshape(gl.permute(both, [0, 3, 1, 2]), [ROWS, D])).to(gl.bfloat16))
-        return lines
+        both = gl.reshape(gl.permute(both, [0, 3, 1, 2]), [head_rows(G), D])
+        lines.store(finite(both).to(gl.bfloat16))
 
     @gluon.jit
     def attend(self, lines, k_cache, v_cache, k, v, later_k, later_v, now):
@@ -237,79 +278,86 @@ class Attention:
         SEGMENTS: gl.constexpr = self.dim // 64
         KL: gl.constexpr = key_layout()
         VL: gl.constexpr = value_layout(self.dim)
-        ROWS: gl.constexpr = 8 if G <= 6 else 16
-        words = lines._reinterpret(gl.int32, [ROWS, SEGMENTS, 32], S3)
-        wide = lines._reinterpret(gl.int32, [ROWS, self.dim // 2], S2)
+        words = lines._reinterpret(gl.int32, [head_rows(G), SEGMENTS, 32], S3)
         q = gl.expand_dims(words.slice(0, 8).load(gl.SliceLayout(0, KL)), 0)
         q = eight_words(q + gl.zeros([4, 8, SEGMENTS, 32], gl.int32, KL), SEGMENTS)
-        new_k = gl.expand_dims(words.slice(G, 1).load(gl.SliceLayout(0, KL)), 0)
-        L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, VL))
-        new_v = gl.expand_dims(wide.slice(G + 1, 1).load(L), 0)
         scores = gl.allocate_shared_memory(gl.float32, [SEGMENTS * 8, 8, 4], S3)
         best = gl.full([GP, 8], -1e30, gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
         weight = gl.zeros([GP, 8], gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
         even = gl.zeros([GP, 8, self.dim // 2], gl.float32, gl.SliceLayout(2, VL))
         odd = even
         # Two tiles take turns: while one is used, the other is on its way into the same registers.
+        place, later_place = self.find(self.first + 64), self.find(self.first + 96)
         for begin in range(self.first, self.end, 64):
-            best, weight, even, odd = self.weigh(
-                scores, q, new_k, new_v, k, v, begin, best, weight, even, odd
-            )
-            k, v = self.load_later(k_cache, v_cache, k, v, begin + 64)
+            k, v = self.with_new(lines, k, v, begin)
+            best, weight, even, odd = self.weigh(scores, q, k, v, begin, best, weight, even, odd)
+            if begin + 64 < self.end:
+                k, v = self.load_tile(k_cache, v_cache, place, self.end - begin - 64)
+                place = self.find(begin + 128)
             if begin + 32 < self.end:
+                later_k, later_v = self.with_new(lines, later_k, later_v, begin + 32)
                 best, weight, even, odd = self.weigh(
-                    scores, q, new_k, new_v, later_k, later_v, begin + 32, best, weight, even, odd
+                    scores, q, later_k, later_v, begin + 32, best, weight, even, odd
                 )
-                later_k, later_v = self.load_later(k_cache, v_cache, later_k, later_v, begin + 96)
+                if begin + 96 < self.end:
+                    later_k, later_v = self.load_tile(
+                        k_cache, v_cache, later_place, self.end - begin - 96
+                    )
+                    later_place = self.find(begin + 160)
         self.hand_on(gl.reshape(gl.join(even, odd), [GP, 8, self.dim]), best, weight, now)
-        if (self.position >= self.first) & (self.position < self.end):
-            self.store_new(k_cache, wide.slice(G, 1))
-            self.store_new(v_cache, wide.slice(G + 1, 1))
 
     @gluon.jit
-    def load_later(self, k_cache, v_cache, k, v, begin):
-        """Load the tile that begins there; without one, return what is given."""
-        if begin < self.end:
-            k_key = self.key_index() + (begin - self.first)
-            v_key = self.value_index() + (begin - self.first)
-            k = self.load_keys(k_cache, self.find(k_key), k_key)
-            v = self.load_values(v_cache, self.find(v_key), v_key)
+    def with_new(self, lines, k, v, begin):
+        """Put the new key and value into their tile: the cache may not have them yet."""
+        if (self.position >= begin) & (self.position < begin + 32):
+            G: gl.constexpr = self.num_heads // self.num_kv_heads
+            ROWS: gl.constexpr = head_rows(G)
+            words = lines._reinterpret(gl.int32, [ROWS, self.dim // 64, 32], S3)
+            new_k = gl.expand_dims(words.slice(G, 1).load(gl.SliceLayout(0, key_layout())), 0)
+            is_new = self.key_index() == self.position - begin
+            k = gl.where(gl.expand_dims(gl.expand_dims(is_new, 2), 3), new_k, k)
+            L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, value_layout(self.dim)))
+            wide = lines._reinterpret(gl.int32, [ROWS, self.dim // 2], S2)
+            new_v = gl.expand_dims(wide.slice(G + 1, 1).load(L), 0)
+            is_new = self.value_index() == self.position - begin
+            v = gl.where(gl.expand_dims(is_new, 2), new_v, v)
         return k, v
 
     @gluon.jit
-    def weigh(self, scores, q, new_k, new_v, k, v, begin, best, weight, even, odd):
+    def weigh(self, scores, q, k, v, begin, best, weight, even, odd):
         """Add a tile of values to the sums, weighed by the softmax of their keys' scores."""
         GP: gl.constexpr = power_of_two(self.num_heads // self.num_kv_heads)
         VL: gl.constexpr = value_layout(self.dim)
         SEGMENTS: gl.constexpr = self.dim // 64
-        k_key = self.key_index() + (begin - self.first)
-        v_key = self.value_index() + (begin - self.first)
-        is_new = gl.expand_dims(gl.expand_dims(k_key == self.position, 2), 3)
-        self.score(scores, q, eight_words(gl.where(is_new, new_k, k), SEGMENTS))
+        self.score(scores, q, eight_words(k, SEGMENTS))
         s = scores.slice(0, GP).load(gl.SliceLayout(3, VL))  # [heads, 8, 4]
         if SEGMENTS == 2:
             s += scores.slice(8, GP).load(gl.SliceLayout(3, VL))
         K: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, VL))
-        is_seen = gl.convert_layout(v_key, K, assert_trivial=True) < self.end
+        key = gl.convert_layout(self.value_index(), K, assert_trivial=True)
+        is_seen = (key < self.end - begin) & (key >= self.oldest - begin)
         s = gl.where(gl.expand_dims(is_seen, 0), s, float("-inf"))
         new_best = gl.maximum(best, gl.max(s, 2))
         fade, p = gl.exp2(best - new_best), gl.exp2(s - gl.expand_dims(new_best, 2))
         weight = weight * fade + gl.sum(p, 2)
         F: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(2, VL))
         fade = gl.expand_dims(gl.convert_layout(fade, F), 2)
-        is_new = gl.expand_dims(v_key == self.position, 2)
-        value = gl.expand_dims(gl.where(is_new, new_v, v), 0)
-        p = gl.expand_dims(p, 3)
+        value, p = gl.expand_dims(v, 0), gl.expand_dims(p, 3)
         even = even * fade + gl.sum(p * low(value), 2)
         odd = odd * fade + gl.sum(p * high(value), 2)
         return new_best, weight, even, odd
 
     @gluon.jit
-    def store_new(self, cache, words):
-        """Store the new token's line."""
-        W: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
-        i = gl.expand_dims(gl.arange(0, self.dim // 2, gl.SliceLayout(0, W)), 0)
-        gl.store(cache + self.new_place + i, words.load(W))
+    def store_new(self, lines, k_cache, v_cache, place):
+        """Store the new key and value, if they are this program's."""
+        is_here = (self.position >= self.first) & (self.position < self.end)
+        if is_here & (self.head() < self.num_kv_heads):
+            G: gl.constexpr = self.num_heads // self.num_kv_heads
+            W: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
+            wide = lines._reinterpret(gl.int32, [head_rows(G), self.dim // 2], S2)
+            i = gl.expand_dims(gl.arange(0, self.dim // 2, gl.SliceLayout(0, W)), 0)
+            gl.store(k_cache + place + i, wide.slice(G, 1).load(W))
+            gl.store(v_cache + place + i, wide.slice(G + 1, 1).load(W))
 
     @gluon.jit
     def score(self, scores, q, k):

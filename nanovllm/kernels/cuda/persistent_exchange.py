@@ -12,7 +12,7 @@ NUM_PROGRAMS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
 CHUNK = gl.constexpr(1024)  # columns of a tile, and lines of which each program has 8
 CHECK_SPINS = gl.constexpr(1 << 12)  # how often who waits looks whether another has given up
-MAX_SPINS = gl.constexpr(1 << 20)  # about a second
+MAX_CHECKS = gl.constexpr(1 << 8)  # about a second
 
 S1, S2, S3 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3)
@@ -71,11 +71,12 @@ def spin_asm(code, flag):
 
     Who waited too long says so by operand `flag`, where the others look now and then.
     """
-    code = "{ .reg .pred p; .reg .b32 i, f, g; mov.u32 i, 0; AGAIN: mov.u32 f, 0; " + code
-    code += "setp.eq.u32 p, f, 0; @p bra DONE; add.u32 i, i, 1; "
-    code += f"and.b32 g, i, {CHECK_SPINS.value - 1}; setp.ne.u32 p, g, 0; @p bra AGAIN; "
+    code = "{ .reg .pred p, q; .reg .b32 i, n, f, g; mov.u32 n, 0; MORE: mov.u32 i, 0; AGAIN: " + (
+        f"mov.u32 f, 0; {code} setp.ne.u32 p, f, 0; add.u32 i, i, 1; "
+    )
+    code += f"setp.lt.and.u32 q, i, {CHECK_SPINS.value}, p; @q bra AGAIN; @!p bra DONE; "
     code += f"ld.relaxed.sys.global.u32 g, [${flag}]; setp.ne.u32 p, g, 0; @p bra DONE; "
-    code += f"setp.lt.u32 p, i, {MAX_SPINS.value}; @p bra AGAIN; mov.u32 g, 1; "
+    code += f"add.u32 n, n, 1; setp.lt.u32 p, n, {MAX_CHECKS.value}; @p bra MORE; mov.u32 g, 1; "
     return code + f"st.relaxed.sys.global.u32 [${flag}], g; DONE: }}"
 
 

@@ -177,41 +177,60 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
 
 
 @gluon.jit
+def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride):
+    """Ask for what the next layer loads beside its weights, before they crowd memory."""
+    skip = (later - layer).to(gl.int64) * stride
+    attention.prefetch(k_cache + skip, v_cache + skip, place)
+    NORMS: gl.constexpr = 2 * num_chunks(given.x.width)  # elements of a thread
+    prefetch(parameters.norms + later * (256 * NORMS) + thread_index() * NORMS)
+    if attention.has_norm:
+        prefetch(parameters.qk_norms + later * attention.dim + thread_index() % attention.dim)
+    if parameters.has_bias:
+        BIAS: gl.constexpr = (given.qkv.width + 255) // 256
+        at = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
+        prefetch(parameters.qkv_bias + later * given.qkv.width + at)
+
+
+@gluon.jit
 def compute(
     stream, given, attention, parameters, embedding, caches, turns, logits, num_layers,
     VOCAB: gl.constexpr,
 ):  # fmt: skip
     """What eight warps of a program do."""
-    k_caches, v_caches, layer_stride = caches
+    k_caches, v_caches, stride = caches
     now, x_now = gl.load(turns), gl.load(turns + 1)
     D: gl.constexpr = attention.dim
     NORM: gl.constexpr = num_chunks(given.x.width) * 256  # elements of a norm's weight
     line = block_index() * CHUNK + stream.sm * 8 + line_index()
     residual = gl.load(embedding + line, mask=line < given.x.width, other=0.0).to(gl.float32)
     given.x.publish(residual, 0, 0, x_now, 8)
-    k_key, v_key = attention.key_index(), attention.value_index()
-    k_place, v_place = attention.find(k_key), attention.find(v_key)
+    lines = attention.allocate_lines()
+    turn = attention.load_turn(parameters.rope)
+    place, new_place = attention.find(attention.first), attention.find(attention.position)
+    later_place = attention.find(attention.first + 32)
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     norm = given.x.load_norm(parameters.norms)
     for layer in range(num_layers):
-        offset = layer.to(gl.int64) * layer_stride
+        offset = layer.to(gl.int64) * stride
         k_cache, v_cache = k_caches + offset, v_caches + offset
-        k = attention.load_keys(k_cache, k_place, k_key)
-        v = attention.load_values(v_cache, v_place, v_key)
-        t, g = project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now)
         later = gl.minimum(layer + 1, num_layers - 1)
-        skip = (later - layer).to(gl.int64) * layer_stride
-        attention.prefetch(k_cache + skip, v_cache + skip, k_place, v_place)
-        prefetch(parameters.norms + later * (2 * NORM) + thread_index() * (NORM // 256))
+        num_keys = attention.end - attention.first
+        k, v = attention.load_tile(k_cache, v_cache, place, num_keys)
+        qk_norms = attention.load_norms(parameters.qk_norms + layer * D)
+        t, g = project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now)
+        later_k, later_v = k, v
+        if num_keys > 32:
+            later_k, later_v = attention.load_tile(k_cache, v_cache, later_place, num_keys - 32)
+        prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride)
         if attention.head() < attention.num_kv_heads:
-            later_k, later_v = attention.load_later(k_cache, v_cache, k, v, attention.first + 32)
-            qk_norms = parameters.qk_norms + layer * D
-            lines = attention.turned_heads(given.qkv.place(now), qk_norms, parameters)
+            qkv = given.qkv.place(now)
+            attention.turn_heads(lines, qkv, qk_norms, turn, parameters)
             attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
         attention.join(given.attended, now)
         norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
         residual, t, g = project_back(stream, t, g, given.attended, given.y, residual, now, now)
         fence()
+        attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
         t, g = project_gate_up(stream, t, g, given, norm, parameters, now)
         norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
@@ -256,9 +275,9 @@ def load(
 @gluon.jit
 def persistent_step(
     qkv, o, gate_up, down, head, embedding, norms, final_norm, qk_norms, qkv_bias, rope,
-    k_cache, v_cache, token, slot, context_len, block_table, table_width, turns, flag,
+    k_cache, v_cache, slot, lengths, tokens, tokens_width, block_table, table_width, turns, flag,
     x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory, logits,
-    layer_stride, num_layers, window, eps, scale,
+    context_len,     layer_stride, num_layers, window, eps, scale,
     HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, GATE_LINEAR: gl.constexpr,
@@ -287,25 +306,27 @@ def persistent_step(
         Exchange(gated_memory, flag, sm, MLP),
     )
     # A length of 0 is padding: its result is not used, and its key must go nowhere.
-    length = gl.load(context_len)
+    slot = gl.load(slot)
+    length = gl.load(lengths + slot)
     position = gl.maximum(length, 1) - 1
+    if sm == 0:
+        gl.store(context_len, length)
     SPLITS: gl.constexpr = num_splits(NUM_KV_HEADS)
-    begin = gl.maximum(length - window, 0)
-    size = (length - begin + SPLITS - 1) // SPLITS
-    first = begin + sm % SPLITS * size
-    end = gl.minimum(first + size, length)
-    table = block_table + gl.load(slot) * table_width
-    new_line = gl.load(table + position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
-    new_place = (new_line * NUM_KV_HEADS + sm // SPLITS) * (DIM // 2)
+    oldest = gl.maximum(length - window, 0)
+    start = oldest // 32 * 32  # tiles of 32 keys lie in one block
+    size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
+    first = start + sm % SPLITS * size
     attention = Attention(
-        table, partials, flag, sm, first, end, position, new_place, NUM_HEADS, NUM_KV_HEADS, DIM,
+        block_table + slot * table_width, partials, flag, sm, first,
+        gl.minimum(first + size, length), oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM,
         BLOCK_SIZE, HAS_NORM,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, qk_norms, qkv_bias, rope + position * DIM, eps, scale, HAS_BIAS,
         GATE_LINEAR, GATE_CUBIC,
     )  # fmt: skip
-    embedding += gl.load(token).to(gl.int64) * HIDDEN
+    token = gl.load(tokens + slot.to(gl.int64) * tokens_width + position)
+    embedding += token.to(gl.int64) * HIDDEN
     caches = (k_cache, v_cache, layer_stride)
     gl.warp_specialize(
         [

@@ -110,17 +110,19 @@ class PersistentStep:
         }
         is_regular = len(strides) <= 1 and all(k == v for k, v in strides)
         is_small = k_caches[0].nbytes < 4 * MAX_WORDS
-        return is_regular and is_small and k_caches[0].is_contiguous()
+        is_whole = k_caches[0].shape[1] % 32 == 0  # a tile of keys lies in one block
+        return is_regular and is_small and is_whole and k_caches[0].is_contiguous()
 
     def run(
         self,
-        token: Tensor,
         slot: Tensor,
-        context_len: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
         block_table: Tensor,
         k_caches: list[Tensor],
         v_caches: list[Tensor],
         logits: Tensor,
+        context_len: Tensor,
     ) -> None:
         shape, constants = self.shape, self.constants
         k, v = k_caches[0].view(torch.int32), v_caches[0].view(torch.int32)
@@ -133,8 +135,9 @@ class PersistentStep:
             self._qk_norms.view(torch.int32),
             self._bias,
             self.tensors.rope,
-            *(k, v, token, slot, context_len, block_table, block_table.stride(0)),
-            *(self._turns, self._flag, *self._exchanges, logits, stride // 4, self.num_layers),
+            *(k, v, slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
+            *(self._turns, self._flag, *self._exchanges, logits, context_len),
+            *(stride // 4, self.num_layers),
             NO_WINDOW if constants.window is None else constants.window,
             constants.eps,
             constants.scale * LOG2_E,

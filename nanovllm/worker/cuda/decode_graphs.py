@@ -150,35 +150,29 @@ class GraphedSteps:
             self._host_slots = host
 
     def _run_model(self, size: int) -> Tensor:
-        eager, rows = self.eager, self._gather(size)
-        inputs = self._input_ids[:size], self._positions[:size], self._kv_slots[:size]
-        plan = self.attention.decode_plan(rows)
-        return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
-
-    def _run_whole(self, logits: Tensor) -> Tensor:
-        step, rows = self.eager.model.step, self._gather(1)
-        assert step is not None
-        step.run(
-            self._input_ids[:1], rows.slots, rows.context_lens, rows.block_table, *self._kv, logits
-        )
-        return logits
-
-    def _gather(self, size: int) -> DecodeRows:
-        """Read from the tables what the step runs."""
-        buffers = self.eager.buffers
+        eager, buffers = self.eager, self.eager.buffers
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
+        inputs = self._input_ids[:size], self._positions[:size], self._kv_slots[:size]
         gather_decode(
             slots,
             buffers.lengths,
             buffers.tokens,
             buffers.block_table,
             buffers.block_size,
-            self._input_ids[:size],
-            self._positions[:size],
-            self._kv_slots[:size],
+            *inputs,
             context_lens,
             order,
         )
-        return DecodeRows(buffers.block_table, slots, context_lens, order, self.max_model_len)
+        rows = DecodeRows(buffers.block_table, slots, context_lens, order, self.max_model_len)
+        plan = self.attention.decode_plan(rows)
+        return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
+
+    def _run_whole(self, logits: Tensor) -> Tensor:
+        """Run the one row as one kernel, which reads the tables itself."""
+        step, buffers = self.eager.model.step, self.eager.buffers
+        assert step is not None
+        tables = buffers.lengths, buffers.tokens, buffers.block_table
+        step.run(self._slots[:1], *tables, *self._kv, logits, self._context_lens[:1])
+        return logits

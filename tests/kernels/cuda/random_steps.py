@@ -40,12 +40,14 @@ class RandomStep:
             [torch.randperm(num_blocks, generator=self.generator, device="cuda") for _ in range(3)]
         ).int()
         self.slot = torch.tensor([1], dtype=torch.int32, device="cuda")
-        self.token, self.length = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+        self.lengths, self.context_len = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
+        self.tokens = torch.zeros(3, max_context, dtype=torch.int32, device="cuda")
         self.logits = torch.empty(1, shape.vocab, dtype=torch.bfloat16, device="cuda")
         self.step = PersistentStep(shape, self.tensors, self.constants)
 
     def run(self) -> Tensor:
-        self.step.run(self.token, self.slot, self.length, self.table, self.k, self.v, self.logits)
+        tables = self.lengths, self.tokens, self.table
+        self.step.run(self.slot, *tables, self.k, self.v, self.logits, self.context_len)
         return self.logits
 
     def places(self, context: int) -> Tensor:
@@ -63,8 +65,8 @@ class RandomStep:
         )
         wide = [[c.float() for c in caches] for caches in flat]
         reference_step(*arguments, *wide, torch.float32)
-        self.token.fill_(token)
-        self.length.fill_(context)
+        self.tokens[1, context - 1] = token
+        self.lengths[1] = context
         self.logits.fill_(float("nan"))
         logits = self.run()[0]
         torch.cuda.synchronize()
