@@ -9,7 +9,9 @@ from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
+    KEEP,
     NUM_PROGRAMS,
+    PREFETCH,
     S2,
     S3,
     bits_to_float,
@@ -22,81 +24,24 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     thread_index,
     words_type,
 )
+from nanovllm.kernels.cuda.persistent_sizes import (
+    head_layout,
+    head_rows,
+    join_layout,
+    joined_chunks,
+    key_layout,
+    num_partials,
+    num_splits,
+    power_of_two,
+    split_layout,
+    value_layout,
+)
 from nanovllm.kernels.cuda.persistent_stream import product_asm, product_registers
 
-STORE = gl.constexpr("{ st.relaxed.gpu.global.v4.b32 [$1], {$2, $3, $4, $2}; mov.u32 $0, 0; }")
-
-
-@gluon.constexpr_function
-def power_of_two(count):
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
-
-
-@gluon.constexpr_function
-def min_of(a, b):
-    return min(a, b)
-
-
-@gluon.constexpr_function
-def num_splits(num_kv_heads):
-    """Programs per kv head."""
-    splits = 32
-    while splits * num_kv_heads > 128:
-        splits //= 2
-    return splits
-
-
-@gluon.constexpr_function
-def joined_chunks(q_width, num_kv_heads):
-    """Chunks of attention's output as `Attention.join` counts them: a column for each thread."""
-    lanes = min(num_splits(num_kv_heads), 16)
-    return max(32 // lanes, power_of_two(-(-q_width // 1024)))
-
-
-@gluon.constexpr_function
-def num_partials(q_width, num_kv_heads):
-    """Of 16 bytes, in one buffer of splits that are to be joined; one more is written in vain."""
-    return joined_chunks(q_width, num_kv_heads) * 1024 * num_splits(num_kv_heads) + 1
-
-
-@gluon.constexpr_function
-def split_layout(num_kv_heads):
-    """[chunks, splits, 8 lines]: no two threads have the same, since who reads also empties."""
-    lanes = min(num_splits(num_kv_heads), 16)
-    return gl.BlockedLayout(
-        [1, 1, 1], [1, lanes, 32 // lanes], [32 // lanes, 1, lanes // 4], [2, 1, 0]
-    )
-
-
-@gluon.constexpr_function
-def key_layout():
-    """32 keys as words of two: [4, 8, dim / 64, 32]."""
-    return gl.BlockedLayout([1, 1, 1, 8], [1, 8, 1, 4], [4, 1, 2, 1], [3, 2, 1, 0])
-
-
-@gluon.constexpr_function
-def value_layout(dim):
-    """[heads, 8 warps, 4 values, dim / 2 words]."""
-    return gl.BlockedLayout([1, 1, 4, dim // 64], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0])
-
-
-@gluon.constexpr_function
-def head_rows(group):
-    """Lines for the queries of a group, their key and their value."""
-    return 8 if group <= 6 else 16
-
-
-@gluon.constexpr_function
-def head_layout(group):
-    """[rows, dim / 4]: a warp for each of 8 lines."""
-    return gl.BlockedLayout([head_rows(group) // 8, 1], [1, 32], [8, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def join_layout(group):
-    """[heads, 8 warps, dim]: a thread joins what the warps have of a column."""
-    return gl.BlockedLayout([1, 8, 1], [1, 1, 32], [group, 1, 8 // group], [2, 1, 0])
+STORE = gl.constexpr(
+    f"{{ .reg .b64 k; {KEEP.value} "
+    "st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $2}, k; mov.u32 $0, 0; }"
+)
 
 
 @gluon.jit
@@ -205,7 +150,8 @@ class Attention:
         """Ask for a tile."""
         line = thread_index() % 32 * (self.num_kv_heads * (self.dim // 2))
         part = thread_index() // 32 % (self.dim // 64) * 32
-        prefetch(gl.where(thread_index() < 128, k_cache, v_cache) + place + line + part)
+        cache = gl.where(thread_index() < 128, k_cache, v_cache)
+        prefetch(cache + place + line + part, PREFETCH)
 
     @gluon.jit
     def row(self):
@@ -418,7 +364,7 @@ class Attention:
         S: gl.constexpr = num_splits(self.num_kv_heads)
         C: gl.constexpr = joined_chunks(WIDTH, self.num_kv_heads)
         B: gl.constexpr = split_layout(self.num_kv_heads)
-        N: gl.constexpr = min_of(C * S // 32, 4)  # polled together
+        N: gl.constexpr = C * S // 32 if C * S < 128 else 4  # polled together
         chunk = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
         split = gl.arange(0, S, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
         line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]

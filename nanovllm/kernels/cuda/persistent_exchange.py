@@ -8,6 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from nanovllm.kernels.cuda.persistent_sizes import (
+    num_chunks,
+)
+
 NUM_PROGRAMS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
 CHUNK = gl.constexpr(1024)  # columns of a tile, and lines of which each program has 8
@@ -24,17 +28,11 @@ SUMS = gl.constexpr(gl.BlockedLayout([8, 1, 1, 1], [1, 4, 1, 8], [1, 1, 8, 1], [
 COPIES = gl.constexpr(gl.SliceLayout(0, SUMS.value))
 LINES = gl.constexpr(gl.SliceLayout(0, COPIES.value))  # [8 blocks, 8 lines]
 
+# Weights flow through L2 once; what programs hand each other is to outlast them.
+KEEP = gl.constexpr("createpolicy.fractional.L2::evict_last.b64 k, 1.0; ")
 FENCE = gl.constexpr("fence.acq_rel.gpu; mov.u32 $0, $1;")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-
-
-@gluon.constexpr_function
-def num_chunks(width):
-    """Chunks of a vector, padded so that more than six are some groups of `group_chunks`."""
-    chunks = -(-width // 1024)
-    while chunks > 6 and all(chunks % size for size in (4, 5, 6, 7, 3)):
-        chunks += 1
-    return chunks
+PREFETCH_AND_KEEP = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.u32 $0, 0;")
 
 
 @gluon.constexpr_function
@@ -46,7 +44,7 @@ def poll_asm(num_loads, stride, words):
         names = [f"${load * words + word}" for word in range(words)]
         target, vector = (names[0], "") if words == 1 else (f"{{{', '.join(names)}}}", f".v{words}")
         place = f"[${num_words} + {load * stride}]"
-        code += f"ld.relaxed.gpu.global{vector}.b32 {target}, {place}; "
+        code += f"ld.relaxed.gpu.global.L2::cache_hint{vector}.b32 {target}, {place}, k; "
     for word in range(num_words):  # a half of -1 is the only one that borrows here
         code += f"sub.u32 g, 0xFFFEFFFE, ${word}; and.b32 g, g, ${word}; "
         code += "and.b32 g, g, 0x80008000; or.b32 f, f, g; "
@@ -59,7 +57,8 @@ def poll_partials_asm(count):
     code = ""
     for i in range(count):
         names = f"{{${i}, ${count + i}, ${2 * count + i}, g}}"
-        code += f"ld.relaxed.gpu.global.v4.b32 {names}, [${3 * count + i}]; "
+        place = f"[${3 * count + i}]"
+        code += f"ld.relaxed.gpu.global.L2::cache_hint.v4.b32 {names}, {place}, k; "
     for word in range(3 * count):
         code += f"setp.eq.u32 p, ${word}, -1; selp.u32 g, 1, 0, p; or.b32 f, f, g; "
     return spin_asm(code, 4 * count)
@@ -71,9 +70,9 @@ def spin_asm(code, flag):
 
     Who waited too long says so by operand `flag`, where the others look now and then.
     """
-    code = "{ .reg .pred p, q; .reg .b32 i, n, f, g; mov.u32 n, 0; MORE: mov.u32 i, 0; AGAIN: " + (
-        f"mov.u32 f, 0; {code} setp.ne.u32 p, f, 0; add.u32 i, i, 1; "
-    )
+    begin = f"{{ .reg .pred p, q; .reg .b32 i, n, f, g; .reg .b64 k; {KEEP.value} mov.u32 n, 0; "
+    code = begin + f"MORE: mov.u32 i, 0; AGAIN: mov.u32 f, 0; {code} setp.ne.u32 p, f, 0; "
+    code += "add.u32 i, i, 1; "
     code += f"setp.lt.and.u32 q, i, {CHECK_SPINS.value}, p; @q bra AGAIN; @!p bra DONE; "
     code += f"ld.relaxed.sys.global.u32 g, [${flag}]; setp.ne.u32 p, g, 0; @p bra DONE; "
     code += f"add.u32 n, n, 1; setp.lt.u32 p, n, {MAX_CHECKS.value}; @p bra MORE; mov.u32 g, 1; "
@@ -107,9 +106,9 @@ def high(words):
 
 
 @gluon.jit
-def prefetch(places):
+def prefetch(places, ASM: gl.constexpr):
     """Ask for what lies there to be in L2 when it is loaded."""
-    gl.inline_asm_elementwise(PREFETCH, "=r,l", [places.to(gl.int64)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(ASM, "=r,l", [places.to(gl.int64)], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -167,7 +166,8 @@ class Exchange:
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
         at = (gl.where(copy < 2, now, before) * 2 + copy % 2) * self.size + line
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True) | gl.where(copy < 2, 0, -1).to(gl.int16)
-        gl.store(self.memory + at, bits, mask=is_ours & (line < self.width) & (copy < 4))
+        is_ours = is_ours & (line < self.width) & (copy < 4)
+        gl.store(self.memory + at, bits, mask=is_ours, eviction_policy="evict_last")
 
     @gluon.jit
     def place(self, now):

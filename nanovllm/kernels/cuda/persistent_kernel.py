@@ -9,18 +9,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_attention import Attention, num_splits
+from nanovllm.kernels.cuda.persistent_attention import Attention
 from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
     NUM_BUFFERS,
+    PREFETCH_AND_KEEP,
     S3,
     Exchange,
     block_index,
     fence,
     line_index,
-    num_chunks,
     prefetch,
     thread_index,
+)
+from nanovllm.kernels.cuda.persistent_sizes import (
+    blocks_at_once,
+    group_tiles,
+    head_blocks_at_once,
+    num_blocks,
+    num_chunks,
+    num_head_blocks,
+    num_splits,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
     LANES,
@@ -29,28 +38,9 @@ from nanovllm.kernels.cuda.persistent_stream import (
     RING_WORDS,
     Stream,
     add_up,
-    blocks_at_once,
-    group_tiles,
     spread,
     total,
 )
-
-
-@gluon.constexpr_function
-def num_blocks(lines):
-    """Blocks of lines of a projection, of which each program has 8 of 1,024."""
-    return -(-lines // 1024)
-
-
-@gluon.constexpr_function
-def head_blocks_at_once(hidden):
-    return {1: 4, 2: 2, 3: 2}.get(num_chunks(hidden), 1)
-
-
-@gluon.constexpr_function
-def num_head_blocks(vocab, hidden):
-    at_once = head_blocks_at_once(hidden)
-    return -(-num_blocks(vocab) // at_once) * at_once
 
 
 @aggregate
@@ -182,13 +172,16 @@ def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer,
     skip = (later - layer).to(gl.int64) * stride
     attention.prefetch(k_cache + skip, v_cache + skip, place)
     NORMS: gl.constexpr = 2 * num_chunks(given.x.width)  # elements of a thread
-    prefetch(parameters.norms + later * (256 * NORMS) + thread_index() * NORMS)
+    at = parameters.norms + later * (256 * NORMS)
+    prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if attention.has_norm:
-        prefetch(parameters.qk_norms + later * attention.dim + thread_index() % attention.dim)
+        at = parameters.qk_norms + later * attention.dim
+        prefetch(at + thread_index() % attention.dim, PREFETCH_AND_KEEP)
     if parameters.has_bias:
         BIAS: gl.constexpr = (given.qkv.width + 255) // 256
         at = gl.minimum(thread_index() * BIAS, given.qkv.width - 1)
-        prefetch(parameters.qkv_bias + later * given.qkv.width + at)
+        at = parameters.qkv_bias + later * given.qkv.width + at
+        prefetch(at, PREFETCH_AND_KEEP)
 
 
 @gluon.jit

@@ -12,9 +12,14 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.errors import EngineError
-from nanovllm.kernels.cuda.persistent_attention import num_partials, num_splits, power_of_two
-from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS, num_chunks
+from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.kernels.cuda.persistent_kernel import persistent_step
+from nanovllm.kernels.cuda.persistent_sizes import (
+    num_chunks,
+    num_partials,
+    num_splits,
+    power_of_two,
+)
 from nanovllm.kernels.cuda.persistent_stream import RING
 from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
 from nanovllm.kernels.ops import ACTIVATIONS
@@ -83,11 +88,11 @@ def device_problem(device: torch.device) -> str | None:
 class PersistentStep:
     """See Ops.pack_step."""
 
-    max_context = 32768
-
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
         self.shape, self.tensors, self.constants = shape, tensors, constants
         self.num_layers = len(tensors.qkv)
+        # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
+        self.max_context = 16384 if shape.hidden >= 4096 else 8192
         device = tensors.qkv.device
         weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
         self._weights = [describe(weight) for weight in weights]

@@ -9,6 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_exchange import CHUNK, LINES, S2, SUMS
+from nanovllm.kernels.cuda.persistent_sizes import (
+    group_chunks,
+    is_held,
+)
 
 TILE_BYTES = gl.constexpr(16384)
 NUM_USED = gl.constexpr(16)  # barriers of groups: more than a ring has slots
@@ -18,34 +22,6 @@ RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 # A tile as words of two weights, [16, 8 lines, 32]: the layout that the tensor cores want of B
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
-
-
-@gluon.constexpr_function
-def is_held(blocks, chunks):
-    """Whether all tiles of a projection are in registers before its x has come."""
-    return blocks * chunks <= 6
-
-
-@gluon.constexpr_function
-def blocks_at_once(blocks, chunks):
-    """Blocks of lines whose tiles are loaded together; wide ones go chunk by chunk instead."""
-    if chunks > 3 and not is_held(blocks, chunks):
-        return 1
-    return max(n for n in range(1, 7) if blocks % n == 0 and n * chunks <= 6)
-
-
-@gluon.constexpr_function
-def group_chunks(chunks):
-    """Chunks of a wide line that are waited for together."""
-    return next(size for size in (4, 5, 6, 7, 3, 1) if chunks % size == 0)
-
-
-@gluon.constexpr_function
-def group_tiles(blocks, chunks):
-    """Tiles that are used together, of as many blocks as are multiplied together."""
-    if chunks > 3 and not is_held(blocks, chunks):
-        return group_chunks(chunks)
-    return blocks * chunks
 
 
 @gluon.constexpr_function
