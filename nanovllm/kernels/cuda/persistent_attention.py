@@ -324,7 +324,10 @@ class Attention:
 
     @gluon.jit
     def hand_on(self, sums, best, weight, now):
-        """Join the warps, and store this split's part for the programs that join the splits."""
+        """Join the warps, and store this split's part for the programs that join the splits.
+
+        No value is stored by two threads: the second could come after its reader has emptied it.
+        """
         G: gl.constexpr = self.num_heads // self.num_kv_heads
         GP: gl.constexpr = power_of_two(G)
         D: gl.constexpr = self.dim

@@ -70,6 +70,8 @@ class StepShape:
             return f"heads of {self.head_dim}"
         if rest or group > 8 or self.num_kv_heads > 32:
             return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
+        if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
+            return f"a kv head for every {group} of {self.head_dim}"
         if self.hidden % 64 or self.mlp % 64 or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
         return None if self.num_slots >= MIN_SLOTS else "too little shared memory"
@@ -107,6 +109,7 @@ class PersistentStep:
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         # The kernel writes it if a program waits in vain, and the host can look without waiting.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._gave_up = self._flag.numpy()
 
     def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
         strides = {
@@ -158,7 +161,7 @@ class PersistentStep:
             GATE_LINEAR=linear,
             GATE_CUBIC=cubic,
             SLOTS=shape.num_slots,
-            FLYING=FLYING_LARGE if shape.hidden >= 4096 else FLYING,
+            FLYING=FLYING_LARGE if shape.hidden >= 2048 else FLYING,
             HEAD_FLYING=HEAD_FLYING,
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
@@ -166,7 +169,7 @@ class PersistentStep:
 
     def check(self) -> None:
         """Raise if a step that has ended went wrong."""
-        if self._flag[0] != 0:
+        if self._gave_up[0]:
             raise EngineError(
                 "a decode step gave up: its programs waited for each other for too long, as they "
                 "would if other work took part of the device; the engine must be started again"

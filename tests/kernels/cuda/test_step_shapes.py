@@ -30,6 +30,8 @@ def test_well_known_models_are_served(name: str) -> None:
         (StepShape(1024, 16, 8, 96, 3072, 1000), "heads of 96"),
         (StepShape(1024, 32, 2, 64, 3072, 1000), "32 heads with 2 of keys"),
         (StepShape(1024, 9, 2, 64, 3072, 1000), "9 heads with 2 of keys"),
+        (StepShape(4096, 32, 32, 128, 11008, 1000), "a kv head for every 1 of 128"),
+        (StepShape(1024, 16, 8, 64, 3072, 1000), "a kv head for every 2 of 64"),
         (StepShape(1000, 16, 8, 128, 3072, 1000), "widths of 1000 and 3072"),
         (StepShape(16384, 128, 16, 128, 53248, 1000), "widths"),
     ],

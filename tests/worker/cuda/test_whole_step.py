@@ -11,9 +11,10 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError
+from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_gpu import OPTIONS, BothWays
-from tests.test_logits import checkpoint
+from tests.test_logits import WIDE
 
 pytestmark = [
     *NEEDS_GPU,
@@ -23,6 +24,14 @@ pytestmark = [
     ),
 ]
 WHOLE = {**OPTIONS, "kvcache_block_size": 32, "dtype": "bfloat16", "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint_root: Path) -> Path:
+    """A checkpoint whose norms, too, are bfloat16, as those of real models are."""
+    model = make_checkpoint(checkpoint_root / "whole-float32", WIDE).model.bfloat16()
+    model.save_pretrained(checkpoint_root / "whole")
+    return checkpoint_root / "whole"
 
 
 def prompts() -> list[list[int]]:
@@ -37,8 +46,8 @@ def generate(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64], ids=["all", "short-contexts"])
-def test_equals_eager_steps(checkpoint_root: Path, limit: int) -> None:
-    with LLM(checkpoint(checkpoint_root, "wide").path, **WHOLE) as llm:
+def test_equals_eager_steps(path: Path, limit: int) -> None:
+    with LLM(path, **WHOLE) as llm:
         runner = runner_of(llm)
         steps: Any = runner.forward
         assert steps.max_whole_context > 0
@@ -50,8 +59,8 @@ def test_equals_eager_steps(checkpoint_root: Path, limit: int) -> None:
     assert 0 < difference < 0.03
 
 
-def test_a_step_that_gives_up_is_an_error(checkpoint_root: Path) -> None:
-    with LLM(checkpoint(checkpoint_root, "wide").path, **WHOLE) as llm:
+def test_a_step_that_gives_up_is_an_error(path: Path) -> None:
+    with LLM(path, **WHOLE) as llm:
         steps: Any = runner_of(llm).forward
         steps.eager.model.step._flag.fill_(1)
         with pytest.raises(EngineError, match="gave up"):
@@ -59,8 +68,8 @@ def test_a_step_that_gives_up_is_an_error(checkpoint_root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"kvcache_block_size": 16}], ids=str)
-def test_others_run_layer_by_layer(checkpoint_root: Path, change: dict[str, Any]) -> None:
-    with LLM(checkpoint(checkpoint_root, "wide").path, **{**WHOLE, **change}) as llm:
+def test_others_run_layer_by_layer(path: Path, change: dict[str, Any]) -> None:
+    with LLM(path, **{**WHOLE, **change}) as llm:
         steps: Any = runner_of(llm).forward
         assert steps.max_whole_context == 0
         generate(llm)
