@@ -10,6 +10,7 @@ from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.ops import (
     Activation,
+    DecoderWeights,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -74,6 +75,9 @@ class TorchOps:
             self,
             lambda x, logits: run_experts(x, logits, gate_up, down, routing, self.product_dtype),
         )
+
+    def pack_step(self, weights: DecoderWeights) -> None:
+        return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

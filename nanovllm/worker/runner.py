@@ -18,20 +18,32 @@ Sampler = Callable[[StepLogits, StepPlan], Tensor]
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     tokens: PendingTokens
+    check: Callable[[], None] | None  # raises if the device could not finish the step
 
     def result(self) -> StepResult:
-        return StepResult(self.tokens.result())
+        tokens = self.tokens.result()
+        if self.check is not None:
+            self.check()
+        return StepResult(tokens)
 
 
 class ModelRunner:
     """Runs both halves of a step; masks may change the logits in between."""
 
-    def __init__(self, buffers: InputBuffers, forward: Forward, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        buffers: InputBuffers,
+        forward: Forward,
+        sampler: Sampler,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self.buffers, self.forward, self.sampler = buffers, forward, sampler
+        self.check = check
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Queue a step; the tables already hold what the next one will read."""
         self.buffers.update(plan)
         logits = self.forward(plan)
         self.buffers.mask_stop_tokens(logits.values, plan)
-        return PendingStep(self.buffers.platform.fetch(self.sampler(logits, plan)))
+        tokens = self.buffers.platform.fetch(self.sampler(logits, plan))
+        return PendingStep(tokens, self.check)

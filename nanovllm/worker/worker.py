@@ -76,6 +76,8 @@ class Worker:
         else:
             load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
         pack_weights(model, platform)
+        if not config.enforce_eager:
+            model.pack_step()
 
         spec = kv_cache_spec(config, self.model_config, dtype, group)
         platform.profile(lambda: self._largest_step(backend, model, spec))

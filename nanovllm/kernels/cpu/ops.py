@@ -15,6 +15,7 @@ from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
+    DecoderWeights,
     LinearFn,
     NormWeights,
     PackedExperts,
@@ -135,6 +136,9 @@ class NumbaOps:
         most = self.max_expert_rows * len(down) // routing.top_k
         experts = NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
         return ComposedExperts(self, experts)
+
+    def pack_step(self, weights: DecoderWeights) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

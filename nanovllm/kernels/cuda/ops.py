@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from nanovllm.kernels.composed_linear import ComposedLinear
@@ -16,14 +18,19 @@ from nanovllm.kernels.cuda.linear_few_rows import choose_parts, few_rows_linear,
 from nanovllm.kernels.cuda.linear_one_row import skinny_linear
 from nanovllm.kernels.ops import (
     Activation,
+    DecoderWeights,
     NormWeights,
     PackedExperts,
     PackedLinear,
+    PackedStep,
     QKNormWeights,
     Routing,
 )
 
+logger = logging.getLogger(__name__)
+
 ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
+STEP_TRITON = "3.6."  # gluon, in which the persistent step is written, changes with every release
 MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
@@ -69,13 +76,22 @@ class TritonOps:
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
 
+    def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
+        if not triton.__version__.startswith(STEP_TRITON):
+            version = triton.__version__
+            logger.info("A sequence alone runs layer by layer: triton is %s, not 3.6", version)
+            return None
+        from nanovllm.kernels.cuda.persistent_pack import pack_step  # needs gluon as it is there
 
-@dataclass(frozen=True, slots=True)
+        return pack_step(weights)
+
+
+@dataclass(slots=True)
 class CudaLinear:
     """One row runs in one fused kernel, a few in another, more through cuBLAS."""
 
     ops: TritonOps
-    weight: Tensor
+    weight: Tensor  # which `pack_step` may move
     bias: Tensor | None
     activation: Activation | None
 

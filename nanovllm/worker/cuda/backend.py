@@ -67,7 +67,9 @@ class CudaBackend:
         graphed = GraphedSteps(eager, attention, sampler, platform, config.max_model_len, chunks)
         is_watched = sys.stderr is not None and sys.stderr.isatty()
         graphed.capture(show_progress=is_watched and self.group.rank == 0)
-        return ModelRunner(eager.buffers, graphed, graphed.sample)
+        step = eager.model.step
+        check = None if step is None else step.check
+        return ModelRunner(eager.buffers, graphed, graphed.sample, check)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

@@ -49,6 +49,7 @@ class StepGraphs:
     """A decode step of one batch size; a graph's output is overwritten by the next replay."""
 
     run_model: Callable[[], None]
+    run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
     samplers: dict[SamplingVariant, tuple[Callable[[], None], Tensor]]
 
@@ -82,6 +83,10 @@ class GraphedSteps:
         self._positions, self._kv_slots = torch.zeros(
             2, num_slots, dtype=torch.int64, device=platform.device
         )
+        self._kv = [cache.k for cache in eager.caches], [cache.v for cache in eager.caches]
+        step = eager.model.step
+        is_whole = step is not None and step.suits(*self._kv)
+        self.max_whole_context = step.max_context if step is not None and is_whole else 0
         self._graphs: dict[int, StepGraphs] = {}
 
     def capture(self, show_progress: bool) -> None:
@@ -100,7 +105,11 @@ class GraphedSteps:
         self._send_slots(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
         graphs = self._graphs[size]
-        graphs.run_model()
+        run_whole = graphs.run_whole
+        if run_whole is None or plan.starts[0] >= self.max_whole_context:
+            graphs.run_model()
+        else:
+            run_whole()
         return self._step_logits(graphs.logits, num_rows, size)
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
@@ -119,8 +128,12 @@ class GraphedSteps:
             variant: self.platform.record(partial(self.sampler.sample, step, variant))
             for variant in VARIANTS
         }
+        run_whole = None
+        if size == 1 and self.max_whole_context > 0:
+            run_whole, _ = self.platform.record(partial(self._run_whole, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
-        self._graphs[size] = StepGraphs(run_model, self.platform.borrow(logits), samplers)
+        logits = self.platform.borrow(logits)
+        self._graphs[size] = StepGraphs(run_model, run_whole, logits, samplers)
 
     def _step_logits(self, logits: Tensor, num_rows: int, size: int) -> StepLogits:
         return StepLogits(
@@ -155,3 +168,11 @@ class GraphedSteps:
         rows = DecodeRows(buffers.block_table, slots, context_lens, order, self.max_model_len)
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
+
+    def _run_whole(self, logits: Tensor) -> Tensor:
+        """Run the one row as one kernel, which reads the tables itself."""
+        step, buffers = self.eager.model.step, self.eager.buffers
+        assert step is not None
+        tables = buffers.lengths, buffers.tokens, buffers.block_table
+        step.run(self._slots[:1], *tables, *self._kv, logits, self._context_lens[:1])
+        return logits

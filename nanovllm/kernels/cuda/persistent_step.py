@@ -1,0 +1,205 @@
+"""A decode step of one sequence as one kernel: which models it serves, and what it is given.
+
+docs/persistent-step.md explains the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanovllm.errors import EngineError
+from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
+from nanovllm.kernels.cuda.persistent_kernel import persistent_step
+from nanovllm.kernels.cuda.persistent_sizes import (
+    num_chunks,
+    num_partials,
+    num_splits,
+    power_of_two,
+)
+from nanovllm.kernels.cuda.persistent_stream import RING
+from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
+from nanovllm.kernels.ops import ACTIVATIONS
+
+LOG2_E = 1.4426950408889634
+SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
+TILE_BYTES = 16384
+MAX_SLOTS = 12
+MIN_SLOTS = 7  # a group of tiles
+FLYING, FLYING_LARGE, HEAD_FLYING = 2, 3, 4  # tiles on their way at once: see the page
+NO_WINDOW = 1 << 30
+MAX_WORDS = 1 << 31  # places in a layer's cache are counted in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a kernel is compiled for."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+
+    @property
+    def q(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_slots(self) -> int:
+        """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
+        num_staged = max(map(num_chunks, (self.hidden, self.q, self.mlp)))
+        group = power_of_two(self.num_heads // self.num_kv_heads)
+        heads = 16 * self.head_dim * 2 + group * 8 * (self.head_dim + 2) * 4
+        scratch = max(num_staged * 2048, heads) + 8192 + 1024
+        return min(MAX_SLOTS, (SHARED_BYTES - scratch) // TILE_BYTES)
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no kernel for these sizes."""
+        group, rest = divmod(self.num_heads, self.num_kv_heads)
+        if self.head_dim not in (64, 128):
+            return f"heads of {self.head_dim}"
+        if rest or group > 8 or self.num_kv_heads > 32:
+            return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
+        if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
+            return f"a kv head for every {group} of {self.head_dim}"
+        if self.hidden % 64 or self.mlp % 64 or self.hidden > 8192:
+            return f"widths of {self.hidden} and {self.mlp}"
+        return None if self.num_slots >= MIN_SLOTS else "too little shared memory"
+
+
+def device_problem(device: torch.device) -> str | None:
+    """Why this device cannot run the kernel."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != (9, 0):
+        return f"compute capability {properties.major}.{properties.minor}, not 9.0"
+    if properties.multi_processor_count < NUM_PROGRAMS.value:
+        return f"{properties.multi_processor_count} multiprocessors: its programs must all run"
+    return None
+
+
+class PersistentStep:
+    """See Ops.pack_step."""
+
+    def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
+        self.shape, self.tensors, self.constants = shape, tensors, constants
+        self.num_layers = len(tensors.qkv)
+        # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
+        self.max_context = 16384 if shape.hidden >= 4096 else 8192
+        device = tensors.qkv.device
+        weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
+        self._weights = [describe(weight) for weight in weights]
+        self._norms = four_in_one(tensors.norms), four_in_one(tensors.final_norm)
+        unused = tensors.qkv.view(-1)[:2]
+        self._qk_norms = unused if tensors.qk_norms is None else tensors.qk_norms.contiguous()
+        self._bias = unused if tensors.qkv_bias is None else tensors.qkv_bias.contiguous()
+        widths = shape.hidden, shape.qkv, shape.q, shape.hidden, shape.mlp
+        x, qkv, attended, y, gated = (empty_exchange(width, device) for width in widths)
+        partials = empty_partials(shape, device)
+        self._exchanges = x, qkv, partials, attended, y, gated
+        self._turns = torch.zeros(2, dtype=torch.int32, device=device)
+        # The kernel writes it if a program waits in vain, and the host can look without waiting.
+        self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._gave_up = self._flag.numpy()
+
+    def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
+        strides = {
+            (b.data_ptr() - a.data_ptr(), d.data_ptr() - c.data_ptr())
+            for a, b, c, d in zip(k_caches, k_caches[1:], v_caches, v_caches[1:], strict=False)
+        }
+        is_regular = len(strides) <= 1 and all(k == v for k, v in strides)
+        is_small = k_caches[0].nbytes < 4 * MAX_WORDS
+        is_whole = k_caches[0].shape[1] % 32 == 0  # a tile of keys lies in one block
+        return is_regular and is_small and is_whole and k_caches[0].is_contiguous()
+
+    def run(
+        self,
+        slot: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        block_table: Tensor,
+        k_caches: list[Tensor],
+        v_caches: list[Tensor],
+        logits: Tensor,
+        context_len: Tensor,
+    ) -> None:
+        shape, constants = self.shape, self.constants
+        k, v = k_caches[0].view(torch.int32), v_caches[0].view(torch.int32)
+        stride = 0 if self.num_layers == 1 else k_caches[1].data_ptr() - k_caches[0].data_ptr()
+        linear, cubic = ACTIVATIONS[constants.activation]
+        persistent_step[(NUM_PROGRAMS.value,)](
+            *self._weights,
+            self.tensors.embedding,
+            *self._norms,
+            self._qk_norms.view(torch.int32),
+            self._bias,
+            self.tensors.rope,
+            *(k, v, slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
+            *(self._turns, self._flag, *self._exchanges, logits, context_len),
+            *(stride // 4, self.num_layers),
+            NO_WINDOW if constants.window is None else constants.window,
+            constants.eps,
+            constants.scale * LOG2_E,
+            HIDDEN=shape.hidden,
+            NUM_HEADS=shape.num_heads,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            DIM=shape.head_dim,
+            MLP=shape.mlp,
+            VOCAB=shape.vocab,
+            BLOCK_SIZE=k.shape[1],
+            HAS_NORM=self.tensors.qk_norms is not None,
+            HAS_BIAS=self.tensors.qkv_bias is not None,
+            GATE_LINEAR=linear,
+            GATE_CUBIC=cubic,
+            SLOTS=shape.num_slots,
+            FLYING=FLYING_LARGE if shape.hidden >= 2048 else FLYING,
+            HEAD_FLYING=HEAD_FLYING,
+            num_warps=8,
+            launch_cooperative_grid=True,  # all programs run at once, or none
+        )
+
+    def check(self) -> None:
+        """Raise if a step that has ended went wrong."""
+        if self._gave_up[0]:
+            raise EngineError(
+                "a decode step gave up: its programs waited for each other for too long, as they "
+                "would if other work took part of the device; the engine must be started again"
+            )
+
+
+def describe(weight: Tensor) -> TensorDescriptor:
+    """Tell the copy engine of lines [..., width] in tiles of 8 lines and 1,024 columns."""
+    width = weight.shape[-1]
+    shape = [width // 64, weight.numel() // width, 64]
+    return TensorDescriptor(weight, shape, [64, width, 1], [16, 8, 64], RING.value)
+
+
+def four_in_one(norms: Tensor) -> Tensor:
+    """Pad norm weights [..., hidden] to whole chunks, and view four of them as one element."""
+    padding = num_chunks(norms.shape[-1]) * 1024 - norms.shape[-1]
+    padded: Tensor = torch.nn.functional.pad(norms, (0, padding))
+    return padded.contiguous().view(torch.int64)
+
+
+def empty_exchange(width: int, device: torch.device) -> Tensor:
+    size = num_chunks(width) * 1024
+    memory = torch.zeros(NUM_BUFFERS.value, 2, size, dtype=torch.int16, device=device)
+    memory[..., :width] = -1
+    return memory
+
+
+def empty_partials(shape: StepShape, device: torch.device) -> Tensor:
+    """Buffers for the splits of attention; what lies beyond the heads' columns stays zero."""
+    count = num_partials(shape.q, shape.num_kv_heads)
+    memory = torch.zeros(NUM_BUFFERS.value, count, 4, dtype=torch.int32, device=device)
+    memory[:, : shape.q * num_splits(shape.num_kv_heads)] = -1  # [buffers, columns / 8, splits, 8]
+    return memory

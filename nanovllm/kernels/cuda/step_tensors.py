@@ -1,0 +1,94 @@
+"""What a whole decode step of one sequence computes, in plain torch, and from what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.ops import Activation
+from nanovllm.kernels.torch_ops import rms_norm, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """All of a model's weights, every kind of them stacked by layer."""
+
+    embedding: Tensor  # [vocab, hidden]
+    norms: Tensor  # [layers, 2, hidden]
+    qkv: Tensor  # [layers, q + k + v, hidden]
+    qkv_bias: Tensor | None  # [layers, q + k + v]
+    qk_norms: Tensor | None  # [layers, 2, head_dim]
+    o: Tensor  # [layers, hidden, q]
+    gate_up: Tensor  # [layers, 2 * mlp, hidden]
+    down: Tensor  # [layers, hidden, mlp]
+    final_norm: Tensor  # [hidden]
+    head: Tensor  # [vocab, hidden]
+    rope: Tensor  # [positions, 2, head_dim / 2], float32
+
+
+@dataclass(frozen=True, slots=True)
+class StepConstants:
+    eps: float
+    scale: float  # of the scores
+    window: int | None
+    activation: Activation
+
+
+def reference_step(
+    tensors: StepTensors,
+    constants: StepConstants,
+    token: int,
+    places: Tensor,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the logits [vocab] of a context's last token, and store its keys and values.
+
+    `places` are those of the context's keys in caches [tokens, kv_heads, head_dim].
+    """
+    x = tensors.embedding[token].to(dtype)
+    for layer in range(len(tensors.qkv)):
+        norm, mlp_norm = tensors.norms[layer]
+        bias = None if tensors.qkv_bias is None else tensors.qkv_bias[layer].to(dtype)
+        qkv = F.linear(rms_norm(x, norm, constants.eps), tensors.qkv[layer].to(dtype), bias)
+        k_cache, v_cache = k_caches[layer], v_caches[layer]
+        qk_norms = None if tensors.qk_norms is None else tensors.qk_norms[layer]
+        turn = tensors.rope[len(places) - 1]
+        output = _attend(qkv, qk_norms, turn, places, k_cache, v_cache, constants)
+        x = x + F.linear(output, tensors.o[layer].to(dtype))
+        normed = rms_norm(x, mlp_norm, constants.eps)
+        gate, up = F.linear(normed, tensors.gate_up[layer].to(dtype)).chunk(2)
+        silu = constants.activation == "silu"
+        gated = (F.silu(gate) if silu else F.gelu(gate, approximate="tanh")) * up
+        x = x + F.linear(gated, tensors.down[layer].to(dtype))
+    return F.linear(rms_norm(x, tensors.final_norm, constants.eps), tensors.head.to(dtype))
+
+
+def _attend(
+    qkv: Tensor,
+    norms: Tensor | None,
+    turn: Tensor,
+    places: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    constants: StepConstants,
+) -> Tensor:
+    num_kv_heads, head_dim = k_cache.shape[1:]
+    heads = qkv.view(-1, head_dim)
+    q, k, v = heads.split([len(heads) - 2 * num_kv_heads, num_kv_heads, num_kv_heads])
+    if norms is not None:
+        q, k = (rms_norm(x, norms[i], constants.eps) for i, x in enumerate((q, k)))
+    q, k = (rotate(x, turn[0], turn[1]) for x in (q, k))
+    k_cache[places[-1]], v_cache[places[-1]] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    seen = places if constants.window is None else places[-constants.window :]
+    keys, values = k_cache[seen].to(q.dtype), v_cache[seen].to(q.dtype)
+    keys[-1], values[-1] = k, v
+    group = len(q) // num_kv_heads
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("hd,khd->hk", q.float(), keys.float()) * constants.scale
+    weights = scores.softmax(-1)
+    return torch.einsum("hk,khd->hd", weights, values.float()).to(qkv.dtype).flatten()

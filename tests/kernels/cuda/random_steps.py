@@ -1,0 +1,105 @@
+"""Random models for the persistent step, with a cache, and what plain torch makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.cuda.persistent_step import PersistentStep, StepShape
+from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors, reference_step
+from nanovllm.kernels.ops import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    num_layers: int = 2
+    has_qk_norm: bool = True
+    has_bias: bool = False
+    window: int | None = None
+    activation: Activation = "silu"
+    block_size: int = 64
+
+
+class RandomStep:
+    """A model with random weights, and a cache for `max_context` tokens of one sequence."""
+
+    def __init__(self, shape: StepShape, variant: Variant, max_context: int) -> None:
+        self.shape, self.variant = shape, variant
+        self.generator = torch.Generator("cuda").manual_seed(0)
+        self.tensors = self._tensors(max_context)
+        self.constants = StepConstants(
+            1e-6, shape.head_dim**-0.5, variant.window, variant.activation
+        )
+        num_blocks = -(-max_context // variant.block_size) + 3
+        sizes = variant.num_layers, 2, num_blocks, variant.block_size, shape.num_kv_heads
+        caches = self._random(*sizes, shape.head_dim)
+        self.k, self.v = [layer[0] for layer in caches], [layer[1] for layer in caches]
+        self.table = torch.stack(
+            [torch.randperm(num_blocks, generator=self.generator, device="cuda") for _ in range(3)]
+        ).int()
+        self.slot = torch.tensor([1], dtype=torch.int32, device="cuda")
+        self.lengths, self.context_len = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
+        self.tokens = torch.zeros(3, max_context, dtype=torch.int32, device="cuda")
+        self.logits = torch.empty(1, shape.vocab, dtype=torch.bfloat16, device="cuda")
+        self.step = PersistentStep(shape, self.tensors, self.constants)
+
+    def run(self) -> Tensor:
+        tables = self.lengths, self.tokens, self.table
+        self.step.run(self.slot, *tables, self.k, self.v, self.logits, self.context_len)
+        return self.logits
+
+    def places(self, context: int) -> Tensor:
+        positions, size = torch.arange(context, device="cuda"), self.variant.block_size
+        return self.table[1, positions // size].long() * size + positions % size
+
+    def errors(self, context: int, token: int) -> tuple[float, float, float]:
+        """Run a context: the kernel's error, that of plain bfloat16, and that of the cache."""
+        places = self.places(context)
+        flat = [[cache.flatten(0, 1) for cache in caches] for caches in (self.k, self.v)]
+        arguments = self.tensors, self.constants, token, places
+        exact, plain = (
+            reference_step(*arguments, *[[c.clone() for c in caches] for caches in flat], dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        wide = [[c.float() for c in caches] for caches in flat]
+        reference_step(*arguments, *wide, torch.float32)
+        self.tokens[1, context - 1] = token
+        self.lengths[1] = context
+        self.logits.fill_(float("nan"))
+        logits = self.run()[0]
+        torch.cuda.synchronize()
+        self.step.check()
+        written = torch.stack([c[places[-1]] for caches in flat for c in caches])
+        wanted = torch.stack([c[places[-1]] for caches in wide for c in caches])
+        return difference(logits, exact), difference(plain, exact), difference(written, wanted)
+
+    def _tensors(self, max_context: int) -> StepTensors:
+        shape, variant, random = self.shape, self.variant, self._random
+        layers, hidden, dim = variant.num_layers, shape.hidden, shape.head_dim
+        frequencies = 1e4 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
+        angles = torch.arange(max_context, device="cuda")[:, None] * frequencies
+        return StepTensors(
+            embedding=random(shape.vocab, hidden),
+            norms=1 + random(layers, 2, hidden, std=0.1),
+            qkv=random(layers, shape.qkv, hidden, std=hidden**-0.5),
+            qkv_bias=random(layers, shape.qkv) if variant.has_bias else None,
+            qk_norms=1 + random(layers, 2, dim, std=0.1) if variant.has_qk_norm else None,
+            o=random(layers, hidden, shape.q, std=shape.q**-0.5),
+            gate_up=random(layers, 2 * shape.mlp, hidden, std=hidden**-0.5),
+            down=random(layers, hidden, shape.mlp, std=shape.mlp**-0.5),
+            final_norm=1 + random(hidden, std=0.1),
+            head=random(shape.vocab, hidden, std=hidden**-0.5),
+            rope=torch.stack((angles.cos(), angles.sin()), dim=1),
+        )
+
+    def _random(self, *shape: int, std: float = 1.0) -> Tensor:
+        out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        return out.normal_(0, std, generator=self.generator)
+
+
+def difference(value: Tensor, exact: Tensor) -> float:
+    """The error's norm as a part of the value's; NaN if anything was not written."""
+    exact = exact.double()
+    return float((value.double() - exact).norm() / exact.norm())

@@ -1,0 +1,117 @@
+"""The persistent step equals plain torch, for the shapes and variants that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.errors import EngineError
+from tests.devices import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+
+# hidden, heads, kv heads, head size, mlp, vocabulary
+SHAPES = {
+    "qwen3-0.6b": (1024, 16, 8, 128, 3072, 151936),
+    "llama-3.2-1b": (2048, 32, 8, 64, 8192, 128256),
+    "qwen3-4b": (2560, 32, 8, 128, 9728, 5000),
+    "qwen3-8b": (4096, 32, 8, 128, 12288, 5000),
+    "qwen3-14b": (5120, 40, 8, 128, 17408, 5000),
+    "qwen2.5-0.5b": (896, 14, 2, 64, 4864, 5001),
+    "qwen2.5-7b": (3584, 28, 4, 128, 18944, 5000),
+    "llama-3.1-8b": (4096, 32, 8, 128, 14336, 5000),
+    "smollm2-135m": (576, 9, 3, 64, 1536, 5000),
+    "tiny": (256, 4, 2, 128, 512, 1000),
+}
+
+
+@pytest.fixture(params=list(SHAPES))
+def shape(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+
+    return StepShape(*SHAPES[request.param])
+
+
+def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
+    """One context after another, as they grow: each step finds the buffers of the one before."""
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    has_bias = shape.hidden in (896, 3584)
+    step = RandomStep(shape, Variant(has_qk_norm=not has_bias, has_bias=has_bias), 3000)
+    for token, context in enumerate((1, 2, 31, 32, 33, 400, 513, 514, 1025, 2900)):
+        kernel, plain, cache = step.errors(context, token)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window": 100},
+        {"activation": "gelu_tanh"},
+        {"block_size": 32},
+        {"block_size": 256},
+        {"num_layers": 1},
+        {"has_qk_norm": False},
+        {"has_bias": True},
+    ],
+    ids=str,
+)
+def test_variants(change: dict[str, object]) -> None:
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), replace(Variant(), **change), 700)
+    for context in (1, 99, 100, 101, 650):
+        kernel, plain, cache = step.errors(context, context)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
+def test_many_steps_in_a_graph_are_alike() -> None:
+    """Programs that run ahead or fall behind must not see a value of another step."""
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(num_layers=3), 300)
+    step.lengths.fill_(250)
+    wanted = step.run().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            step.run()
+    for _ in range(40):
+        step.logits.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(step.logits, wanted)
+    step.step.check()
+
+
+def test_padding_writes_no_key() -> None:
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
+    before = [cache.clone() for cache in (*step.k, *step.v)]
+    step.run()  # a length of 0
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, before, (*step.k, *step.v)))
+    kernel, plain, _ = step.errors(77, 3)  # and it leaves nothing behind
+    assert kernel < 1.3 * plain + 1e-4
+
+
+def test_gives_up_instead_of_hanging() -> None:
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
+    step.lengths.fill_(10)
+    step.step._exchanges[0][..., -1] = -1  # a value that nobody will store
+    step.run()
+    torch.cuda.synchronize()
+    with pytest.raises(EngineError, match="waited for each other"):
+        step.step.check()

@@ -1,0 +1,126 @@
+"""Which models get a persistent step, and that packing one moves their weights; on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.bench.models import model_path
+from nanovllm.kernels.cuda import persistent_pack
+from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps
+from nanovllm.kernels.ops import DecoderWeights, PackedStep
+from nanovllm.layers.build import Build
+from nanovllm.models.decoder import DecoderModel
+from nanovllm.models.registry import build_model, read_config
+from nanovllm.worker.loader import fill_dummy_weights
+
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+
+
+class NotingOps(TritonOps):
+    """Keeps what a step is to be packed from."""
+
+    def __init__(self) -> None:
+        self.weights: DecoderWeights | None = None
+
+    def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
+        self.weights = weights
+        return None
+
+
+def packed_model(
+    name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> tuple[DecoderModel, NotingOps]:
+    config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
+    ops = NotingOps()
+    model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
+    fill_dummy_weights(model, 0)
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "pack")]
+    for module in modules:
+        module.pack(False)
+    return model, ops
+
+
+@pytest.fixture(autouse=True)
+def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU were a Hopper GPU with room."""
+    monkeypatch.setattr(persistent_pack, "device_problem", lambda device: None)
+    monkeypatch.setattr(persistent_pack, "_lack_of_room", lambda weights: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("qwen3-0.6b", {}, None),
+        ("llama-3.1-8b", {}, None),
+        ("qwen3-0.6b", {"architectures": ["Qwen2ForCausalLM"]}, None),  # with biases
+        ("qwen3-0.6b", {"architectures": ["MistralForCausalLM"], "sliding_window": 99}, None),
+        ("llama-3.1-8b", {"attention_bias": True}, "biases"),
+        ("llama-3.1-8b", {"mlp_bias": True}, "biases"),
+        (
+            "qwen3-0.6b",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "layers differ",
+        ),
+        ("qwen3-0.6b", {"num_key_value_heads": 4}, "a kv head for every 1"),
+        ("qwen3-0.6b", {"hidden_size": 200}, "widths"),
+        ("qwen3-0.6b", {"dtype": torch.float32}, "not plain matrices"),
+        ("qwen3-0.6b", {"dtype": torch.float16}, "not bfloat16"),
+    ],
+    ids=str,
+)
+def test_who_is_served(name: str, changes: dict[str, Any], problem: str | None) -> None:
+    model, ops = packed_model(name, **changes)
+    model.pack_step()
+    assert ops.weights is not None
+    found = persistent_pack._problem(ops.weights)
+    assert found is None if problem is None else problem in str(found)
+
+
+def test_norms_with_more_digits_are_not_served() -> None:
+    model, ops = packed_model("qwen3-0.6b")
+    model.model.norm.weight.fill_(1.001)
+    model.pack_step()
+    assert ops.weights is not None
+    assert "digits" in str(persistent_pack._problem(ops.weights))
+
+
+def test_experts_are_not_asked_for() -> None:
+    model, ops = packed_model("qwen3-30b-a3b", moe_intermediate_size=64)
+    model.pack_step()
+    assert ops.weights is None
+    assert model.step is None
+
+
+def test_weights_move_and_are_not_copied() -> None:
+    model, _ = packed_model("qwen3-0.6b")
+    linears: list[Any] = [layer.self_attn.qkv_proj.packed for layer in model.model.layers]
+    before = [linear.weight.clone() for linear in linears]
+    assert all(isinstance(linear, CudaLinear) for linear in linears)
+    stacked = persistent_pack._move_together(linears)
+    for i, (linear, weight) in enumerate(zip(linears, before, strict=True)):
+        assert torch.equal(linear.weight, weight)
+        assert linear.weight.data_ptr() == stacked[i].data_ptr()
+
+
+def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ops = packed_model("qwen3-0.6b")
+    model.pack_step()
+    assert ops.weights is not None
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    assert TritonOps().pack_step(ops.weights) is None

@@ -1,0 +1,64 @@
+"""Which sizes have a persistent step, and how they are divided; no device is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from nanovllm.kernels.cuda.persistent_sizes import (
+    blocks_at_once,
+    group_chunks,
+    joined_chunks,
+    num_chunks,
+    num_splits,
+)
+from nanovllm.kernels.cuda.persistent_step import StepShape
+from tests.kernels.cuda.test_persistent_step import SHAPES
+
+SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_well_known_models_are_served(name: str) -> None:
+    assert StepShape(*SHAPES[name]).problem is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        (StepShape(1024, 16, 8, 96, 3072, 1000), "heads of 96"),
+        (StepShape(1024, 32, 2, 64, 3072, 1000), "32 heads with 2 of keys"),
+        (StepShape(1024, 9, 2, 64, 3072, 1000), "9 heads with 2 of keys"),
+        (StepShape(4096, 32, 32, 128, 11008, 1000), "a kv head for every 1 of 128"),
+        (StepShape(1024, 16, 8, 64, 3072, 1000), "a kv head for every 2 of 64"),
+        (StepShape(1000, 16, 8, 128, 3072, 1000), "widths of 1000 and 3072"),
+        (StepShape(16384, 128, 16, 128, 53248, 1000), "widths"),
+    ],
+    ids=str,
+)
+def test_others_say_why_not(shape: StepShape, problem: str) -> None:
+    assert problem in str(shape.problem)
+
+
+@pytest.mark.parametrize("width", range(64, 30000, 448))
+def test_wide_vectors_are_whole_groups(width: int) -> None:
+    chunks = num_chunks(width)
+    assert width <= chunks * 1024
+    assert chunks - -(-width // 1024) <= 1 + (chunks > 20)
+    assert chunks <= 6 or (chunks % group_chunks(chunks) == 0 and group_chunks(chunks) > 1)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
+def test_blocks_are_multiplied_in_equal_parts(blocks: int, chunks: int) -> None:
+    at_once = blocks_at_once(blocks, chunks)
+    assert blocks % at_once == 0
+    assert at_once == 1 or at_once * chunks <= 6
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])
+def test_splits_fit_the_programs(num_kv_heads: int) -> None:
+    splits = num_splits(num_kv_heads)
+    assert num_kv_heads * splits <= 128
+    assert joined_chunks(64, num_kv_heads) * splits * 8 >= 256  # no value has two readers
