@@ -266,20 +266,7 @@ def load(
 
 
 @gluon.jit
-def persistent_step(
-    qkv, o, gate_up, down, head, embedding, norms, final_norm, qk_norms, qkv_bias, rope,
-    k_cache, v_cache, slot, lengths, tokens, tokens_width, block_table, table_width, turns, flag,
-    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory, logits,
-    context_len,     layer_stride, num_layers, window, eps, scale,
-    HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, GATE_LINEAR: gl.constexpr,
-    GATE_CUBIC: gl.constexpr, SLOTS: gl.constexpr, FLYING: gl.constexpr,
-    HEAD_FLYING: gl.constexpr,
-):  # fmt: skip
-    sm = gl.program_id(0)
-    Q: gl.constexpr = NUM_HEADS * DIM
-    QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
+def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr):
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -290,7 +277,44 @@ def persistent_step(
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    stream = Stream(ring, words, full, used, sums, more_sums, sm, SLOTS, FLYING, HEAD_FLYING)
+    return Stream(ring, words, full, used, sums, more_sums, sm, SLOTS, FLYING, HEAD_FLYING)
+
+
+@gluon.jit
+def make_attention(
+    table, partials, flag, sm, length, position, window, NUM_HEADS: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Share the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
+    SPLITS: gl.constexpr = num_splits(NUM_KV_HEADS)
+    oldest = gl.maximum(length - window, 0)
+    start = oldest // 32 * 32
+    size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
+    first = start + sm % SPLITS * size
+    end = gl.minimum(first + size, length)
+    return Attention(
+        table, partials, flag, sm, first, end, oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM,
+        BLOCK_SIZE, HAS_NORM,
+    )  # fmt: skip
+
+
+@gluon.jit
+def persistent_step(
+    qkv, o, gate_up, down, head, embedding, norms, final_norm, qk_norms, qkv_bias, rope,
+    k_cache, v_cache, slot, lengths, tokens, tokens_width, block_table, table_width, turns, flag,
+    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory, logits,
+    context_len, layer_stride, num_layers, window, eps, scale,
+    HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, GATE_LINEAR: gl.constexpr,
+    GATE_CUBIC: gl.constexpr, SLOTS: gl.constexpr, FLYING: gl.constexpr,
+    HEAD_FLYING: gl.constexpr,
+):  # fmt: skip
+    sm = gl.program_id(0)
+    Q: gl.constexpr = NUM_HEADS * DIM
+    QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
+    stream = make_stream(sm, SLOTS, FLYING, HEAD_FLYING)
     given = Exchanges(
         Exchange(x_memory, flag, sm, HIDDEN),
         Exchange(qkv_memory, flag, sm, QKV),
@@ -304,15 +328,9 @@ def persistent_step(
     position = gl.maximum(length, 1) - 1
     if sm == 0:
         gl.store(context_len, length)
-    SPLITS: gl.constexpr = num_splits(NUM_KV_HEADS)
-    oldest = gl.maximum(length - window, 0)
-    start = oldest // 32 * 32  # tiles of 32 keys lie in one block
-    size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
-    first = start + sm % SPLITS * size
-    attention = Attention(
-        block_table + slot * table_width, partials, flag, sm, first,
-        gl.minimum(first + size, length), oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM,
-        BLOCK_SIZE, HAS_NORM,
+    attention = make_attention(
+        block_table + slot * table_width, partials, flag, sm, length, position, window, NUM_HEADS,
+        NUM_KV_HEADS, DIM, BLOCK_SIZE, HAS_NORM,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, qk_norms, qkv_bias, rope + position * DIM, eps, scale, HAS_BIAS,
