@@ -3,7 +3,8 @@
     python -m benchmarks.cpu_dtypes
 
 dtype="auto" keeps a checkpoint in bfloat16 where decoding gains and the prompt loses at most a
-tenth. The engines take turns; the best round of each counts.
+tenth. The engines take turns; the best round of each counts, by the clock and by the time of the
+cores, which says more where others keep them busy.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ def report(
     what: str, engines: dict[str, LLM], prompt: list[int], max_tokens: int, num_rounds: int
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    best = dict.fromkeys(engines, float("inf"))
+    clocks = {"clock": time.perf_counter, "cores": time.process_time}
+    best = {(clock, dtype): float("inf") for clock in clocks for dtype in engines}
     for _ in range(num_rounds):
         for dtype, llm in engines.items():
-            start = time.perf_counter()
+            starts = {clock: read() for clock, read in clocks.items()}
             llm.generate(prompt, params, use_tqdm=False)
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    times = ", ".join(f"{dtype} {seconds * 1e3:.0f} ms" for dtype, seconds in best.items())
-    print(f"{what}: {times}; bfloat16 takes {best['bfloat16'] / best['float32']:.2f} of float32")
+            for clock, read in clocks.items():
+                best[clock, dtype] = min(best[clock, dtype], read() - starts[clock])
+    for clock in clocks:
+        times = ", ".join(f"{dtype} {best[clock, dtype] * 1e3:.0f} ms" for dtype in engines)
+        ratio = best[clock, "bfloat16"] / best[clock, "float32"]
+        print(f"{what}, by the {clock}: {times}; bfloat16 takes {ratio:.2f} of float32")
 
 
 if __name__ == "__main__":
