@@ -49,6 +49,9 @@ class PlainTokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def __len__(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._as_transformers()(*args, **options)
 

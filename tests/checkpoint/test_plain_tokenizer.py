@@ -53,6 +53,7 @@ def test_equals_transformers(tmp_path: Path, metadata: dict[str, Any]) -> None:
     other = plain._make_transformers()
     assert plain.special_tokens_map == other.special_tokens_map
     assert plain.eos_token_id == other.eos_token_id
+    assert len(plain) == len(other)
     rng = random.Random(0)
     marks = ["<|im_start|>", "<|im_end|>", "<think>", "</s>", "<s>", "<|end|>", "<unk>", " hello "]
     texts = [*TEXTS, *("".join(rng.choices([*marks, *"helo é1\n"], k=12)) for _ in range(200))]
