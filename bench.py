@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.bench.options import at_least
 from nanovllm.checkpoint.find import ALIASES, find_checkpoint
 from nanovllm.checkpoint.gguf import list_tensors
 from nanovllm.cli.exit_code import exit_code
@@ -192,10 +193,11 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", default="auto", help="default: auto, each engine's own choice")
     add("--load-format", default="auto", help="dummy: random weights, no download (default: auto)")
     add("--seed", type=int, default=0, help="of the prompts and lengths (default: 0)")
-    add("--num-seqs", type=int, help="prompts (default: 256, on a CPU 16)")
-    add("--max-input-len", type=int, help="tokens (default: 1024 and at least 100; CPU 256, 16)")
-    add("--max-output-len", type=int, help="the same for the answers")
-    add("--tensor-parallel-size", type=int, default=1, help="devices to split over (default: 1)")
+    count = at_least(1)
+    add("--num-seqs", type=count, help="prompts (default: 256, on a CPU 16)")
+    add("--max-input-len", type=count, help="tokens (default: 1024 and at least 100; CPU 256, 16)")
+    add("--max-output-len", type=count, help="the same for the answers")
+    add("--tensor-parallel-size", type=count, default=1, help="devices to split over (default: 1)")
     args = parser.parse_args(dashed(sys.argv[1:]))
     args.run = engines[args.engine]
     if args.device == "auto":

@@ -9,10 +9,12 @@ from nanovllm.cli.live import LiveView
 from nanovllm.cli.options import dashed
 from nanovllm.cli.start import configure_logging
 
-# Every prompt starts with this text; the prefix cache computes it once.
+# Every prompt starts with this text; the prefix cache computes its first block, 64 tokens, once.
 SYSTEM = (
     "You are a helpful AI assistant. You answer every question truthfully, in plain words and in "
-    "no more than two short sentences, so that everyone understands the answer."
+    "no more than two short sentences, so that everyone understands the answer. You do not repeat "
+    "the question and you do not speak about yourself. When you are asked for code, you write it "
+    "in Python, with a short comment. When you do not know something, you say that you do not."
 )
 QUESTIONS = [
     "What is the capital of France?",
@@ -29,6 +31,7 @@ QUESTIONS = [
 def main() -> int:
     args = parse_args()
     configure_logging(is_verbose=False)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     print(f"Loading {args.model} ...")
     with LLM(
         args.model,
@@ -37,7 +40,6 @@ def main() -> int:
         tensor_parallel_size=args.tensor_parallel_size,
     ) as llm:
         prompts = as_chat(llm, QUESTIONS)
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
         # Without a view: for output in llm.generate(prompts, params): print(output.text)
         with LiveView(QUESTIONS, args.max_tokens) as view:
             for piece in llm.stream(prompts, params, on_step=view.on_step):

@@ -22,6 +22,7 @@ from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import PackedExperts, Routing
 from nanovllm.kernels.torch_ops import TorchOps, route
+from nanovllm.platforms.cpu_features import find_cpu_features
 
 HIDDEN, SIZE, TOP_K = 2048, 768, 8
 TOKENS = (1, 8, 64, 128, 256, 1024)
@@ -39,11 +40,13 @@ def main() -> None:
         ):
             gate_up = make(num_experts, 2 * SIZE, HIDDEN, dtype=dtype)
             down = make(num_experts, HIDDEN, SIZE, dtype=dtype)
-            ops = NumbaOps(Launcher(dtype))
+            features = find_cpu_features()
+            ops = NumbaOps(Launcher(dtype), features)
+            library = TorchOps(features.product_dtype(dtype))
             ops.max_expert_rows = max(args.tokens) * TOP_K  # our kernels run them all
             candidates = {
                 "loop": pack_loop(gate_up, down, routing),
-                "oneDNN": TorchOps().pack_experts(gate_up, down, routing),
+                "oneDNN": library.pack_experts(gate_up, down, routing),
                 "ours": ops.pack_experts(gate_up, down, routing),
             }
             for num_tokens in args.tokens:

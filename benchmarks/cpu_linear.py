@@ -1,4 +1,4 @@
-"""Products with few rows on the CPU: F.linear, oneDNN's packed weight, our kernel.
+"""Products with few rows on the CPU: torch's, by rows and with oneDNN's packed weight, and ours.
 
     python -m benchmarks.cpu_linear
 
@@ -9,18 +9,22 @@ come from memory as they do in a decode step. Candidates take turns; the best ro
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from nanovllm.kernels import widened
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import LinearFn
+from nanovllm.platforms.cpu_features import find_cpu_features
 
+FEATURES = find_cpu_features()
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
 HEAD = (49152, 576)
 NUM_LAYERS = 30
-NUM_ROWS = (1, 2, 4, 8, 16, 64)
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 NUM_ROUNDS = 8
 
 
@@ -29,17 +33,23 @@ def main() -> None:
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):
             weights = [torch.randn(shape).to(dtype) for shape in SHAPES * NUM_LAYERS + [HEAD]]
-            ops = cpu_ops.NumbaOps(Launcher(dtype))
-            ops.max_linear_rows = max(NUM_ROWS)  # our kernel runs them all
-            models = {
-                "F.linear": [cpu_ops.pack_rows(weight, None) for weight in weights],
-                "oneDNN packed": [cpu_ops.pack_onednn(weight, None) for weight in weights],
-                "our kernel": [
-                    ops.pack_linear(weight, None, None, has_room=False) for weight in weights
-                ],
+            models: dict[str, list[LinearFn]] = {
+                "by rows": [partial(multiply_rows, weight=weight) for weight in weights],
             }
+            if dtype in FEATURES.packs:
+                models["packed"] = [cpu_ops.pack_onednn(weight, None) for weight in weights]
+            ops = cpu_ops.NumbaOps(Launcher(dtype), FEATURES)
+            ops.max_linear_rows = max(NUM_ROWS)  # our kernel runs them all
+            models["our kernel"] = [
+                ops.pack_linear(weight, None, None, has_room=False) for weight in weights
+            ]
             for num_rows in NUM_ROWS:
                 report(models, weights, num_rows)
+
+
+def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """In the weight's dtype, or widened where that is emulated."""
+    return widened.linear(x, weight, None, FEATURES.product_dtype(weight.dtype))
 
 
 def report(models: dict[str, list[LinearFn]], weights: list[Tensor], num_rows: int) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,7 +51,8 @@ def microseconds_per_row(num_rows: int) -> float:
     core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
     params = SamplingParams(max_tokens=2000)
     for seq_id in range(num_rows):
-        core.add(Sequence(seq_id, [seq_id + 1] * 16, params, stop_token_ids=frozenset({2})))
+        prompt = array("i", [seq_id + 1] * 16)
+        core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
     for _ in range(5):
         core.step()
     rounds = []

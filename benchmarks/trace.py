@@ -109,8 +109,8 @@ def record_trace(
         profiled = time_steps(llm, num_steps)
         torch.cuda.synchronize()
     profiler.export_chrome_trace(path)
-    while not llm.is_finished():
-        llm.step()
+    while not llm.engine.is_finished():
+        llm.engine.step()
     return Trace(num_seqs, num_steps, bare, between, profiled, summarise(read_activities(path)))
 
 
@@ -149,15 +149,15 @@ def trace_line(setup: Setup, trace: Trace) -> str:
 def start_decoding(llm: LLM, num_prompt_tokens: int) -> None:
     """Step until every prompt has its first token, and some more."""
     while num_prompt_tokens > 0:
-        num_prompt_tokens -= llm.step().num_prefill_tokens
+        num_prompt_tokens -= llm.engine.step().num_prefill_tokens
     for _ in range(NUM_WARM_UP):
-        llm.step()
+        llm.engine.step()
 
 
 def time_steps(llm: LLM, num_steps: int) -> float:
     start = time.perf_counter()
     for _ in range(num_steps):
-        llm.step()
+        llm.engine.step()
     return 1000 * (time.perf_counter() - start) / num_steps
 
 

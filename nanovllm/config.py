@@ -9,6 +9,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_types
 
 DTYPES = ("float32", "bfloat16", "float16")
+_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size")
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
@@ -37,8 +38,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+        for name in _COUNTS:
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
+            self._require(name, getattr(self, name) < 2**31, "below 2**31")
         self._require(
             "max_model_len", self.max_model_len >= 2, "at least 2: one prompt, one new token"
         )
@@ -75,9 +78,6 @@ class RopeConfig:
     is_truncated: bool = True  # the borders between them fall on whole frequencies
     attention_factor: float = 1.0  # of cosines and sines
 
-    def __post_init__(self) -> None:
-        check_types(self)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
@@ -98,10 +98,10 @@ class ExpertsConfig:
     dense_layers: frozenset[int] = frozenset()  # those that keep a plain MLP
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
+        if not 1 <= self.top_k <= self.num_experts or self.size < 1:
             raise CheckpointError(
                 f"config.json sends each token to {self.top_k} (num_experts_per_tok) of "
-                f"{self.num_experts} experts"
+                f"{self.num_experts} experts of size {self.size}"
             )
 
 

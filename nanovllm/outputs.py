@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The answer to one prompt; fields can also be read as `output["text"]`."""
+class RequestOutput(Mapping[str, Any]):
+    """The answer to one prompt; also a mapping, as in `output["text"]` or `dict(output)`."""
 
     seq_id: int
     prompt: str | None  # None when the prompt came as token ids
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop", "length", "abort", or "error" with a text in `error`
     num_cached_tokens: int  # prompt tokens served by the prefix cache
     time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
     duration: float  # seconds from arrival to the last token
+    error: str | None = None  # why the request failed, if it did
 
     def __getitem__(self, field: str) -> Any:
-        if field not in self.__slots__:
-            raise KeyError(f"{field!r} is not one of {', '.join(self.__slots__)}")
+        names = tuple(self)
+        if field not in names:
+            raise KeyError(f"{field!r} is not one of {', '.join(names)}")
         return getattr(self, field)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
 
 
 @dataclass(frozen=True, slots=True)

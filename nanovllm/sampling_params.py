@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.validation import check_types, is_bool
+from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
+
+NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        unwrap_numbers(self)
         check_types(self)
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, int)
@@ -56,7 +59,7 @@ def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     """A string, None or any iterable of items becomes a tuple."""
     items = (value,) if isinstance(value, str) else () if value is None else value
     if isinstance(items, Iterable):
-        items = tuple(items)
+        items = tuple(map(as_python, items))
         if all(isinstance(item, item_type) and not is_bool(item) for item in items):
             return items
     raise ConfigError(f"{name} must hold items of type {item_type.__name__}, got {value!r}")

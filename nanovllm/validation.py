@@ -29,5 +29,16 @@ def check_types(record: Any) -> None:
         raise ConfigError(f"{field.name} must be of type {field.type}, got {value!r}")
 
 
+def unwrap_numbers(record: Any) -> None:
+    """Replace numpy's numbers in a frozen record by Python's, which they equal."""
+    for field in dataclasses.fields(record):
+        object.__setattr__(record, field.name, as_python(getattr(record, field.name)))
+
+
+def as_python(value: Any) -> Any:
+    """Python's own number for a scalar of numpy or torch; anything else stays as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def is_bool(value: object) -> bool:
     return isinstance(value, bool)  # which is an int to isinstance

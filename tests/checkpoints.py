@@ -127,6 +127,38 @@ class TinyCheckpoint:
         assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another seed for this checkpoint"
         return output.sequences[0, len(prompt) :].tolist()
 
+    def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Greedy tokens of many prompts, each a clear winner: the same as `generate`, but faster.
+
+        All run side by side, padded at the end, where causal attention does not look.
+        """
+        if _depends_on_company(self.model.config):
+            return [self.generate(prompt, max_tokens) for prompt in prompts]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ids = torch.zeros(len(prompts), int(lengths.max()) + max_tokens, dtype=torch.long)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        rows = torch.arange(len(prompts))
+        with torch.inference_mode():
+            for i in range(max_tokens):
+                width = int(lengths.max()) + i
+                logits = self.model(ids[:, :width], use_cache=False).logits[rows, lengths + i - 1]
+                top2 = logits.topk(2)
+                gap = (top2.values[:, 0] - top2.values[:, 1]).min().item()
+                if gap < 1.05 * MIN_GAP:  # company rounds otherwise: let `generate` say
+                    return [self.generate(prompt, max_tokens) for prompt in prompts]
+                ids[rows, lengths + i] = top2.indices[:, 0]
+        return [
+            ids[row, length : length + max_tokens].tolist()
+            for row, length in enumerate(lengths.tolist())
+        ]
+
+
+def _depends_on_company(config: PreTrainedConfig) -> bool:
+    """Whether the longest row of a batch decides how all are rotated."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type") == "dynamic"
+
 
 def make_checkpoint(path: Path, config: PreTrainedConfig, seed: int = 0) -> TinyCheckpoint:
     torch.manual_seed(seed)

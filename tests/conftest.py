@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,13 @@ import pytest
 import torch
 
 from tests.checkpoints import TinyCheckpoint, shared_checkpoint
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let several processes share the cores; tests of threads ask for as many as they want."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
 
 
 def pytest_sessionstart() -> None:

@@ -16,14 +16,16 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors < validation < sampling_params, outputs < config
+    errors < validation < sampling_params, outputs < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
-    < worker < executor < engine.core < engine.llm_engine, engine.async_engine
+    < worker < executor < engine.core < engine.llm_engine
+    < engine.engine_thread, engine.async_engine
     < llm < server, bench < cli < __main__
 """
-LEAVES = ("errors", "validation", "sampling_params", "outputs", "config")
+LEAVES = ("errors", "validation", "sampling_params", "outputs", "prompts", "config")
 # The scheduling files know counts and token ids only: the leaves and each other.
 HOST = (
+    "engine.request",
     "engine.sequence",
     "engine.block_manager",
     "engine.scheduler",
@@ -115,10 +117,12 @@ def test_scheduling_runs_without_torch() -> None:
     script = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-from nanovllm.engine import block_manager, detokenizer, scheduler, sequence, step
+from array import array
+from nanovllm.engine import block_manager, detokenizer, request, scheduler, sequence, step
 from nanovllm.sampling_params import SamplingParams
 planner = scheduler.Scheduler(block_manager.BlockManager(4, 16, True), 2, 8)
-planner.add(sequence.Sequence(0, [1, 2, 3], SamplingParams()))
+prompt = request.Request(0, array("i", [1, 2, 3]), SamplingParams())
+planner.add(sequence.Sequence(prompt))
 print(planner.schedule().counts.tolist())
 """
     assert run_script(script) == "[3]\n"

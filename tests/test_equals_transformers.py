@@ -39,7 +39,7 @@ def family_case(request: pytest.FixtureRequest, tiny: Any) -> Case:
 
 def make_case(checkpoint: TinyCheckpoint) -> Case:
     prompts = make_prompts()
-    answers = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    answers = checkpoint.answers(prompts, MAX_TOKENS)
     num_different = [len(set(answer)) for answer in answers]
     assert sum(num_different) > 5 * len(answers), "answers repeat themselves: they prove little"
     return str(checkpoint.path), prompts, answers

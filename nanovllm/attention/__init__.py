@@ -18,9 +18,11 @@ def create_attention(
     block_size: int,
     name: str,
     dtype: torch.dtype,
+    product_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
+    """`product_dtype` is what SDPA is to multiply in, if not in `dtype`."""
     if name == "sdpa":
-        return SdpaAttention(block_size)
+        return SdpaAttention(block_size, product_dtype)
     if platform.name == "cuda":
         return _create_on_cuda(platform, block_size, name, dtype)
     if name != "auto":
@@ -29,10 +31,10 @@ def create_attention(
             f"{platform.name}; use 'auto' or 'sdpa'"
         )
     if ops.launcher is None:
-        return CpuAttention(block_size)
+        return CpuAttention(block_size, product_dtype)
     from nanovllm.attention.cpu import NumbaAttention
 
-    return NumbaAttention(block_size, ops.launcher)
+    return NumbaAttention(block_size, ops.launcher, product_dtype)
 
 
 def _create_on_cuda(

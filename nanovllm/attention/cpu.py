@@ -24,9 +24,12 @@ class NumbaPlan:
 
 
 class NumbaAttention:
-    def __init__(self, block_size: int, launcher: Launcher) -> None:
+    def __init__(
+        self, block_size: int, launcher: Launcher, product_dtype: torch.dtype | None = None
+    ) -> None:
         self.block_size = block_size
         self.launcher = launcher
+        self.product_dtype = product_dtype  # of SDPA; None: that of the cache
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -45,7 +48,7 @@ class NumbaAttention:
         if len(plan.tokens):
             self._decode(q, cache, plan, spec, output)
         for row in plan.prefills:
-            attend_prefill(q, cache, row, spec, output)
+            attend_prefill(q, cache, row, spec, output, self.product_dtype)
         return output
 
     def _decode(

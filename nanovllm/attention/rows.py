@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
+from nanovllm.kernels.widened import widen
 
 MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper
 QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
@@ -46,8 +47,9 @@ class CpuPlan:
 
 
 class CpuAttention:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, product_dtype: torch.dtype | None = None) -> None:
         self.block_size = block_size
+        self.product_dtype = product_dtype  # None: that of the cache
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> CpuPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -67,7 +69,7 @@ class CpuAttention:
         for group in plan.groups:
             output[group.tokens] = self._decode(q[group.tokens], cache, group, spec)
         for row in plan.prefills:
-            attend_prefill(q, cache, row, spec, output)
+            attend_prefill(q, cache, row, spec, output, self.product_dtype)
         return output
 
     def _decode_group(
@@ -83,7 +85,7 @@ class CpuAttention:
         block_ids = tables[rows.slots[members], :width].astype(np.int64)
         block_ids[np.arange(width) > (starts // self.block_size)[:, None]] = 0
         is_hidden = np.arange(width * self.block_size) > starts[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=dtype)
+        mask = torch.zeros(is_hidden.shape, dtype=self.product_dtype or dtype)
         mask.masked_fill_(torch.from_numpy(is_hidden), -torch.inf)
         is_whole_batch = len(members) == len(rows.counts)
         order = np.arange(len(members))
@@ -107,8 +109,9 @@ class CpuAttention:
         if spec.window is not None:
             is_past = torch.arange(mask.shape[-1]) <= group.starts - spec.window
             mask = mask.masked_fill(is_past, -torch.inf)
+        packed, k, v = widen(packed, k, v, dtype=self.product_dtype)
         output = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=spec.scale)
-        return output.reshape(num_rows, num_heads, head_dim)
+        return output.reshape(num_rows, num_heads, head_dim).to(q.dtype)
 
 
 def plan_prefills(rows: BatchRows, offsets: np.ndarray, block_size: int) -> list[PrefillRow]:
@@ -125,7 +128,12 @@ def plan_row(rows: BatchRows, i: int, offsets: np.ndarray, block_size: int) -> P
 
 
 def attend_prefill(
-    q: Tensor, cache: LayerCache, row: PrefillRow, spec: AttentionSpec, output: Tensor
+    q: Tensor,
+    cache: LayerCache,
+    row: PrefillRow,
+    spec: AttentionSpec,
+    output: Tensor,
+    product_dtype: torch.dtype | None = None,
 ) -> None:
     """Attend from the last `count` positions of a row to all of it, or what the window shows."""
     part = slice(row.offset, row.offset + row.count)
@@ -133,6 +141,7 @@ def attend_prefill(
     length = row.start + row.count
     k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
     v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
+    q, k, v = widen(q, k, v, dtype=product_dtype)
     window = length if spec.window is None else spec.window
     if row.start == 0 and length <= window:
         output[:] = _grouped_sdpa(q, k, v, None, spec.scale)

@@ -11,8 +11,9 @@ from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_row
 
 
 class SdpaAttention:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, product_dtype: torch.dtype | None = None) -> None:
         self.block_size = block_size
+        self.product_dtype = product_dtype  # None: that of the cache
 
     def plan(self, rows: BatchRows, dtype: torch.dtype) -> list[PrefillRow]:
         offsets = np.cumsum(rows.counts) - rows.counts
@@ -23,5 +24,5 @@ class SdpaAttention:
     ) -> Tensor:
         output = torch.empty_like(q)
         for row in plan:
-            attend_prefill(q, cache, row, spec, output)
+            attend_prefill(q, cache, row, spec, output, self.product_dtype)
         return output

@@ -38,8 +38,9 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str) -> Timing:
     add_workload(llm, workload, cache_salt)
     outputs: list[RequestOutput] = []
     num_left, num_steps, decode_start = workload.num_prompt_tokens, 0, start
-    while not llm.is_finished():
-        step = llm.step()
+    engine = llm.engine  # itself: what passes between threads is not to be measured
+    while not engine.is_finished():
+        step = engine.step()
         outputs += step.finished
         if num_left > 0:  # a prompt still waits for its first token
             num_left -= step.num_prefill_tokens
@@ -57,7 +58,7 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str) -> Timing:
 def add_workload(llm: LLM, workload: Workload, cache_salt: str) -> None:
     for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True)
-        llm.add_request(prompt, params, cache_salt=cache_salt)
+        llm.engine.add_request(prompt, params, cache_salt=cache_salt)
 
 
 def check_fits(llm: LLM, workload: Workload) -> None:

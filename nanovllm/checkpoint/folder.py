@@ -51,7 +51,7 @@ def single_gguf(folder: Path) -> Path | None:
 def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, not a {type(content).__name__}")
@@ -82,9 +82,18 @@ def _absent(files: list[Path]) -> list[str]:
 
 
 def _indexed_names(index: Path) -> list[str]:
+    """Names of files beside the index; a path could lead to any other file of the machine."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; fetch it again")
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    for name in weight_map.values():
+        is_name = isinstance(name, str) and not {"/", "\\", "\0"} & set(name)
+        if not is_name or not name.endswith(suffix):
+            raise CheckpointError(
+                f"{index} names {name!r:.80} in its weight_map; only {suffix} files of the same "
+                "folder may be named"
+            )
     return sorted(set(weight_map.values()))
 
 

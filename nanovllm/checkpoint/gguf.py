@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
-from nanovllm.checkpoint.gguf_file import field, open_gguf, release_pages
+from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf, release_pages
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
 PIECE_ELEMENTS = 4 << 20  # dequantised at a time: 16 MB
+DEQUANTISED_ELEMENTS = 1 << 17  # of a piece in one call, which has some copies in the works
 FLOAT_TYPES = ("F32", "F16", "BF16")
 TENSOR_TYPES = (*FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -45,14 +46,16 @@ _KNOWN_KEYS = re.compile(
 )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
     """Return the metadata in config.json layout."""
-    metadata = _Metadata.of(path)
+    metadata = _Metadata.of(path, reader)
     metadata.refuse_what_is_unknown()
     architecture = ARCHITECTURES[metadata.architecture]
     number, tensors = metadata.number, {tensor.name: tensor for tensor in metadata.reader.tensors}
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{path} has no tensor token_embd.weight; is it a language model?")
+    if len(tensors["token_embd.weight"].shape) != 2:
+        raise CheckpointError(f"{path}: tensor token_embd.weight is not a matrix")
     heads = number("attention.head_count")
     config = {
         "architectures": [architecture.hf_class],
@@ -70,8 +73,8 @@ def read_config(path: Path) -> dict[str, Any]:
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _torch_dtype(metadata.reader),
-        "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id"),
+        "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id", None, int),
+        "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id", None, int),
         **architecture.constants,
         **{name: tensor in tensors for name, tensor in architecture.biases.items()},
     }
@@ -80,11 +83,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config | architecture.derive(config)
 
 
-def read_generation_config(path: Path) -> dict[str, Any]:
+def read_generation_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
-    reader = open_gguf(path)
-    ids = [field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens = field(reader, "tokenizer.ggml.tokens", [])
+    reader = reader or open_gguf(path)
+    names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    ids = [field(reader, name, None, int) for name in names]
+    tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
     ids += [tokens.index(text) for text in _END_TEXTS if text in tokens]
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}
 
@@ -130,9 +134,9 @@ class _Metadata:
     architecture: str
 
     @classmethod
-    def of(cls, path: Path) -> _Metadata:
-        reader = open_gguf(path)
-        name = field(reader, "general.architecture")
+    def of(cls, path: Path, reader: GGUFReader | None = None) -> _Metadata:
+        reader = reader or open_gguf(path)
+        name = field(reader, "general.architecture", None, str)
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{path} has architecture {name!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
@@ -143,7 +147,7 @@ class _Metadata:
         value = field(self.reader, f"{self.architecture}.{key}", default)
         if value is None:
             raise CheckpointError(f"{self.path} has no {self.architecture}.{key}; convert it again")
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
             key = f"{self.architecture}.{key}"
             raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, not a single number")
         return value
@@ -164,7 +168,7 @@ class _Metadata:
 def _head_dim(metadata: _Metadata) -> int:
     number = metadata.number
     head_dim = number("attention.key_length", 0)
-    head_dim = head_dim or number("embedding_length") // number("attention.head_count")
+    head_dim = head_dim or number("embedding_length") // (number("attention.head_count") or 1)
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             raise UnsupportedModelError(
@@ -182,8 +186,13 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
     if kind not in ("none", "linear", "yarn") or (kind != "none" and factors is not None):
         also = f" with {_ROPE_FACTORS}" if factors is not None else ""
         raise UnsupportedModelError(f"{metadata.path}: rope scaling {kind!r}{also}: not supported")
+    if factors is not None and factors.tensor_type.name not in FLOAT_TYPES:
+        raise UnsupportedModelError(f"{metadata.path}: {_ROPE_FACTORS} must be of {FLOAT_TYPES}")
     if kind == "none":
-        return {"rope_type": "factors", "factors": factors.data.tolist()} if factors else None
+        if factors is None:
+            return None
+        values = _to_float(factors.data, factors.tensor_type).tolist()
+        return {"rope_type": "factors", "factors": values}
     scaling = {"rope_type": kind, "factor": number("rope.scaling.factor")}
     if kind == "linear":
         return scaling
@@ -224,6 +233,8 @@ def _read(
     wanted: slice = slice(None),
 ) -> Iterator[npt.NDArray[Any]]:
     """Dequantise some rows after others, whole heads where they are out of order."""
+    if len(shape) == 1:  # whose blocks are no rows
+        data, kind = _to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
     begin, end, _ = wanted.indices(shape[0])
@@ -239,7 +250,18 @@ def _to_float(data: npt.NDArray[Any], kind: GGMLQuantizationType) -> npt.NDArray
     """Copy or dequantise, so that the array is writable and outlives the file's map."""
     import gguf
 
-    return np.array(data) if kind.name in ("F32", "F16") else gguf.quants.dequantize(data, kind)
+    if kind.name in ("F32", "F16"):
+        return np.array(data)
+    block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = data.reshape(-1, block_bytes)
+    array = np.empty((len(blocks), block_len), np.float32)
+    # As one long row: of many, the package takes 16 at a time, which costs three times as much.
+    num_blocks = DEQUANTISED_ELEMENTS // block_len
+    for first in range(0, len(blocks), num_blocks):
+        row = blocks[first : first + num_blocks].reshape(1, -1)
+        values = gguf.quants.dequantize(row, kind)
+        array[first : first + num_blocks] = values.reshape(-1, block_len)
+    return array.reshape(*data.shape[:-1], -1)
 
 
 def _unpermute(array: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -58,13 +58,11 @@ _WINDOW = {"attention.sliding_window": ("sliding_window", 0)}
 
 def _gemma3_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what no key says: which layers see everything, and how the 27B model scales q."""
-    num_layers, scalar = config["num_hidden_layers"], config["head_dim"]
-    if num_layers == 62:
-        scalar = config["hidden_size"] // config["num_attention_heads"]
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == 62:
+        scalar = config["hidden_size"] // (config["num_attention_heads"] or 1)
     period = 6 if config["sliding_window"] else 1
-    is_full = [layer % period == 0 for layer in range(1, num_layers + 1)]
-    kinds = ["full_attention" if full else "sliding_attention" for full in is_full]
-    return {"layer_types": kinds, "query_pre_attn_scalar": scalar}
+    return {"sliding_window_pattern": period, "query_pre_attn_scalar": scalar}
 
 
 ARCHITECTURES = {

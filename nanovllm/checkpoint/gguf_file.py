@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, GGUFValueType
@@ -19,24 +20,42 @@ if TYPE_CHECKING:
 def open_gguf(path: Path) -> GGUFReader:
     """Return the `gguf` package's reader over one whole file."""
     try:
-        reader = _reader_class()(path)
-    except (OSError, ValueError, LookupError, OverflowError, struct.error) as error:
+        with np.errstate(over="raise"):  # offsets past 2**64 would come round to the beginning
+            reader = _reader_class()(path)
+        _check_tensors(reader)
+    except NanovllmError:
+        raise
+    except Exception as error:  # what the package's reader trips over in a damaged file varies
         raise CheckpointError(
-            f"{path} cannot be read as GGUF ({error}); it may be truncated, fetch it again"
+            f"{path} cannot be read as GGUF ({error!r:.200}); it may be truncated, fetch it again"
         ) from error
-    if reader.byte_order == "S":
-        raise UnsupportedModelError(f"{path} has the other byte order; convert it on this machine")
-    if (parts := field(reader, "split.count", 1)) > 1:
+    if (parts := field(reader, "split.count", 1, int)) > 1:
         raise UnsupportedModelError(
             f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge`"
         )
     return reader
 
 
-def field(reader: GGUFReader, key: str, default: Any = None) -> Any:
+def field(reader: GGUFReader, key: str, default: Any = None, kind: Any = object) -> Any:
     """Return a metadata value as plain Python, or the default when the key is absent."""
     found = reader.get_field(key)
-    return default if found is None else found.contents()
+    if found is None:
+        return default
+    try:
+        value = found.contents()
+    except ValueError as error:
+        raise CheckpointError(f"GGUF metadata {key} is not text ({error})") from error
+    if not isinstance(value, kind):
+        raise CheckpointError(f"GGUF metadata {key} has the wrong type: {value!r:.80}")
+    return value
+
+
+def list_field(reader: GGUFReader, key: str, kind: Any) -> list[Any] | None:
+    """Return a list of such items, or None when the key is absent."""
+    items: list[Any] | None = field(reader, key, None, list)
+    if items and not isinstance(items[0], kind):  # all are of one type
+        raise CheckpointError(f"GGUF metadata {key} has items of the wrong type: {items[0]!r:.80}")
+    return items
 
 
 def release_pages(reader: GGUFReader) -> None:
@@ -55,7 +74,11 @@ def _reader_class() -> type[GGUFReader]:
         def _get_field_parts(
             self, orig_offs: int, raw_type: int
         ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
-            if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order == "S":
+            if self.byte_order == "S":
+                raise UnsupportedModelError(
+                    f"{self.data.filename} has the other byte order; convert it on this machine"
+                )
+            if raw_type != gguf.GGUFValueType.ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
             item_type, count = struct.unpack_from("<IQ", self.data.data, orig_offs)
             types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item_type)]
@@ -63,9 +86,19 @@ def _reader_class() -> type[GGUFReader]:
                 strings, end = _read_strings(self.data, orig_offs + 12, count)
                 return end - orig_offs, strings, list(range(count)), types
             items = self._get(orig_offs + 12, self.gguf_scalar_to_np[types[1]], count)
+            if len(items) < count:
+                raise ValueError(f"an array of {count} items goes on after the end of the file")
             return 12 + items.nbytes, [items], [0], types
 
     return Reader
+
+
+def _check_tensors(reader: GGUFReader) -> None:
+    for tensor in reader.tensors:
+        is_whole = 0 < math.prod(tensor.shape.tolist()) == tensor.n_elements
+        end = tensor.data_offset + tensor.n_bytes
+        if not is_whole or not reader.data_offset <= tensor.data_offset < end <= len(reader.data):
+            raise ValueError(f"tensor {tensor.name} lies at {tensor.data_offset} to {end}")
 
 
 def _read_strings(
@@ -73,8 +106,9 @@ def _read_strings(
 ) -> tuple[list[npt.NDArray[Any]], int]:
     """Each is a length and its bytes; returns them with the offset of what follows."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
+    view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):
-        (length,) = struct.unpack_from("<Q", data.data, offset)
-        strings.append(plain[offset + 8 : offset + 8 + length])
-        offset += 8 + length
+        start = offset + 8
+        offset = start + read_length(view, offset)[0]
+        strings.append(plain[start:offset])
     return strings, offset

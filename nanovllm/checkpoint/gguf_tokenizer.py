@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nanovllm.checkpoint.gguf_file import field, open_gguf
+from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf
+from nanovllm.checkpoint.plain_tokenizer import PlainTokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 _KEEPING_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marked tokens
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 
 
@@ -53,27 +55,56 @@ PRE_TOKENIZERS = {
 
 
 def build_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return a transformers tokenizer with the file's special tokens and chat template."""
-    from transformers import PreTrainedTokenizerFast
-
+    """Return what acts as a transformers tokenizer, with special tokens and chat template."""
     reader = open_gguf(path)
-    vocabulary = _Vocabulary(path, reader, field(reader, "tokenizer.ggml.tokens", []))
+    tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
+    vocabulary = _Vocabulary(path, reader, tokens)
     tokenizer, default_add_bos = _build(vocabulary)
-    bos, add_bos = vocabulary.token("bos"), vocabulary.get("add_bos_token", default_add_bos)
+    bos, add_bos = vocabulary.token("bos"), vocabulary.get("add_bos_token", default_add_bos, bool)
     if add_bos and bos is None:
         raise CheckpointError(f"{path} has no tokenizer.ggml.bos_token_id to start every text with")
-    tokenizer.add_tokens(_marked_tokens(vocabulary))
-    wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
-    return wrap(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=vocabulary.token("eos"),
-        unk_token=vocabulary.token("unknown"),
-        pad_token=vocabulary.token("padding"),
-        add_bos_token=add_bos,
-        add_eos_token=vocabulary.get("add_eos_token", False),
-        chat_template=field(reader, "tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
+    add_eos = vocabulary.get("add_eos_token", False, bool)
+    roles = {name: vocabulary.token(role) for name, role in _ROLES.items()}
+    special_tokens = {name: token for name, token in roles.items() if token is not None}
+    marked = _marked_tokens(vocabulary)
+    tokenizer.add_tokens(marked)
+    known = {token.content for token in marked}
+    tokenizer.add_special_tokens([t for t in special_tokens.values() if t not in known])
+    before = ["bos_token"] if add_bos else []
+    after = ["eos_token"] if add_eos and "eos_token" in special_tokens else []
+    tokenizer.post_processor = _surround(tokenizer, special_tokens, before, after)
+    chat_template = field(reader, "tokenizer.chat_template", None, str)
+
+    def make_transformers() -> PreTrainedTokenizerBase:
+        from transformers import PreTrainedTokenizerFast
+
+        wrap: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+        return wrap(
+            tokenizer_object=tokenizer,
+            **special_tokens,
+            add_bos_token=add_bos,
+            add_eos_token=add_eos,
+            chat_template=chat_template,
+            clean_up_tokenization_spaces=False,
+        )
+
+    plain = PlainTokenizer(tokenizer, special_tokens, chat_template, make_transformers)
+    return cast("PreTrainedTokenizerBase", plain)
+
+
+def _surround(
+    tokenizer: Tokenizer, special_tokens: Mapping[str, str], before: list[str], after: list[str]
+) -> Any:
+    """What adds tokens before and behind every text, each named by its role."""
+    from tokenizers import processors
+
+    tokens = {name: special_tokens[name] for name in (*before, *after)}
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[
+            {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
+            for name, token in tokens.items()
+        ],
     )
 
 
@@ -85,12 +116,13 @@ class _Vocabulary:
     reader: GGUFReader
     tokens: list[str]
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return field(self.reader, f"tokenizer.ggml.{key}", default)
+    def get(self, key: str, default: Any, kind: type) -> Any:
+        return field(self.reader, f"tokenizer.ggml.{key}", default, kind)
 
-    def column(self, key: str, default: Sequence[Any] = ()) -> Sequence[Any]:
+    def column(self, key: str, kind: type, default: Sequence[Any] = ()) -> Sequence[Any]:
         """Return a list with one value for each token."""
-        values: Sequence[Any] = self.get(key, default)
+        found = list_field(self.reader, f"tokenizer.ggml.{key}", kind)
+        values = default if found is None else found
         if len(values) != len(self.tokens):
             raise CheckpointError(
                 f"{self.path} has {len(values)} values in tokenizer.ggml.{key} for "
@@ -99,12 +131,12 @@ class _Vocabulary:
         return values
 
     def types(self) -> Sequence[int]:
-        return self.column("token_type", [_NORMAL] * len(self.tokens))
+        return self.column("token_type", int, [_NORMAL] * len(self.tokens))
 
     def token(self, role: str) -> str | None:
         """Return the text of the token that plays a role such as "bos"."""
-        token_id = self.get(f"{role}_token_id")
-        if token_id is not None and token_id >= len(self.tokens):
+        token_id = self.get(f"{role}_token_id", None, int)
+        if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
                 f"{self.path}: {role} token {token_id} is outside {len(self.tokens)} tokens"
             )
@@ -120,7 +152,7 @@ def _build(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return the tokenizer, and whether its kind starts texts with BOS where the file is silent."""
     if not vocabulary.tokens:
         raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.tokens ({_WAY_OUT})")
-    model, pre = vocabulary.get("model"), vocabulary.get("pre")
+    model, pre = vocabulary.get("model", None, str), vocabulary.get("pre", None, str)
     if model == "llama":
         return _sentencepiece(vocabulary), True
     if model == "gpt2" and pre in PRE_TOKENIZERS:
@@ -151,7 +183,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
 
 
 def _checked_merges(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    if (merges := vocabulary.get("merges")) is None:
+    if (merges := list_field(vocabulary.reader, "tokenizer.ggml.merges", str)) is None:
         raise CheckpointError(f"{vocabulary.path} has no tokenizer.ggml.merges ({_WAY_OUT})")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     for left, right in pairs:
@@ -176,7 +208,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     )
     normalizer: list[Any] = [normalizers.Replace(" ", "▁")]
     decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.get("add_space_prefix", True):
+    if vocabulary.get("add_space_prefix", True, bool):
         normalizer.insert(0, normalizers.Prepend("▁"))
         decoder.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(normalizer)
@@ -186,7 +218,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores highest: merges in that order."""
-    scores = vocabulary.column("scores")
+    scores = vocabulary.column("scores", float)
     rows = zip(vocabulary.tokens, vocabulary.types(), scores, strict=True)
     pieces = {token: score for token, kind, score in rows if kind == _NORMAL}
     return [
@@ -203,7 +235,7 @@ def _marked_tokens(vocabulary: _Vocabulary) -> list[Any]:
 
     # Phi-3's take the space after them, which no key says.
     architecture = field(vocabulary.reader, "general.architecture")
-    takes_space = (architecture, vocabulary.get("model")) == ("phi3", "llama")
+    takes_space = (architecture, vocabulary.get("model", None, str)) == ("phi3", "llama")
     return [
         AddedToken(
             token,

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.folder import VOCABULARY_FILES
 from nanovllm.checkpoint.gguf_tokenizer import build_tokenizer
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# What is wrong with a tokenizer may show only in use: some text, and a character of no vocabulary.
+PROBE = "Hello, 1 \U0010fffd"
+
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Return a transformers tokenizer; a GGUF file needs nothing beside it."""
+    """Return a transformers tokenizer that works; a GGUF file needs nothing beside it."""
+    try:
+        tokenizer = _load(checkpoint)
+        tokenizer.decode(tokenizer.encode(PROBE))
+        return tokenizer
+    except (NanovllmError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # broken files raise no narrower type, or panic in Rust
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"the tokenizer in {checkpoint.path} needs code from its repository, which is "
+                "never run here; pass token-id prompts with skip_tokenizer_init=True"
+            ) from error
+        raise CheckpointError(
+            f"the tokenizer in {checkpoint.path} cannot be loaded ({error}). Fetch it again, or "
+            "pass token-id prompts with skip_tokenizer_init=True"
+        ) from error
+
+
+def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     if checkpoint.path.suffix == ".gguf":
         return build_tokenizer(checkpoint.path)
     if any((checkpoint.path / name).is_file() for name in VOCABULARY_FILES):
-        return _from_folder(checkpoint.path)
+        from transformers import AutoTokenizer
+
+        _check_ids(checkpoint.path / "tokenizer.json")
+        # Left out, a repository's code would run after a question on the terminal.
+        return AutoTokenizer.from_pretrained(
+            str(checkpoint.path), local_files_only=True, trust_remote_code=False
+        )
     if checkpoint.weight_format == "gguf":
         return build_tokenizer(checkpoint.weight_files[0])
     raise CheckpointError(
@@ -28,21 +57,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     )
 
 
-def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        # Left out, a repository's code would run after a question on the terminal.
-        return AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # a broken tokenizer.json raises no narrower type
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"the tokenizer in {folder} needs code from its repository, which is never run "
-                "here; pass token-id prompts with skip_tokenizer_init=True"
-            ) from error
-        raise CheckpointError(
-            f"the tokenizer in {folder} cannot be loaded ({error}). Fetch it again, or pass "
-            "token-id prompts with skip_tokenizer_init=True"
-        ) from error
+def _check_ids(file: Path) -> None:
+    """Refuse ids of eight digits: the library walks through all that lie below the highest."""
+    data = file.read_bytes() if file.is_file() else b""
+    for number in re.finditer(rb'": ?(\d{8,})', data):
+        if data[number.start() - 1 : number.start()] != b"\\":  # else it is part of a text
+            raise CheckpointError(f"{file} has a token {number[1].decode():.20}; fetch it again")

@@ -6,7 +6,6 @@ import ctypes
 import json
 import math
 import mmap
-import pickle
 import struct
 import sys
 import zipfile
@@ -92,14 +91,28 @@ def _list_bin(path: Path) -> Iterator[StoredTensor]:
     is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle raises whatever its last instruction does
         raise CheckpointError(f"{path} is not a readable PyTorch checkpoint: {error}") from error
-    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+    if not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
     for name, tensor in tensors.items():
+        is_plain = (
+            torch.is_tensor(tensor) and tensor.layout == torch.strided and not tensor.is_nested
+        )
+        if not isinstance(name, str) or not is_plain or tensor.device.type != "cpu":
+            what = tensor.layout if torch.is_tensor(tensor) else type(tensor).__name__
+            raise CheckpointError(
+                f"{path} must hold plain tensors by name, a state dict; {name!r:.80} is {what}"
+            )
         _check_dtype(path, name, tensor.dtype)
         read = partial(_read_and_release if is_zip else _split, tensor)
         yield StoredTensor(name, tuple(tensor.shape), path, read)
+
+
+def _is_plain(tensor: object) -> bool:
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        return False
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:

@@ -15,9 +15,10 @@ from nanovllm.cli.start import configure_logging
 EXAMPLES = """\
 examples:
   nanovllm chat                                      talk to the default model
-  nanovllm generate "The capital of France is"       continue a text
-  nanovllm generate --chat "Why is the sky blue?"    answer a question
-  nanovllm generate --file prompts.txt --json        answer every line of a file
+  nanovllm generate "Why is the sky blue?"           answer a question
+  nanovllm generate --raw "The capital of France is" continue a text
+  nanovllm generate "Summarise this:" < report.txt   answer about a text
+  nanovllm generate --lines --json < questions.txt   answer every line of a file
   nanovllm bench throughput                          measure this machine
   nanovllm models                                    list what can be loaded
 
@@ -26,14 +27,20 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for a failure, 2 for wrong usage."""
-    arguments = dashed(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run(arguments or ["--help"]))
+    arguments = dashed(sys.argv[1:] if argv is None else argv) or ["--help"]
+    return exit_code(lambda: run(parse(arguments)), "nanovllm")
 
 
-def run(arguments: list[str]) -> int:
-    args = build_parser().parse_args(arguments)
+def parse(arguments: list[str]) -> argparse.Namespace:
+    args, unknown = build_parser().parse_known_args(arguments)
+    if unknown:  # by the parser of the command, whose name then begins the error
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
     configure_logging(args.verbose)
-    return int(args.run(args))
+    return exit_code(lambda: int(args.run(args)), args.parser.prog)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HELP_FORMAT,
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, prog="nanovllm"
+    )
     generate.add_parser(commands)
     chat.add_parser(commands)
     bench.add_parser(commands)

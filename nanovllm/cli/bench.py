@@ -62,7 +62,9 @@ def add_parser(commands: Names) -> None:
         epilog=EXAMPLES,
         formatter_class=HELP_FORMAT,
     )
-    names = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
+    names = parser.add_subparsers(
+        title="benchmarks", metavar="NAME", required=True, prog="nanovllm bench"
+    )
     add_throughput(names)
     add_latency(names)
     add_prefill(names)
@@ -117,7 +119,7 @@ def _add(
     add_engine_options(parser)
     add_result_options(parser)
     add_floor_options(parser)
-    parser.set_defaults(run=functools.partial(run, benchmark))
+    parser.set_defaults(run=functools.partial(run, benchmark), parser=parser)
     return parser
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from nanovllm.cli.chat_commands import COMMANDS, is_farewell, obey
+from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.options import (
     HELP_FORMAT,
     add_engine_options,
@@ -18,23 +18,15 @@ from nanovllm.cli.options import (
     engine_config,
     sampling_params,
 )
+from nanovllm.cli.run_stats import why_empty
 from nanovllm.cli.start import load_llm
 from nanovllm.cli.terminal import printable
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+from nanovllm.outputs import RequestOutput
 
 DESCRIPTION = """\
 Talk to a model. It remembers the conversation, and its prefix cache remembers the work: later
 turns read only what is new. Piped input is one turn per line, and only answers are printed."""
-
-COMMANDS = """\
-/reset  forget the conversation
-/help   show this
-/exit   leave, like Ctrl-D
-Ctrl-C  stop an answer, or leave while nothing runs"""
 
 EXAMPLES = f"""\
 while it runs:
@@ -44,6 +36,8 @@ examples:
   nanovllm chat --system "You answer in one sentence."
   nanovllm chat --model Qwen/Qwen3-0.6B --max-tokens 2048
   printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat"""
+
+QUOTES = '"""'
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,127 +53,118 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
     )
-    add_engine_options(parser)
+    # Short steps: after Ctrl-C the engine ends its step before it takes the next question.
+    add_engine_options(parser, max_num_batched_tokens=1024)
     add_sampling_options(parser, max_tokens=512, temperature=0.3)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     config, params = engine_config(args), sampling_params(args)
-    with load_llm(config) as llm:
+    with load_llm(config, args.threads) as llm:
+        tokenizer = llm.engine.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise RequestError(f"{args.model} has no chat template; use nanovllm generate")
         conversation = Conversation(llm, params, args.system)
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
             talk(conversation)
         else:
-            answer_lines(conversation)
+            answer_pipe(conversation)
     return 0
-
-
-class Conversation:
-    """The messages so far; `ask` adds a question and its answer."""
-
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-        self.messages: list[dict[str, str]] = []
-        self._llm = llm
-        self._params = params
-        self._system = system
-        self.reset()
-
-    def reset(self) -> None:
-        self.messages = [] if self._system is None else [_message("system", self._system)]
-
-    def ask(
-        self, question: str, show: Callable[[str], None], is_stopped: Callable[[], bool]
-    ) -> None:
-        """Stream an answer to `show`. Stopped early, what was shown is what is remembered."""
-        messages = [*self.messages, _message("user", question)]
-        [prompt] = self._llm.apply_chat_template(messages)
-        answer = ""
-        with contextlib.closing(self._llm.stream(prompt, self._params)) as pieces:
-            for piece in pieces:
-                show(piece.text)
-                answer += piece.text
-                if is_stopped():
-                    break
-        self.messages = [*messages, _message("assistant", answer)]
 
 
 def talk(conversation: Conversation) -> None:
     """Converse with a person at a terminal until they leave."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 -- gives input() line editing and a history
+    _edit_lines()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     print("Type a message. /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.")
-    while (line := _read_line()) != "/exit":
-        if line.startswith("/"):
-            _obey(line, conversation)
-        elif line:
-            _answer(line, conversation)
+    for turn in read_turns(_typed_line):
+        if turn.is_command:
+            obey(turn.text, conversation)
+        else:
+            _answer(turn.text, conversation)
 
 
-def answer_lines(conversation: Conversation) -> None:
+def answer_pipe(conversation: Conversation) -> None:
     """Answer a pipe or a file, one turn per line."""
+    if sys.stdin is None:
+        return
     with open(0, encoding="utf-8", errors="replace", closefd=False) as lines:
-        for line in map(str.strip, lines):
-            if line == "/exit":
-                return
-            if line.startswith("/"):
-                _obey(line, conversation)
-            elif line:
-                conversation.ask(line, _show, is_stopped=lambda: False)
-                _show("\n")
+        for turn in read_turns(lambda prompt: next(lines, None)):
+            if turn.is_command:
+                obey(turn.text, conversation)
+                continue
+            output = conversation.ask(turn.text, _show)
+            _show("\n")
+            _explain(output)
 
 
-def _read_line() -> str:
+@dataclass(frozen=True, slots=True)
+class Turn:
+    text: str
+    is_command: bool
+
+
+def read_turns(read_line: Callable[[str], str | None]) -> Iterator[Turn]:
+    """Yield what is said until a farewell; lines between two triple quotes are one message.
+
+    `read_line` is given a prompt to show and returns None at the end.
+    """
+    while (line := read_line("> ")) is not None:
+        text = line.strip()
+        if text.startswith(QUOTES):
+            text = _quoted(text.removeprefix(QUOTES), read_line)
+            is_command = False
+        elif is_farewell(text):
+            return
+        else:
+            is_command = text.startswith("/")
+        if text:
+            yield Turn(text, is_command)
+
+
+def _quoted(text: str, read_line: Callable[[str], str | None]) -> str:
+    while not text.endswith(QUOTES):
+        line = read_line("... ")
+        if line is None:
+            break
+        text += "\n" + line.rstrip()
+    return text.removesuffix(QUOTES).strip("\n")
+
+
+def _edit_lines() -> None:
+    """Give input() line editing and a history; text that is pasted stays one message."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _typed_line(prompt: str) -> str | None:
     try:
-        return input("> ").strip()
+        return input(prompt)
     except (EOFError, KeyboardInterrupt):
         print()
-        return "/exit"
-
-
-def _obey(command: str, conversation: Conversation) -> None:
-    if command == "/reset":
-        conversation.reset()
-    elif command == "/help":
-        print(COMMANDS, file=sys.stderr)
-    else:
-        print(f"There is no command {command}; /help lists them.", file=sys.stderr)
+        return None
 
 
 def _answer(question: str, conversation: Conversation) -> None:
     try:
-        with _ctrl_c_flag() as is_stopped:
-            conversation.ask(question, lambda text: _show(printable(text)), is_stopped)
+        output = conversation.ask(question, lambda text: _show(printable(text)))
         print("\n")
+        _explain(output)
+    except KeyboardInterrupt:
+        print("\n[stopped]\n")
     except RequestError as error:
         print(f"{error}. /reset starts a new conversation.", file=sys.stderr)
 
 
+def _explain(output: RequestOutput | None) -> None:
+    """Say why an answer is none."""
+    if output is not None and (output.error is not None or not output.text.strip()):
+        print(why_empty(output), file=sys.stderr)
+
+
 def _show(text: str) -> None:
     print(text, end="", flush=True)
-
-
-@contextlib.contextmanager
-def _ctrl_c_flag() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C into a flag: an exception could strike in the middle of an engine step.
-
-    A second Ctrl-C raises KeyboardInterrupt after all, should the engine not get to look.
-    """
-    is_pressed = False
-
-    def on_ctrl_c(number: int, frame: FrameType | None) -> None:
-        nonlocal is_pressed
-        is_pressed = True
-        signal.signal(signal.SIGINT, previous)
-
-    previous = signal.signal(signal.SIGINT, on_ctrl_c)
-    try:
-        yield lambda: is_pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}

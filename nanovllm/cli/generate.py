@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.exit_code import complain
 from nanovllm.cli.live import LiveView
 from nanovllm.cli.options import (
     HELP_FORMAT,
@@ -16,25 +17,29 @@ from nanovllm.cli.options import (
     engine_config,
     sampling_params,
 )
+from nanovllm.cli.prompt_input import InputPrompt, read_prompts
+from nanovllm.cli.run_stats import why_empty
 from nanovllm.cli.start import load_llm
-from nanovllm.errors import ConfigError
-from nanovllm.outputs import RequestOutput
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM, Prompts
+    from nanovllm.llm import LLM
 
 DESCRIPTION = """\
-Continue each prompt, or answer it with --chat. All prompts run as one continuously batched job;
-answers come in the order of the prompts. Text goes to stdout, everything else to stderr."""
+Answer each prompt; a model without a chat template continues it, as does --raw. All prompts run as
+one continuously batched job; answers come in the order of the prompts, as they are written. Text
+goes to stdout, everything else to stderr."""
 
 EXAMPLES = """\
 examples:
-  nanovllm generate "The capital of France is"
-  nanovllm generate --chat "Why is the sky blue?" "Name three primary colors."
-  echo "Once upon a time" | nanovllm generate --temperature 0.8 --seed 1 --stop "The end"
-  nanovllm generate --model Qwen/Qwen3-0.6B --max-tokens 512 "def quicksort(items):"
-  nanovllm generate --chat --file questions.txt --json > answers.jsonl"""
+  nanovllm generate "Why is the sky blue?" "Name three primary colors."
+  nanovllm generate --raw "The capital of France is"
+  nanovllm generate "Summarise this:" < report.txt
+  nanovllm generate --system "You are a poet." --temperature 0.8 --seed 1 "Write about the sea."
+  nanovllm generate --model Qwen/Qwen3-0.6B --max-tokens 512 --raw "def quicksort(items):"
+  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,82 +52,157 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=HELP_FORMAT,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="a text; without any, stdin has one per line"
+    add = parser.add_argument
+    add(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="a text; - is what stdin holds. Text that is piped in is appended to every prompt, or "
+        "is the prompt if there is no other",
     )
-    parser.add_argument("--file", metavar="PATH", help="read prompts from a file, one per line")
-    parser.add_argument(
-        "--chat", action="store_true", help="use the model's chat template (default: plain text)"
+    add("--file", metavar="PATH", help="one more prompt, from a file (default: none)")
+    text = "take each line of the file or of stdin on its own (default: the whole text is one)"
+    add("--lines", action="store_true", help=text)
+    text = "instructions the model is given with every prompt (default: its own)"
+    add("--system", metavar="TEXT", help=text)
+    text = "continue the text, without the chat template (default: where the model has none)"
+    add("--raw", action="store_true", help=text)
+    text = "answer the others when a prompt cannot be (default: none is answered)"
+    add("--keep-going", action="store_true", help=text)
+    text = (
+        "write one JSON object per line: prompt, text, token_ids, finish_reason; or prompt, error"
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="write one JSON object per line: prompt, text, token_ids, finish_reason",
-    )
+    add("--json", action="store_true", help=text)
     add_engine_options(parser)
     add_sampling_options(parser, max_tokens=128, temperature=0.0)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     config, params = engine_config(args), sampling_params(args)
-    texts = read_prompts(args.prompts, args.file)
-    with load_llm(config) as llm:
-        prompts = as_chat(llm, texts) if args.chat else texts
+    if args.raw and args.system is not None:
+        raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
+    prompts = read_prompts(args.prompts, args.file, args.lines)
+    with load_llm(config, args.threads) as llm:
+        job = Job(llm, prompts, params, args)
         if args.json:
-            write_json(llm, texts, prompts, params)
+            job.write_json()
         else:
-            show_live(llm, texts, prompts, params)
-    return 0
+            job.show_live()
+    return 1 if job.failed else 0
 
 
-def read_prompts(prompts: list[str], file: str | None) -> list[str]:
-    """Return the prompts given, plus those of the file, or else the lines that stdin holds."""
-    # Arguments that are not UTF-8 arrive with surrogates, which no tokenizer takes.
-    prompts = [os.fsencode(prompt).decode(errors="replace") for prompt in prompts]
-    if file is not None:
-        prompts = [*prompts, *_read_lines(file)]
-    elif not prompts:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ConfigError("no prompt: pass one or more, or --file PATH, or pipe lines to stdin")
-        prompts = _read_lines(0)
-    if not prompts:
-        raise ConfigError(f"no prompt: {file or 'stdin'} is empty")
-    return prompts
+class Job:
+    """The prompts of one command: asked as the model wants to be, and answered or refused."""
 
+    def __init__(
+        self, llm: LLM, prompts: list[InputPrompt], params: SamplingParams, args: argparse.Namespace
+    ) -> None:
+        self.failed: dict[int, str] = {}  # prompts that were refused, or whose answer broke off
+        self._llm = llm
+        self._prompts = prompts
+        self._params = params
+        self._keep_going = args.keep_going
+        self._program = args.parser.prog
+        tokenizer = llm.engine.tokenizer
+        self._is_chat = not args.raw and tokenizer is not None and bool(tokenizer.chat_template)
+        if args.system is not None and not self._is_chat:
+            raise ConfigError(f"--system needs a chat template, and {args.model} has none")
+        self._system = args.system
 
-def as_chat(llm: LLM, texts: list[str]) -> list[list[int]]:
-    return llm.apply_chat_template([[{"role": "user", "content": text}] for text in texts])
+    def show_live(self) -> None:
+        texts = [prompt.text for prompt in self._prompts]
+        is_bare = len(texts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
+        empty = []
+        with LiveView(texts, self._params.max_tokens, has_headings=not is_bare) as view:
+            for piece in self._answer(on_step=view.on_step, on_skip=view.skip):
+                view.show(piece)
+                output = piece.output
+                if output is not None and output.error is None and not output.text.strip():
+                    empty.append((piece.index, output))
+        for index, output in sorted(empty):
+            print(f"{self._prompts[index].place}: {self._why_empty(output)}", file=sys.stderr)
+        self._complain()
+        print("\n" + view.summary(), file=sys.stderr)
 
+    def write_json(self) -> None:
+        """Write a line per prompt, in their order, each as soon as those before it are written."""
+        finished: dict[int, RequestOutput | None] = {}
+        turn = 0
 
-def show_live(llm: LLM, texts: list[str], prompts: Prompts, params: SamplingParams) -> None:
-    is_bare = len(texts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
-    with LiveView(texts, params.max_tokens, has_headings=not is_bare) as view:
-        for piece in llm.stream(prompts, params, on_step=view.on_step):
-            view.show(piece)
-    print("\n" + view.summary(), file=sys.stderr)
+        def write_turns() -> None:
+            nonlocal turn
+            while turn in finished:
+                print(self._json_line(turn, finished.pop(turn)), flush=True)
+                turn += 1
 
+        for piece in self._answer(on_skip=lambda index: finished.update({index: None})):
+            if piece.output is not None:
+                finished[piece.index] = piece.output
+            write_turns()
+        write_turns()
+        self._complain()
 
-def write_json(llm: LLM, texts: list[str], prompts: Prompts, params: SamplingParams) -> None:
-    """Write a line per prompt, in their order, each as soon as those before it are written."""
-    finished: dict[int, RequestOutput] = {}
-    turn = 0
-    for piece in llm.stream(prompts, params):
-        if piece.output is not None:
-            finished[piece.index] = piece.output
-        while turn in finished:
-            print(_json_line(texts[turn], finished.pop(turn)), flush=True)
-            turn += 1
+    def _answer(
+        self,
+        *,
+        on_step: Callable[[StepOutput], None] | None = None,
+        on_skip: Callable[[int], None],
+    ) -> Iterator[StreamPiece]:
+        asked, refused = self._ask()
 
+        def refuse(index: int, error: RequestError) -> None:
+            error = refused.get(index, error)
+            if not self._keep_going:
+                hint = " (--keep-going answers the other prompts)" if len(asked) > 1 else ""
+                raise RequestError(self._at_place(index, str(error)) + hint) from error
+            self.failed[index] = str(error)
+            on_skip(index)
 
-def _read_lines(file: str | int) -> list[str]:
-    try:
-        with open(file, encoding="utf-8", errors="replace", closefd=file != 0) as lines:
-            return [line.rstrip("\r\n") for line in lines if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"cannot read prompts from {file}: {error.strerror}") from error
+        for piece in self._llm.stream(asked, self._params, on_step=on_step, on_refusal=refuse):
+            if piece.output is not None and piece.output.error is not None:
+                self.failed[piece.index] = piece.output.error
+            yield piece
 
+    def _ask(self) -> tuple[list[Any], dict[int, RequestError]]:
+        """Put each prompt into the chat template; None where that fails, and why."""
+        if not self._is_chat:
+            return [prompt.text for prompt in self._prompts], {}
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        user = [{"role": "user", "content": prompt.text} for prompt in self._prompts]
+        conversations = [[*system, message] for message in user]
+        try:
+            return list(self._llm.apply_chat_template(conversations)), {}
+        except RequestError:
+            return self._ask_one_by_one(conversations)
 
-def _json_line(prompt: str, output: RequestOutput) -> str:
-    names = ("text", "token_ids", "finish_reason")
-    return json.dumps({"prompt": prompt, **{name: output[name] for name in names}})
+    def _ask_one_by_one(
+        self, conversations: list[list[dict[str, str]]]
+    ) -> tuple[list[Any], dict[int, RequestError]]:
+        asked: list[Any] = []
+        refused: dict[int, RequestError] = {}
+        for index, conversation in enumerate(conversations):
+            try:
+                asked += self._llm.apply_chat_template(conversation)
+            except RequestError as error:
+                asked.append(None)
+                refused[index] = error
+        return asked, refused
+
+    def _at_place(self, index: int, error: str) -> str:
+        return error if len(self._prompts) == 1 else f"{self._prompts[index].place}: {error}"
+
+    def _complain(self) -> None:
+        for index, error in sorted(self.failed.items()):
+            complain(self._program, self._at_place(index, error))
+
+    def _why_empty(self, output: RequestOutput) -> str:
+        why = why_empty(output)
+        return why if self._is_chat else f"{why}; a text that ends like a sentence can do that"
+
+    def _json_line(self, index: int, output: RequestOutput | None) -> str:
+        prompt = {"prompt": self._prompts[index].text}
+        names = ("text", "token_ids", "finish_reason")
+        answer = {} if output is None else {name: output[name] for name in names}
+        error = {"error": self.failed[index]} if index in self.failed else {}
+        return json.dumps({**prompt, **answer, **error})

@@ -42,9 +42,10 @@ class LiveView:
         self._has_headings = has_headings
         self._frame_seconds = frame_seconds
         self._turn = 0  # of the prompt that is being shown
-        self._has_begun = False
+        self._has_begun = self._has_written = False
         self._kept: defaultdict[int, list[str]] = defaultdict(list)  # prompt -> text not shown yet
         self._finished: set[int] = set()  # prompts that wait for their turn to end
+        self._skipped: set[int] = set()
         self._num_tokens_done = 0  # of max_tokens for every prompt
         self._drawn_at = 0.0
 
@@ -64,6 +65,12 @@ class LiveView:
         self._advance()
         self._draw_if_due()
 
+    def skip(self, index: int) -> None:
+        """Pass over a prompt that will have no answer."""
+        self._skipped.add(index)
+        self._num_tokens_done += self._max_tokens
+        self._advance()
+
     def summary(self) -> str:
         return self.stats.summary()
 
@@ -72,6 +79,7 @@ class LiveView:
         self._screen.close()
 
     def __enter__(self) -> LiveView:
+        self._draw_if_due()  # a long prompt takes its time before the first step is done
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -79,7 +87,10 @@ class LiveView:
 
     def _advance(self) -> None:
         """Write what the turn allows, and pass the turn on past every finished answer."""
-        while self._turn in self._kept:
+        while self._turn in self._kept or self._turn in self._skipped:
+            if self._turn in self._skipped:
+                self._turn += 1
+                continue
             self._begin()
             self._screen.write("".join(self._kept[self._turn]))
             if self._turn not in self._finished:
@@ -98,8 +109,9 @@ class LiveView:
         prompt = " ".join(self._prompts[self._turn].split())
         if len(prompt) > MAX_HEADING:
             prompt = prompt[:MAX_HEADING] + " ..."
-        if self._turn:
+        if self._has_written:
             self._screen.write("\n")
+        self._has_written = True
         self._screen.heading(f"[{self._turn + 1}/{len(self._prompts)}] {prompt}")
 
     def _draw_if_due(self) -> None:

@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     text = "write one JSON object per line: architecture, examples, short_names"
     parser.add_argument("--json", action="store_true", help=text)
-    parser.set_defaults(run=run, verbose=False)
+    parser.set_defaults(run=run, parser=parser, verbose=False)
 
 
 def run(args: argparse.Namespace) -> int:

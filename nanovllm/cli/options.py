@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from nanovllm.bench.options import at_least
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 
@@ -49,11 +50,14 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, **own_defaults: int) -> None:
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="tell what the engine does (default: warnings)"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="tell what the engine does (default: at a terminal)",
     )
-    defaults = _defaults(EngineConfig)
+    defaults = {**_defaults(EngineConfig), **own_defaults}
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
@@ -71,6 +75,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     for name, text in _ENGINE_HELP.items():
         _add_option(engine, name, text, defaults[name])
+    engine.add_argument(
+        "--threads",
+        type=at_least(1),
+        metavar="N",
+        help="CPU threads to compute with (default: torch's choice, one per core)",
+    )
     engine.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",

@@ -33,11 +33,19 @@ class RunStats:
         self.prefill, self.decode = Phase(), Phase()
         self.outputs: list[RequestOutput] = []
         self._clock = clock
-        self._start = self._step_start = clock()
+        self._start = self._step_start = self._paused_at = clock()
 
     @property
     def seconds(self) -> float:
         return self._clock() - self._start
+
+    def pause(self) -> None:
+        """Stop the clock until `resume`: somebody reads, thinks and types."""
+        self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        self._step_start = self._clock()
+        self._start += self._step_start - self._paused_at
 
     def add_step(self, step: StepOutput) -> None:
         """Count a step; one that mixes prefill and decode shares its time out by tokens."""
@@ -67,3 +75,14 @@ class RunStats:
             "finished": ", ".join(f"{reasons[reason]} by {reason}" for reason in sorted(reasons)),
         }
         return "\n".join(f"{name:<14}{value}" for name, value in rows.items())
+
+
+def why_empty(output: RequestOutput) -> str:
+    """Explain an answer without text."""
+    if output.error is not None:
+        return output.error
+    count = len(output.token_ids)
+    if output.finish_reason == "stop":
+        when = "at once" if count <= 1 else f"after {count} tokens that are no text"
+        return f"no text: the model ended its answer {when} (a stop string counts as an end)"
+    return f"no text: the {count} tokens that the model wrote are blank or special ones"

@@ -8,25 +8,40 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 
 def configure_logging(is_verbose: bool) -> None:
-    """Show warnings on stderr, and with `is_verbose` what the engine reports about itself."""
+    """Show warnings on stderr; at a terminal or if `is_verbose`, also what the engine is doing.
+
+    Whoever waits at a terminal sees what for; in a log file it would be noise.
+    """
     handler = logging.StreamHandler()
-    handler.setLevel(logging.INFO if is_verbose else logging.WARNING)
-    logging.basicConfig(format="%(levelname)s: %(message)s", handlers=[handler])
-    # At INFO the engine draws a bar while it loads: good at a terminal, noise in a log file.
+    handler.setFormatter(_Lines())
+    logging.basicConfig(handlers=[handler])
     is_shown = is_verbose or sys.stderr.isatty()
     logging.getLogger("nanovllm").setLevel(logging.INFO if is_shown else logging.WARNING)
 
 
-def load_llm(config: EngineConfig) -> LLM:
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno <= logging.INFO else f"{record.levelname}: {text}"
+
+
+def load_llm(config: EngineConfig, num_threads: int | None = None) -> LLM:
     """Start an engine; torch is imported here and not before."""
+    if num_threads is not None and config.tensor_parallel_size > 1:
+        raise ConfigError("--threads is for one process; several share the cores among them")
     if sys.stderr.isatty():
         print(f"Loading {config.model} ...", file=sys.stderr)
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
     from nanovllm.llm import LLM
 
     return LLM(**asdict(config))

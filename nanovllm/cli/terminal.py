@@ -25,22 +25,20 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """A file or a pipe: no control characters, every answer in one go."""
+    """A file or a pipe: text as it comes, no control characters."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._answer: list[str] = []
 
     def heading(self, text: str) -> None:
-        self._answer.append(text + "\n")
+        self._out.write(text + "\n")
 
     def write(self, text: str) -> None:
-        self._answer.append(text)
+        self._out.write(text)
+        self._out.flush()  # whoever reads gets every token at once
 
     def end_answer(self) -> None:
-        self._out.write("".join(self._answer) + "\n")
-        self._out.flush()
-        self._answer.clear()
+        self.write("\n")
 
     def draw(self, status: str) -> None:
         pass

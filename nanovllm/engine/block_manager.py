@@ -44,10 +44,6 @@ class BlockManager:
         self._prefixes: list[Prefix | None] = [None] * num_blocks
         self._cached: dict[int, int] = {}  # hash -> block id
 
-    def emptied(self) -> BlockManager:
-        """Return a manager of the same pool that trusts none of its contents."""
-        return BlockManager(self.num_blocks, self.block_size, self.enable_caching)
-
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -78,7 +74,7 @@ class BlockManager:
             self._ref_counts[block_id] += 1
         seq.block_ids = hits
         seq.num_computed = len(hits) * self.block_size
-        seq.prefix = self._prefixes[hits[-1]] if hits else seq.cache_salt
+        seq.prefix = self._prefixes[hits[-1]] if hits else seq.request.cache_salt
         seq.next_full_len = (
             seq.num_computed + self.block_size if self.enable_caching else sys.maxsize
         )
@@ -135,7 +131,7 @@ class BlockManager:
     def _match(self, seq: Sequence) -> list[int]:
         """Return the blocks that hold the longest cached prefix; one token is left to compute."""
         hits: list[int] = []
-        parent: Prefix | str | None = seq.cache_salt
+        parent: Prefix | str | None = seq.request.cache_salt
         num_full = (len(seq.token_ids) - 1) // self.block_size
         for key in self._keys(seq, num_full)[:num_full]:
             block_id = self._find(key, parent)
@@ -179,8 +175,7 @@ class BlockManager:
         for index in range(len(keys), num_full):
             start = index * self.block_size
             tokens = seq.token_ids[start : start + self.block_size].tobytes()
-            seed = (
-                keys[-1].hash if keys else xxhash.xxh3_64_intdigest((seq.cache_salt or "").encode())
-            )
+            salt = seq.request.cache_salt or ""
+            seed = keys[-1].hash if keys else xxhash.xxh3_64_intdigest(salt.encode())
             keys.append(BlockKey(xxhash.xxh3_64_intdigest(tokens, seed), tokens))
         return keys

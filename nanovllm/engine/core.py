@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass
 
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan
@@ -12,17 +13,11 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor, Pending
 
 
-@dataclass(frozen=True, slots=True)
-class CoreStep:
-    """What one call of `step` committed: `updated` sequences finished, or stream and grew."""
-
-    updated: list[Sequence]
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-
-
 class EngineCore:
-    """Sequences in, tokens out. Knows neither text nor tensors."""
+    """Requests in, tokens out. Knows neither text nor tensors.
+
+    One thread at a time may use it; a step that an exception broke off ends it for good.
+    """
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, depth: int, max_model_len: int
@@ -35,73 +30,81 @@ class EngineCore:
         self.max_len = min(max_model_len, pool_len)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
-        self._unreported: list[Sequence] = []  # their update was lost to an interrupt
         self._failure: str | None = None
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; raises RequestError, and keeps nothing, when it can never run."""
-        self._raise_if_failed()
-        if seq.num_prompt_tokens >= self.max_len:
+    def check(self, request: Request) -> None:
+        """Raise RequestError for one that can never run; any thread may call this."""
+        self.raise_if_failed()
+        num_tokens = len(request.token_ids)
+        if num_tokens >= self.max_len:
             raise RequestError(
-                f"the prompt has {seq.num_prompt_tokens} tokens, but only {self.max_len - 1} fit "
+                f"the prompt has {num_tokens} tokens, but only {self.max_len - 1} fit "
                 "(one must be left to generate); shorten it, or raise max_model_len or "
                 "num_kvcache_blocks"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises, and keeps nothing, when it can never run."""
+        self.check(request)
+        seq = Sequence(request)
         seq.max_len = min(seq.max_len, self.max_len)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
     def step(self) -> CoreStep:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
-        self._raise_if_failed()
-        if self._unreported:
-            updated, self._unreported = self._unreported, []
-            return CoreStep([seq for seq in updated if seq.seq_id in self._sequences])
+        self.raise_if_failed()
         try:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan)))
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
                 return self._commit(*self._in_flight.popleft())
-        except Exception as error:
+        except BaseException as error:
             # Not the error itself: its traceback holds the engine, which would hold itself.
             self._failure = repr(error)
             raise
-        except BaseException:  # Ctrl-C may land anywhere in a step; the engine outlives it
-            self._in_flight.clear()
-            self.scheduler.restart(self._sequences.values())
-            self.report_again()
-            raise
         assert self._in_flight or not self._sequences, "sequences wait but nothing runs"
-        return CoreStep([])
+        return CoreStep([], [], [])
 
-    def finish(self, seq_id: int, reason: str) -> Sequence | None:
-        """End a sequence now and hand it over; None if it is unknown.
+    def finish(self, seq_id: int, reason: FinishReason) -> Ending | None:
+        """End a sequence now; None if it is over or was never there.
 
         Whatever a step in flight still samples for it is dropped.
         """
-        seq = self._sequences.pop(seq_id, None)
+        seq = self._sequences.get(seq_id)
         if seq is None:
             return None
         self.scheduler.finish(seq, reason)
-        return seq
+        return self._leave(seq)
 
-    def report_again(self) -> None:
-        """Let the next step return every sequence whose update may not have been seen."""
-        self._unreported = [
-            seq
-            for seq in self._sequences.values()
-            if seq.is_streaming or seq.finish_reason is not None
-        ]
+    def raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
 
     def _commit(self, plan: StepPlan, pending: Pending) -> CoreStep:
         updated = self.scheduler.commit(plan, pending.result())
-        return CoreStep(updated, plan.num_prefill_tokens, plan.num_decode_tokens)
+        streaming = [seq for seq in updated if seq.is_streaming and seq.finish_reason != "error"]
+        return CoreStep(
+            [seq.seq_id for seq in streaming],
+            [seq.token_ids[-1] for seq in streaming],
+            [self._leave(seq) for seq in updated if seq.finish_reason is not None],
+            plan.num_prefill_tokens,
+            plan.num_decode_tokens,
+        )
 
-    def _raise_if_failed(self) -> None:
-        if self._failure is not None:
-            raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
+    def _leave(self, seq: Sequence) -> Ending:
+        assert seq.finish_reason is not None
+        del self._sequences[seq.seq_id]
+        return Ending(
+            seq.seq_id,
+            seq.output_token_ids,
+            seq.finish_reason,
+            seq.num_cached,
+            seq.first_token_time,
+            time.perf_counter(),
+        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import itertools
 import logging
-import time
+import threading
 from array import array
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -19,43 +20,56 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.request import Ending, Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.multiproc import MultiprocExecutor
-from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.worker.memory import check_device, check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the engine is closed; make a new one"
+BROKEN_LOGITS = (
+    "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
+    "the weights may be damaged, or too large for the dtype: try dtype='float32'"
+)
 
-@dataclass(slots=True)
-class _Live:
-    """What the engine remembers of a request beside its sequence."""
 
+@dataclass(slots=True, eq=False)
+class Live:
+    """What the front keeps of a request until it is answered."""
+
+    request: Request
     prompt: str | None
-    params: SamplingParams
     is_streaming: bool
     detokenizer: Detokenizer | None
-    num_seen: int = 0  # output tokens that were detokenised and streamed
+    num_seen: int = 0  # output tokens that were detokenised
+    new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
 
 
 class LLMEngine:
-    """`add_request` as often as you like, then `step` until `is_finished`."""
+    """`add_request` as often as you like, then `step` until `is_finished`.
+
+    Any thread may `prepare` requests; everything else is for one thread at a time, and for one
+    that no signal interrupts: `LLM` gives an engine a thread of its own.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
+        platform = check_device(config)
         checkpoint = find_checkpoint(
             config.model,
             revision=config.revision,
             need_weights=config.load_format != "dummy",
             need_tokenizer=not config.skip_tokenizer_init,
+            check=partial(check_model, config, platform),
         )
         self.model_config = read_config(checkpoint.config)
         self.config = config = clamp_model_len(config, self.model_config)
@@ -66,7 +80,6 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         self._eos_token_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
 
-        check_splits(self.model_config, config.tensor_parallel_size)
         kind = LocalExecutor if config.tensor_parallel_size == 1 else MultiprocExecutor
         executor: Executor = kind(config, self.model_config, checkpoint)
         self.info = executor.start()
@@ -84,10 +97,9 @@ class LLMEngine:
                 self.core.max_len,
                 config.max_model_len,
             )
-        self._live: dict[int, _Live] = {}
-        self._finished: list[RequestOutput] = []  # for the next return of step
-        self._pieces: list[StreamPiece] = []
-        self._num_added = 0
+        self._live: dict[int, Live] = {}
+        self._seq_ids = itertools.count()
+        self._tokenizing = threading.Lock()  # tokenizers are not made for several threads
         self._is_closed = False
 
     def _make_core(self, executor: Executor) -> EngineCore:
@@ -108,103 +120,126 @@ class LLMEngine:
         is_streaming: bool = False,
     ) -> int:
         """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
-        self._raise_if_closed()
+        live = self.prepare(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
+        self.submit(live)
+        return live.request.seq_id
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = False,
+    ) -> Live:
+        """Check and tokenise a prompt; `submit` queues what this returns. Safe in any thread."""
+        self.raise_if_closed()
         self._check_params(params)
         if cache_salt is not None:
             check_text("cache_salt", cache_salt)
         text, token_ids = self._encode(prompt)
-        seq_id = self._num_added
         detokenizer = None
         if self.tokenizer is not None and (is_streaming or params.stop):
             detokenizer = Detokenizer(self.tokenizer, params)
-        seq = Sequence(
+        seq_id = next(self._seq_ids)
+        request = Request(
             seq_id,
             token_ids,
             params,
-            seed=self._seed(params, seq_id),
-            stop_token_ids=self._stop_token_ids(params),
-            cache_salt=cache_salt,
+            self._seed(params, seq_id),
+            self._stop_token_ids(params),
+            cache_salt,
             is_streaming=is_streaming or detokenizer is not None,
         )
-        self.core.add(seq)
-        self._live[seq_id] = _Live(text, params, is_streaming, detokenizer)
-        self._num_added += 1
-        return seq_id
+        self.core.check(request)
+        return Live(request, text, is_streaming, detokenizer)
+
+    def submit(self, live: Live) -> None:
+        """Queue a prepared request."""
+        self.raise_if_closed()
+        self.core.add(live.request)
+        self._live[live.request.seq_id] = live
 
     def step(self) -> StepOutput:
         """Run one step of the loop; what it returns may stem from an earlier one in flight."""
-        self._raise_if_closed()
+        self.raise_if_closed()
         step = self.core.step()
-        try:
-            for seq in step.updated:
-                self._update(seq)
-        except BaseException:  # Ctrl-C: what was not seen now is seen in the next step
-            self.core.report_again()
-            raise
-        finished, self._finished = self._finished, []
-        pieces, self._pieces = self._pieces, []
-        return StepOutput(finished, pieces, step.num_prefill_tokens, step.num_decode_tokens)
+        endings = {ending.seq_id: ending for ending in step.endings}
+        for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
+            if self._push(self._live[seq_id], token_id):
+                ending = endings.get(seq_id) or self.core.finish(seq_id, "stop")
+                assert ending is not None
+                endings[seq_id] = replace(ending, finish_reason="stop")
+        outputs = {seq_id: self._output(ending) for seq_id, ending in endings.items()}
+        lives = [self._live[seq_id] for seq_id in dict.fromkeys((*step.seq_ids, *outputs))]
+        pieces = [_piece(live, outputs) for live in lives if live.is_streaming]
+        for seq_id in outputs:
+            del self._live[seq_id]
+        return StepOutput(
+            list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
+        )
 
     def is_finished(self) -> bool:
-        return not self.core.has_unfinished and not self._finished
+        return not self.core.has_unfinished
 
     def abort(self, seq_id: int) -> RequestOutput | None:
         """End a request now; returns what it had, or None when it is not running."""
-        self._finished = [output for output in self._finished if output.seq_id != seq_id]
-        self._pieces = [piece for piece in self._pieces if piece.seq_id != seq_id]
-        seq = self.core.finish(seq_id, "abort")
-        if seq is None:
+        ending = self.core.finish(seq_id, "abort")
+        if ending is None:
             return None
-        return self._output(seq, self._live.pop(seq_id), "abort", num_tokens=None)
+        output = self._output(ending)
+        del self._live[seq_id]
+        return output
+
+    def abort_all(self) -> list[RequestOutput]:
+        """End every request now; returns what each had."""
+        outputs = [self.abort(seq_id) for seq_id in list(self._live)]
+        return [output for output in outputs if output is not None]
 
     def close(self) -> None:
         """Free the model and the cache; a second call does nothing."""
         self._is_closed = True
         self.core.executor.close()
 
-    def _update(self, seq: Sequence) -> None:
-        """Detokenise and stream what is new in a sequence, and answer the request if it is over."""
-        live = self._live[seq.seq_id]
-        reason, num_tokens = seq.finish_reason, None
-        token_ids = seq.token_ids[seq.num_prompt_tokens + live.num_seen :].tolist()
-        for token_id in token_ids:
-            live.num_seen += 1
-            if live.detokenizer is not None and live.detokenizer.push(token_id):
-                reason, num_tokens = "stop", live.num_seen
-                break
-        output = None
-        if reason is not None:
-            output = self._output(seq, live, reason, num_tokens)
-            self._finished.append(output)
-            self.core.finish(seq.seq_id, reason)
-            del self._live[seq.seq_id]
-        if live.is_streaming:
-            text = live.detokenizer.take() if live.detokenizer is not None else ""
-            self._pieces.append(StreamPiece(seq.seq_id, text, token_ids, output))
+    def raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise EngineError(CLOSED)
 
-    def _output(
-        self, seq: Sequence, live: _Live, reason: str, num_tokens: int | None
-    ) -> RequestOutput:
-        token_ids = seq.output_token_ids[:num_tokens]
+    def _push(self, live: Live, token_id: int) -> bool:
+        """Add a token to a request's text; True when it completes a stop string."""
+        live.num_seen += 1
+        live.new_token_ids.append(token_id)
+        return live.detokenizer is not None and live.detokenizer.push(token_id)
+
+    def _output(self, ending: Ending) -> RequestOutput:
+        live = self._live[ending.seq_id]
+        request, token_ids = live.request, ending.token_ids
         if live.detokenizer is not None:
-            for token_id in token_ids[live.num_seen :]:  # aborted before they were seen
-                live.detokenizer.push(token_id)
             live.detokenizer.finish()
             text = live.detokenizer.text
         else:
-            text = "" if self.tokenizer is None else decode(self.tokenizer, token_ids, live.params)
-        first = seq.first_token_time
+            tokenizer = self.tokenizer
+            text = "" if tokenizer is None else decode(tokenizer, token_ids, request.params)
+        first = ending.first_token_time
         return RequestOutput(
-            seq_id=seq.seq_id,
+            seq_id=ending.seq_id,
             prompt=live.prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens].tolist(),
+            prompt_token_ids=request.token_ids.tolist(),
             text=text,
             token_ids=token_ids,
-            finish_reason=reason,
-            num_cached_tokens=seq.num_cached,
-            time_to_first_token=first - seq.arrival_time if first else 0.0,
-            duration=time.perf_counter() - seq.arrival_time,
+            finish_reason=ending.finish_reason,
+            num_cached_tokens=ending.num_cached_tokens,
+            time_to_first_token=first - request.arrival_time if first else 0.0,
+            duration=ending.end_time - request.arrival_time,
+            error=BROKEN_LOGITS if ending.finish_reason == "error" else None,
         )
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Tokenise text. Safe in any thread."""
+        assert self.tokenizer is not None
+        with self._tokenizing:
+            ids: list[int] = self.tokenizer.encode(text, **options)
+        return ids
 
     def _encode(self, prompt: str | list[int]) -> tuple[str | None, array[int]]:
         if isinstance(prompt, str):
@@ -213,7 +248,7 @@ class LLMEngine:
                     "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
                 )
             check_text("the prompt", prompt)
-            ids = self.tokenizer.encode(prompt)
+            ids = self.encode(prompt)
         elif isinstance(prompt, list):
             ids = prompt
         else:
@@ -251,9 +286,13 @@ class LLMEngine:
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return () if eos is None else (eos,)
 
-    def _raise_if_closed(self) -> None:
-        if self._is_closed:
-            raise EngineError("the engine is closed; make a new one")
+
+def _piece(live: Live, outputs: dict[int, RequestOutput]) -> StreamPiece:
+    """Take what is new in a streamed request."""
+    token_ids, live.new_token_ids = live.new_token_ids, []
+    text = live.detokenizer.take() if live.detokenizer is not None else ""
+    seq_id = live.request.seq_id
+    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id))
 
 
 def check_text(name: str, text: object) -> None:
@@ -287,4 +326,4 @@ def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineCo
     if config.max_model_len <= limit:
         return config
     logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
-    return dataclasses.replace(config, max_model_len=limit)
+    return replace(config, max_model_len=limit)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.sampling_params import NO_TOKEN
 
 
 class Scheduler:
@@ -63,6 +64,10 @@ class Scheduler:
             token_id = next(tokens)
             if seq.finish_reason is not None:  # it ended while this step was in flight
                 continue
+            if token_id == NO_TOKEN:
+                self._end(seq, "error")
+                updated.append(seq)
+                continue
             seq.token_ids.append(token_id)
             num_tokens = len(seq.token_ids)
             if num_tokens == seq.num_prompt_tokens + 1:
@@ -77,28 +82,10 @@ class Scheduler:
                 updated.append(seq)
         return updated
 
-    def finish(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
         if seq.finish_reason is None:
             self._end(seq, reason)
-
-    def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Begin anew after a step broke off half-way: no block or count of before can be trusted.
-
-        Only tokens are kept; the unfinished sequences wait to be recomputed.
-        """
-        self.blocks = self.blocks.emptied()
-        self.waiting.clear()
-        self.running.clear()
-        self._in_flight.clear()
-        self._free_slots = list(reversed(range(self.max_num_seqs)))
-        self._num_free_to_admit = 0
-        for seq in sequences:
-            if seq.finish_reason is None:
-                seq.slot, seq.block_ids = NO_SLOT, []
-                seq.capacity = seq.num_computed = 0
-                seq.num_tokens = len(seq.token_ids)
-                self.add(seq)
 
     def check(self) -> None:
         """Recompute the invariants of the scheduler and its block manager from scratch."""
@@ -169,8 +156,8 @@ class Scheduler:
                 token_ids,
                 list(seq.block_ids),
                 seq.num_prompt_tokens,
-                seq.params,
-                seq.seed,
+                seq.request.params,
+                seq.request.seed,
                 seq.stop_token_ids,
             )
         )
@@ -194,7 +181,7 @@ class Scheduler:
         if end >= seq.next_full_len:
             self.blocks.register(seq)
 
-    def _end(self, seq: Sequence, reason: str) -> None:
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         if seq.slot == NO_SLOT:
             del self.waiting[seq.seq_id]

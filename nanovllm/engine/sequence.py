@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from array import array
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.request import FinishReason, Request
 
 NO_SLOT = -1
 
@@ -21,22 +19,16 @@ class Sequence:
     only the known ones. The scheduler owns and mutates it.
     """
 
-    seq_id: int
-    prompt_token_ids: InitVar[Iterable[int]]
-    params: SamplingParams
-    _: KW_ONLY
-    seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    cache_salt: str | None = None
-    is_streaming: bool = False  # wants an output for every token, not only at the end
-
+    request: Request
+    seq_id: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    is_streaming: bool = field(init=False)
     token_ids: array[int] = field(init=False)  # numpy and hashes read it as it is
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
     max_len: int = field(init=False)
     num_cached: int = 0
-    finish_reason: str | None = None
-    arrival_time: float = field(default_factory=time.perf_counter)
+    finish_reason: FinishReason | None = None
     first_token_time: float = 0.0
 
     slot: int = NO_SLOT
@@ -47,11 +39,14 @@ class Sequence:
     prefix: Prefix | str | None = field(init=False)  # the last one registered or matched
     next_full_len: int = 0  # number of computed tokens that completes the next block
 
-    def __post_init__(self, prompt_token_ids: Iterable[int]) -> None:
-        self.token_ids = array("i", prompt_token_ids)
+    def __post_init__(self) -> None:
+        request = self.request
+        self.seq_id, self.is_streaming = request.seq_id, request.is_streaming
+        self.stop_token_ids = request.stop_token_ids
+        self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.max_len = self.num_prompt_tokens + self.params.max_tokens
-        self.prefix = self.cache_salt
+        self.max_len = self.num_prompt_tokens + request.params.max_tokens
+        self.prefix = request.cache_salt
 
     @property
     def num_pending(self) -> int:

@@ -57,7 +57,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled tokens, one for each row with num_logits > 0, in row order."""
+    """The sampled tokens or NO_TOKEN, one for each row with num_logits > 0, in row order."""
 
     tokens: IntColumn
 

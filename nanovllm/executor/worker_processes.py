@@ -78,6 +78,8 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """End the workers; a second call finds none."""
+        if os.getpid() != self._owner:  # a forked child must not end what its parent uses
+            return
         self._stop(Failure("the engine is closed; make a new one", "EngineError"))
         _, sender = self._threads
         if sender.ident is None:  # it never started

@@ -8,17 +8,22 @@ import torch
 
 from nanovllm.kernels.ops import Ops
 from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.platforms.cpu_features import CpuFeatures
 
 logger = logging.getLogger(__name__)
 
 
-def create_cpu_ops(dtype: torch.dtype) -> Ops:
+def create_cpu_ops(dtype: torch.dtype, features: CpuFeatures) -> Ops:
+    product_dtype = features.product_dtype(dtype)
     if dtype not in (torch.float32, torch.bfloat16):
-        return TorchOps()
+        return TorchOps(product_dtype)
+    if not features.has_compiler:
+        logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
+        return TorchOps(product_dtype)
     try:
         from nanovllm.kernels.cpu.ops import NumbaOps
         from nanovllm.kernels.cpu.program import Launcher
     except ImportError as error:
         logger.info("no compiled CPU kernels (%s): decoding will be slower", error)
-        return TorchOps()
-    return NumbaOps(Launcher(dtype))
+        return TorchOps(product_dtype)
+    return NumbaOps(Launcher(dtype), features)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.ops import (
     Activation,
@@ -19,7 +20,12 @@ from nanovllm.kernels.ops import (
 
 
 class TorchOps:
+    """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
+
     launcher = None
+
+    def __init__(self, product_dtype: torch.dtype | None = None) -> None:
+        self.product_dtype = product_dtype
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         x = F.embedding(token_ids, table)
@@ -61,11 +67,13 @@ class TorchOps:
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
-        return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
+        dtype = self.product_dtype
+        return ComposedLinear(self, lambda x: widened.linear(x, weight, bias, dtype), activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return ComposedExperts(
-            self, lambda x, logits: run_experts(x, logits, gate_up, down, routing)
+            self,
+            lambda x, logits: run_experts(x, logits, gate_up, down, routing, self.product_dtype),
         )
 
     def pack_step(self, weights: DecoderWeights) -> None:
@@ -87,7 +95,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
+    x: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    product_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See Ops.pack_experts; each expert that was chosen at all runs once, over all its tokens."""
     ids, weights = route(logits, routing)  # [tokens, top_k]
@@ -96,10 +109,12 @@ def run_experts(
     y = x.new_empty(len(order), x.shape[1])
     for expert, pairs in enumerate(order.split(counts)):
         if len(pairs) > 0:
-            gate, up = F.linear(x[pairs // routing.top_k], gate_up[expert]).chunk(2, dim=-1)
-            y[pairs] = F.linear(F.silu(gate) * up, down[expert])
+            rows = x[pairs // routing.top_k]
+            gate, up = widened.linear(rows, gate_up[expert], None, product_dtype).chunk(2, dim=-1)
+            y[pairs] = widened.linear(F.silu(gate) * up, down[expert], None, product_dtype)
     y = y.view(*ids.shape, x.shape[1])
-    return torch.bmm(weights.unsqueeze(1), y).squeeze(1)
+    weights, y = widened.widen(weights.unsqueeze(1), y, dtype=product_dtype)
+    return torch.bmm(weights, y).squeeze(1).to(x.dtype)
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.sampling_params import NO_TOKEN
+
 NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sorts the vocabulary
 
 
@@ -26,13 +28,16 @@ class SamplingColumns:
 
 
 def sample(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """Return one token per row of logits [rows, vocab_size]; ties go to the lowest id."""
-    tokens = logits.max(-1).indices  # several times faster than argmax on a CPU
+    """Return one token per row of logits [rows, vocab_size]; ties go to the lowest id.
+
+    A row with NaN or infinity, or without any token that may be chosen, gets NO_TOKEN.
+    """
+    peaks, tokens = logits.max(-1)  # several times faster than argmax on a CPU
     rows = columns.temperature.nonzero().squeeze(1)
     if len(rows):
         chosen = columns.select(rows)
         tokens[rows] = _draw(sampling_probs(logits[rows], chosen), chosen)
-    return tokens
+    return torch.where(peaks.isfinite(), tokens, NO_TOKEN)
 
 
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:

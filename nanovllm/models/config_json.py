@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.models.config_fields import INT32_MAX
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # and "factors", of GGUF files
 # By their names in config.json.
@@ -61,15 +62,17 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 def _stretched(max_position: int, rope: RopeConfig) -> int:
     """Return how many positions there are when the rotation is scaled."""
     if rope.kind == "yarn":
-        return max(max_position, int(rope.factor * rope.original_max_position))
-    return int(rope.factor * max_position) if rope.kind in ("linear", "dynamic") else max_position
+        max_position = max(max_position, int(rope.factor * rope.original_max_position))
+    elif rope.kind in ("linear", "dynamic"):
+        max_position = int(rope.factor * max_position)
+    return min(max_position, INT32_MAX)
 
 
 def with_window(model: ModelConfig, window: int | None, layers: Iterable[int]) -> ModelConfig:
     """Let some layers see only the newest tokens."""
     chosen = set(layers)
     attention = (
-        replace(layer, window=window) if i in chosen else layer
+        replace(layer, window=window or None) if i in chosen else layer
         for i, layer in enumerate(model.layers)
     )
     return replace(model, layers=tuple(attention))
@@ -96,9 +99,11 @@ def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
 
 
 def read_architecture(config: Mapping[str, Any]) -> str:
-    names: list[str] = list(config.get("architectures") or ())
-    if len(names) != 1:
-        raise CheckpointError(f"config.json must name one entry in architectures, got {names}")
+    names = config.get("architectures")
+    if not isinstance(names, list | tuple) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(
+            f"config.json must name one entry in architectures, got {names!r:.80}"
+        )
     return names[0]
 
 

@@ -10,6 +10,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.layers.build import Build
 from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from nanovllm.models.config_fields import check_fields, check_model
 from nanovllm.models.config_json import read_architecture, read_model_config
 from nanovllm.models.decoder import BuildLayer, DecoderModel
 
@@ -69,17 +70,21 @@ FAMILIES = {
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json as its family does."""
-    name = read_architecture(config)
-    if name not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise UnsupportedModelError(
-            f"architecture {name!r} is not supported; supported: {supported}"
-        )
+    """Read a config.json as its family does, every value checked before it is used."""
     try:
-        return FAMILIES[name].read_config(config)
-    except (TypeError, ValueError, ArithmeticError) as error:  # "3" for 3, a null for a size
+        name = read_architecture(config)
+        if name not in FAMILIES:
+            supported = ", ".join(sorted(FAMILIES))
+            raise UnsupportedModelError(
+                f"architecture {name!r} is not supported; supported: {supported}"
+            )
+        check_fields(config)
+        model = FAMILIES[name].read_config(config)
+    # In values that are not in that table, or objects within objects without end.
+    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise CheckpointError(f"config.json has a value of the wrong type: {error}") from error
+    check_model(model)
+    return model
 
 
 def build_model(config: ModelConfig, max_model_len: int, build: Build) -> DecoderModel:

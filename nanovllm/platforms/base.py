@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,12 @@ class PendingTokens(Protocol):
 
     def result(self) -> np.ndarray:
         """Wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    free: int  # bytes
+    total: int
 
 
 class Platform(Protocol):
@@ -31,6 +38,9 @@ class Platform(Protocol):
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Resolve dtype="auto" for a checkpoint stored as `checkpoint_dtype`."""
+
+    def memory(self) -> Memory:
+        """Return what one rank has of the device's memory."""
 
     def profile(self, run: Callable[[], object]) -> None:
         """Run the largest step there can be, if that is how the platform learns what steps need."""

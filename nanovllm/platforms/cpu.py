@@ -1,8 +1,9 @@
-"""The CPU: bf16 where it is fast, a lazily touched KV pool."""
+"""The CPU: a dtype by its features, a lazily touched KV pool."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from nanovllm.platforms.base import Memory
+from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +37,18 @@ class CpuPlatform:
     depth = 0  # benchmarks/cpu_depth.py
     name = device_name = "cpu"
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, features: CpuFeatures | None = None) -> None:
         self.num_ranks = num_ranks  # that share this machine's memory
+        self.features = features or find_cpu_features()
 
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
-        if checkpoint_dtype == "float32" or not has_fast_bf16():
-            return torch.float32
-        return torch.bfloat16
+        return self.features.choose_dtype(checkpoint_dtype)
+
+    def memory(self) -> Memory:
+        return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 
     def profile(self, run: Callable[[], object]) -> None:
         pass  # a step's activations are small beside the memory that is left free
@@ -83,23 +89,16 @@ class CpuPlatform:
         return num_bytes * self.num_ranks <= total_memory() // 8
 
 
-def has_fast_bf16() -> bool:
-    """Whether the CPU multiplies bf16 natively; emulated bf16 is slower than float32."""
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_arm_bf16_supported")
-    checks = [getattr(torch.cpu, name, None) for name in names]
-    return any(check() for check in checks if check is not None)
-
-
 def total_memory() -> int:
     """Return the bytes of the machine, or of its cgroup if that is allowed less."""
-    limits = (_read_int(limit_file) for limit_file, _ in _CGROUP_FILES)
+    limits = (_read_int(limit_file) for limit_file, _ in _cgroup_files())
     return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def available_memory() -> int:
     """Return the bytes this process may still take: the machine's or its cgroup's, if less."""
     available = _meminfo("MemAvailable")
-    for limit_file, usage_file in _CGROUP_FILES:
+    for limit_file, usage_file in _cgroup_files():
         limit, usage = _read_int(limit_file), _read_int(usage_file)
         if limit is not None and usage is not None:
             usage -= _page_cache(usage_file.parent)
@@ -107,22 +106,49 @@ def available_memory() -> int:
     return available
 
 
-_CGROUP_FILES = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_OWN_GROUPS = Path("/proc/self/cgroup")
+# By the name of the controller: version 2 has none.
+_CGROUPS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    "memory": (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
     ),
-)
+}
+
+
+def _cgroup_files() -> list[tuple[Path, Path]]:
+    """Return where limit and usage stand of the groups that this process is in, one in another."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    entries = [line.split(":", 2) for line in lines]
+    own = {name: path for _, names, path in entries for name in names.split(",")}
+    files = []
+    for controller, (root, limit, usage) in _CGROUPS.items():
+        folder = root / own.get(controller, "").lstrip("/")
+        groups = [folder, *folder.parents][: len(folder.parts) - len(root.parts) + 1]
+        files += [(group / limit, group / usage) for group in groups]
+    return files
 
 
 def _meminfo(name: str) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return 8 * GIB
+    except OSError:
+        return _physical_memory()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields[name].split()[0]) * 1024
+
+
+def _physical_memory() -> int:
+    """Return the bytes of a machine that is not Linux; what of them is free is not known there."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # Windows
+        return 8 * GIB
 
 
 def _page_cache(cgroup: Path) -> int:

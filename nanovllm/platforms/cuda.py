@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
+from nanovllm.platforms.base import Memory
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,11 @@ class CudaPlatform:
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.float16
         return dtype
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return Memory(free + unused, total)
 
     def profile(self, run: Callable[[], object]) -> None:
         torch.cuda.empty_cache()

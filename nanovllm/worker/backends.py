@@ -13,6 +13,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import create_cpu_ops
 from nanovllm.kernels.ops import Ops
 from nanovllm.platforms.base import Platform
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_buffers import InputBuffers
@@ -47,30 +48,39 @@ def create_backend(
         from nanovllm.worker.cuda.backend import CudaBackend  # needs triton
 
         return CudaBackend(platform, config, vocab_size, dtype, group)
+    assert isinstance(platform, CpuPlatform)
     return CpuBackend(platform, config, dtype, group)
 
 
 class CpuBackend:
     def __init__(
-        self, platform: Platform, config: EngineConfig, dtype: torch.dtype, group: TPGroup
+        self, platform: CpuPlatform, config: EngineConfig, dtype: torch.dtype, group: TPGroup
     ) -> None:
         self.config = config
         self.group = group
-        self.ops = create_cpu_ops(dtype)
+        self.ops = create_cpu_ops(dtype, platform.features)
         self.attention = create_attention(
-            platform, self.ops, config.kvcache_block_size, config.attention_backend, dtype
+            platform,
+            self.ops,
+            config.kvcache_block_size,
+            config.attention_backend,
+            dtype,
+            platform.features.product_dtype(dtype),
         )
 
     def sampler(self, buffers: InputBuffers) -> TorchSampler:
         return TorchSampler(buffers, self.group)
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        config, launcher, sampler = self.config, self.ops.launcher, self.sampler(eager.buffers)
+        config, sampler = self.config, self.sampler(eager.buffers)
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.
-        if launcher is None or is_eager or not self.group.is_alone:
+        if self.ops.launcher is None or is_eager or not self.group.is_alone:
             return ModelRunner(eager.buffers, eager, sampler)
-        from nanovllm.worker.recorded_forward import RecordedForward  # needs numba
+        from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
+        from nanovllm.worker.recorded_forward import RecordedForward
 
-        recorded = RecordedForward(eager, launcher, config.max_model_len)
+        assert isinstance(self.ops, NumbaOps)
+        recorded = RecordedForward(eager, self.ops, config.max_model_len)
+        recorded.prepare()
         return ModelRunner(eager.buffers, recorded, sampler)

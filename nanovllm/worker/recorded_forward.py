@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from nanovllm.attention.cpu import NumbaPlan
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS
-from nanovllm.kernels.cpu.program import Launcher, NotRecordableError
+from nanovllm.kernels.cpu.ops import NumbaOps
+from nanovllm.kernels.cpu.program import NotRecordableError
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode
@@ -29,30 +30,44 @@ class RecordedStep:
 class RecordedForward:
     """Replays decode steps whose products are all kernels of ours; the model runs the others."""
 
-    def __init__(self, eager: EagerForward, launcher: Launcher, max_model_len: int) -> None:
+    def __init__(self, eager: EagerForward, ops: NumbaOps, max_model_len: int) -> None:
         self.eager = eager
-        self.launcher = launcher
+        self.launcher = ops.launcher
         self.max_model_len = max_model_len
-        self._max_rows = MAX_LINEAR_ROWS[eager.dtype]
+        self.max_rows = ops.max_linear_rows
         self._steps: dict[int, RecordedStep] = {}  # by number of rows
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         num_rows = len(plan.slots)
-        if num_rows > self._max_rows or not is_decode(plan):
+        if num_rows > self.max_rows or not is_decode(plan):
             return self.eager(plan)
-        eager = self.eager
-        batch = eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
-        if num_rows not in self._steps:
-            try:
-                self._steps[num_rows] = self._record(batch)
-            except NotRecordableError as error:
-                logger.warning("Decode steps run eagerly, which is slower: %s", error)
-                self._max_rows = 0
-                return self.eager(plan)
-        step = self._steps[num_rows]
+        batch = self._batch(plan)
+        step = self._steps.get(num_rows) or self._try_to_record(batch)
+        if step is None:
+            return self.eager(plan)
         _copy(batch, step.batch)
         step.replay()
-        return eager.step_logits(step.logits, plan)
+        return self.eager.step_logits(step.logits, plan)
+
+    def prepare(self) -> None:
+        """Record the step of one row now, so that no token of the first answer waits for it."""
+        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+        plan = StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
+        self._try_to_record(self._batch(plan))
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        eager = self.eager
+        return eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
+
+    def _try_to_record(self, batch: ForwardBatch) -> RecordedStep | None:
+        try:
+            step = self._record(batch)
+        except NotRecordableError as error:
+            logger.warning("Decode steps run eagerly, which is slower: %s", error)
+            self.max_rows = 0
+            return None
+        self._steps[len(batch.input_ids)] = step
+        return step
 
     def _record(self, batch: ForwardBatch) -> RecordedStep:
         plan = batch.attention

@@ -28,7 +28,7 @@ class TorchSampler:
         else:
             tokens = torch.empty_like(slots, dtype=torch.int32)
         self.group.broadcast(tokens)
-        tables.tokens[slots, positions] = tokens
+        tables.tokens[slots, positions] = tokens.clamp(min=0)  # NO_TOKEN has no embedding
         tables.lengths[slots] = logits.positions + 1
         return tokens
 

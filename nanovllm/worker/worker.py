@@ -16,6 +16,7 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.engine.step import ExecutorInfo, StepPlan
+from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
@@ -26,6 +27,7 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
+from nanovllm.worker.memory import check_memory, choose_dtype, is_shortage
 from nanovllm.worker.runner import PendingStep
 
 logger = logging.getLogger(__name__)
@@ -46,8 +48,17 @@ class Worker:
         self.platform = create_platform(config.device, config.gpu_memory_utilization, group.size)
 
     def start(self) -> ExecutorInfo:
-        with torch.inference_mode(), self.platform.in_order():
-            return self._start()
+        try:
+            with torch.inference_mode(), self.platform.in_order():
+                return self._start()
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+            raise ConfigError(
+                f"there is not enough memory for {self.config.model} with these options; use a "
+                "smaller model, lower max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, "
+                f"or stop other processes ({error!s:.200})"
+            ) from error
 
     def run(self, plan: StepPlan) -> PendingStep:
         with torch.inference_mode(), self.platform.in_order():
@@ -55,9 +66,10 @@ class Worker:
 
     def _start(self) -> ExecutorInfo:
         config, platform, group = self.config, self.platform, self.group
-        dtype = _choose_dtype(config.dtype, self.model_config.dtype, platform)
+        dtype = choose_dtype(config.dtype, self.model_config.dtype, platform)
         backend = create_backend(platform, config, self.model_config.vocab_size, dtype, group)
         build = Build(platform.device, dtype, backend.attention, backend.ops, group)
+        check_memory(config, self.model_config, platform, build)
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)
@@ -123,10 +135,3 @@ def pack_weights(model: nn.Module, platform: Platform) -> None:
     has_room = platform.has_room_for_copy(num_bytes)
     for module in modules:
         module.pack(has_room)
-
-
-def _choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:
-    if asked == "auto":
-        return platform.choose_dtype(checkpoint_dtype)
-    dtype: torch.dtype = getattr(torch, asked)
-    return dtype

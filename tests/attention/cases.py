@@ -17,21 +17,27 @@ HEAD_DIM = 16  # unless a case says otherwise
 USUAL = AttentionSpec(HEAD_DIM**-0.5)
 Rows = list[tuple[int, int]]  # (start, count)
 
-MIXES: dict[str, Rows] = {
-    "one decode": [(40, 1)],
-    "one single-token prompt": [(0, 1)],
-    "single-token prompts": [(0, 1)] * 5,
-    "equal decodes": [(63, 1)] * 4,
-    "decodes around block borders": [(p, 1) for p in (14, 15, 16, 17, 31, 32, 47, 48, 49)],
-    "decodes of very different lengths": [(n, 1) for n in (3, 900, 0, 1000, 40, 870, 5, 1200)],
-    "prefill": [(0, 50)],
-    "prefills": [(0, 7), (0, 16), (0, 48), (0, 2)],
-    "chunk after a prefix": [(32, 20)],
-    "chunk inside a block": [(5, 3), (19, 40)],
-    "chunk over several tiles": [(24, 2 * QUERY_TILE + 3)],
-    "long prefill": [(0, QUERY_TILE + 9)],
-    "everything": [(7, 1), (0, 33), (900, 1), (48, 21), (0, 1), (0, 2), (16, 1), (31, 2)],
-}
+
+def make_mixes(tile: int) -> dict[str, Rows]:
+    """Rows by what is special about them; `tile` is how many queries SDPA gets at a time."""
+    return {
+        "one decode": [(40, 1)],
+        "one single-token prompt": [(0, 1)],
+        "single-token prompts": [(0, 1)] * 5,
+        "equal decodes": [(63, 1)] * 4,
+        "decodes around block borders": [(p, 1) for p in (14, 15, 16, 17, 31, 32, 47, 48, 49)],
+        "decodes of very different lengths": [(n, 1) for n in (3, 900, 0, 1000, 40, 870, 5, 1200)],
+        "prefill": [(0, 50)],
+        "prefills": [(0, 7), (0, 16), (0, 48), (0, 2)],
+        "chunk after a prefix": [(32, 20)],
+        "chunk inside a block": [(5, 3), (19, 40)],
+        "chunk over several tiles": [(24, 2 * tile + 3)],
+        "long prefill": [(0, tile + 9)],
+        "everything": [(7, 1), (0, 33), (900, 1), (48, 21), (0, 1), (0, 2), (16, 1), (31, 2)],
+    }
+
+
+MIXES = make_mixes(QUERY_TILE)
 
 
 @dataclass(frozen=True)

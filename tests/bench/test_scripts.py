@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare_transformers import Floor, Measured, split, table
+from benchmarks.first_minute import Run
 from benchmarks.peers import PEERS
 from benchmarks.plot import TITLES, draw, newest
 from benchmarks.startup import PHASES
@@ -73,6 +74,22 @@ def test_startup_on_a_cpu(tmp_path: Path) -> None:
     assert [cell.strip() for cell in rows[0]] == ["seconds", "cold", "warm"]
     assert [row[0].strip() for row in rows[2:-1]] == [*PHASES]
     assert all(0 < float(cell.split()[0]) < 100 for cell in rows[-1][1:])
+
+
+@pytest.mark.slow
+def test_the_first_minute(tmp_path: Path) -> None:
+    result = script("first_minute", "--runs", "1", "--json", str(tmp_path / "minute.jsonl"))
+    assert result.returncode == 0, result.stderr
+    (record,) = map(json.loads, (tmp_path / "minute.jsonl").read_text().splitlines())
+    assert record["case"] == "first-minute"
+    assert 0 < record["median_gap"] <= record["longest_gap"] < record["first"] < record["total"]
+    assert result.stdout.splitlines()[-2].endswith("runs meet both bars")
+
+
+def test_a_first_minute_is_held_against_two_bars() -> None:
+    assert Run(first=5.9, median_gap=0.1, longest_gap=0.3, total=9.0).meets_bars
+    assert not Run(first=6.1, median_gap=0.1, longest_gap=0.2, total=9.0).meets_bars
+    assert not Run(first=2.0, median_gap=0.1, longest_gap=0.4, total=9.0).meets_bars
 
 
 @pytest.mark.slow

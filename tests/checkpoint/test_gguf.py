@@ -16,6 +16,7 @@ from nanovllm.checkpoint import gguf as gguf_reader
 from nanovllm.checkpoint.gguf import list_tensors, read_config, read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.models import registry
 from tests.checkpoint.tiny_gguf import (
     ARCHITECTURES,
     EXPERT_INTERMEDIATE,
@@ -117,8 +118,8 @@ def test_gemma3_layers(tmp_path: Path) -> None:
         return read_config(write_gguf(tmp_path / "m.gguf", "gemma3", metadata=metadata))
 
     config = layers({"block_count": 13, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
-    kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    assert config["layer_types"] == [*kinds, *kinds, "sliding_attention"]
+    windows = [layer.window for layer in registry.read_config(config).layers]
+    assert windows == [WINDOW, WINDOW, WINDOW, WINDOW, WINDOW, None] * 2 + [WINDOW]
     assert config["sliding_window"] == WINDOW
     assert (config["rope_theta"], config["rope_local_base_freq"]) == (50000.0, 10000.0)
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
@@ -128,8 +129,8 @@ def test_gemma3_layers(tmp_path: Path) -> None:
     assert layers({"rope.freq_base_swa": 500.0})["rope_local_base_freq"] == 500.0
     assert layers({"block_count": 62})["query_pre_attn_scalar"] == HIDDEN // HEADS
     everything = layers({"attention.sliding_window": None})
-    assert everything["layer_types"] == ["full_attention"] * LAYERS
     assert everything["sliding_window"] is None
+    assert [layer.window for layer in registry.read_config(everything).layers] == [None] * LAYERS
 
 
 def test_phi3_window_and_long_factors(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ UNREAD = {
     "qwen2": {"head_dim"},
     "qwen3": {"head_dim"},
     "qwen3moe": {"moe_intermediate_size"},
-    "gemma3": {"query_pre_attn_scalar"},
+    "gemma3": {"query_pre_attn_scalar", "sliding_window_pattern"},
     "phi3": {"head_dim", "sliding_window"},
 }
 

@@ -181,6 +181,17 @@ def test_quantised_experts_are_those_of_single_tensors(tmp_path: Path, quant: st
             np.testing.assert_array_equal(loaded[name], alone, err_msg=name)
 
 
+@pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0"])
+def test_norms_of_any_type_are_whole(tmp_path: Path, quant: str) -> None:
+    """Converters keep them in float32, but need not."""
+    tensors = hf_tensors("llama", tied=True)
+    loaded = read_arrays(write_gguf(tmp_path / "m.gguf", tensors=tensors, norm_quant=quant))
+    for name, array in tensors.items():
+        if array.ndim == 1:
+            assert loaded[name].shape == array.shape
+            np.testing.assert_allclose(loaded[name], array, atol=0.02)
+
+
 def test_every_type_is_covered() -> None:
     assert {*REFERENCES, "F32", "F16"} == set(TENSOR_TYPES)
 

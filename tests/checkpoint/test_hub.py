@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("gguf")
 
 from nanovllm import LLM
+from nanovllm.bench.models import model_path
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.errors import ConfigError
 from tests.checkpoint.hub_server import TOKEN, Files, Hub, serve
@@ -73,6 +74,19 @@ sizes = dict(kvcache_block_size=16, max_num_seqs=4, max_model_len=64)
 with LLM("org/tiny", revision="old", skip_tokenizer_init=True, **sizes) as llm:
     params = SamplingParams(temperature=0, max_tokens=8)
     print(llm.generate([3, 14, 15], params, use_tqdm=False)[0].token_ids)
+"""
+
+START = """
+import json, sys
+from nanovllm import LLM
+from nanovllm.errors import NanovllmError
+from nanovllm.platforms import cpu
+cpu.available_memory = cpu.total_memory = lambda: 8 << 30
+for options in json.loads(sys.argv[1]):
+    try:
+        LLM(**options)
+    except NanovllmError as error:
+        print(type(error).__name__, " ".join(str(error).split()))
 """
 
 
@@ -152,6 +166,39 @@ def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]])
     assert hub.fetched() == ["config.json", "generation_config.json"]
     assert find({"model": "org/name"}) == [[commit, "safetensors", 1]]
     assert hub.fetched() == sorted(WANTED)  # the two files from before are not sent again
+
+
+def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]]) -> None:
+    """Neither a model that is not supported, nor one that this device cannot split or hold."""
+    config = json.loads(Path(model_path("llama-3.1-8b")).read_text())
+    changes: dict[str, dict[str, Any]] = {
+        "architecture": {"architectures": ["NewForCausalLM"]},
+        "scheme": {"quantization_config": {"quant_method": "gptq"}},
+        "size": {"num_hidden_layers": "32"},
+        "whole": {},
+    }
+    for name, change in changes.items():
+        files = {**model(1, WANTED), "config.json": json.dumps(config | change).encode()}
+        hub.models[f"org/{name}"] = {"main": files}
+    calls = [{"model": f"org/{name}", "device": "cpu"} for name in changes]
+    calls += [{**calls[-1], **option} for option in ({"tensor_parallel_size": 3}, {"dtype": "x"})]
+    calls += [{**calls[3], "attention_backend": "triton"}]
+    calls += [{"model": "org/gguf/q8/a.gguf", "device": "tpu"}]
+    answers = run(START, json.dumps(calls))
+    messages = [
+        "UnsupportedModelError architecture 'NewForCausalLM'",
+        "UnsupportedModelError quantization_config=",
+        "CheckpointError config.json: num_hidden_layers must be a whole number",
+        r"ConfigError org/whole in .* does not fit: .*weights (29.92|14.96), .* 8.00 GiB of 8",
+        "ConfigError tensor_parallel_size=3 does not divide",
+        "ConfigError dtype must be",
+        "ConfigError attention_backend='triton' needs a CUDA device",
+        "ConfigError device must be",
+    ]
+    assert len(answers) == len(messages)
+    for answer, message in zip(answers, messages, strict=True):
+        assert re.match(message, answer), answer
+    assert set(hub.fetched()) == {"config.json", "generation_config.json"}
 
 
 def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[Any]]) -> None:

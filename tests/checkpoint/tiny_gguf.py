@@ -110,6 +110,7 @@ def write_gguf(
     quant: str = "F32",
     metadata: dict[str, Any] | None = None,
     raw: Arrays | None = None,
+    norm_quant: str = "F32",
 ) -> Path:
     """Write a model as converters do: matrices quantised, norms float32, rows and norms changed."""
     writer = gguf.GGUFWriter(path, arch)
@@ -145,7 +146,7 @@ def write_gguf(
             array = permute_rows(array, KV_HEADS)
         if arch == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
-        kind = gguf.GGMLQuantizationType[quant if array.ndim > 1 else "F32"]
+        kind = gguf.GGMLQuantizationType[quant if array.ndim > 1 else norm_quant]
         writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(array, kind), raw_dtype=kind)
     for name, array in (raw or {}).items():
         writer.add_tensor(name, array)

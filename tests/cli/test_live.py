@@ -108,15 +108,42 @@ def test_answers_stream_in_the_order_of_the_prompts() -> None:
     assert terminal.rows[3:] == ["[2/3] second?", "two.", "", "[3/3] third?", "three", ""]
 
 
-def test_a_pipe_gets_whole_answers_and_no_control_characters() -> None:
-    out = io.StringIO()
+def test_a_pipe_gets_text_as_it_comes_and_no_control_characters() -> None:
+    out = io.TextIOWrapper(buffer := io.BytesIO())
     with LiveView(["first?", "second?"], 4, PlainScreen(out), frame_seconds=0.0) as view:
         view.show(piece(0, "one"))
+        assert buffer.getvalue() == b"[1/2] first?\none"
         view.show(piece(1, "two", is_last=True))
-        assert out.getvalue() == ""
+        assert buffer.getvalue() == b"[1/2] first?\none"
         view.show(piece(0, "!", is_last=True))
-        assert out.getvalue() == "[1/2] first?\none!\n\n[2/2] second?\ntwo\n"
-    assert out.getvalue().endswith("two\n")
+        assert buffer.getvalue() == b"[1/2] first?\none!\n\n[2/2] second?\ntwo\n"
+    assert buffer.getvalue().endswith(b"two\n")
+
+
+def test_prompts_without_an_answer_are_passed_over() -> None:
+    out = io.StringIO()
+    with LiveView(["a", "b", "c", "d"], 4, PlainScreen(out)) as view:
+        view.skip(0)
+        view.skip(2)
+        view.show(piece(3, "four", is_last=True))
+        view.show(piece(1, "two", is_last=True))
+    assert out.getvalue() == "[2/4] b\ntwo\n\n[4/4] d\nfour\n"
+
+
+def test_a_status_is_there_before_the_first_step() -> None:
+    terminal = VirtualScreen(80)
+    with LiveView(["a long one"], 4, TerminalScreen(terminal, lambda: 80)):  # type: ignore[arg-type]
+        assert terminal.rows[-1].startswith("[--------------------] 0/1 | prefill 0 tok/s")
+
+
+def test_the_clock_of_a_run_can_be_stopped() -> None:
+    times = iter([0.0, 1.0, 11.0, 13.0, 13.0])
+    stats = RunStats(clock=lambda: next(times))
+    stats.pause()  # at 1
+    stats.resume()  # at 11
+    stats.add_step(StepOutput([], [], 10, 0))  # at 13
+    assert stats.prefill.seconds == 2.0
+    assert stats.seconds == 3.0
 
 
 def test_a_single_answer_can_go_without_a_heading() -> None:

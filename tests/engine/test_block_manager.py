@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import xxhash
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,7 +17,7 @@ SIZE = 4
 
 
 def make_seq(seq_id: int, token_ids: list[int], salt: str | None = None) -> Sequence:
-    return Sequence(seq_id, token_ids, SamplingParams(), cache_salt=salt)
+    return Sequence(Request(seq_id, array("i", token_ids), SamplingParams(), cache_salt=salt))
 
 
 def enter(blocks: BlockManager, seq: Sequence) -> Sequence:
@@ -276,11 +278,11 @@ def test_random_use_keeps_every_invariant() -> None:
                 if blocks.admit(seq) is None:
                     # What a hit holds is what was written there for the same prefix and salt.
                     for index in range(seq.num_computed // SIZE):
-                        prefix = (seq.cache_salt, *prompt[: (index + 1) * SIZE])
+                        prefix = (seq.request.cache_salt, *prompt[: (index + 1) * SIZE])
                         assert contents[seq.block_ids[index]] == prefix
                     for index in range(seq.num_computed // SIZE, len(seq.block_ids)):
                         contents[seq.block_ids[index]] = (
-                            seq.cache_salt,
+                            seq.request.cache_salt,
                             *prompt[: (index + 1) * SIZE],
                         )
                     seq.num_computed = len(prompt)

@@ -9,8 +9,8 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from tests.engine.watched import Watched, add
 from tests.fake_executor import EOS, FakeExecutor, reference
 
 BLOCK_SIZE = 4
@@ -23,19 +23,17 @@ def build_core(
     return EngineCore(scheduler, FakeExecutor(num_blocks, BLOCK_SIZE), depth, max_model_len=1000)
 
 
-def run(core: EngineCore, arrivals: list[tuple[int, Sequence]], aborts: dict[int, int]) -> None:
+def run(core: EngineCore, arrivals: list[tuple[int, Watched]], aborts: dict[int, int]) -> None:
     """Add each sequence at its step, abort some midway, and check every invariant at every step."""
     step = 0
     arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
     while arrivals or core.has_unfinished:
         while arrivals and arrivals[0][0] <= step:
-            core.add(arrivals.pop(0)[1])
+            add(core, arrivals.pop(0)[1])
         for seq_id, abort_step in aborts.items():
             if abort_step == step:
                 core.finish(seq_id, "abort")
-        for seq in core.step().updated:
-            if seq.finish_reason is not None:
-                core.finish(seq.seq_id, seq.finish_reason)
+        core.step()
         core.scheduler.check()
         step += 1
         assert step < 5000, "stuck"
@@ -53,9 +51,9 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], int]]:
     return requests + requests[:2]  # identical prompts, some admitted in one step
 
 
-def make_sequences(requests: list[tuple[list[int], int]]) -> list[Sequence]:
+def make_sequences(requests: list[tuple[list[int], int]]) -> list[Watched]:
     return [
-        Sequence(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
+        Watched(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
         for i, (prompt, n) in enumerate(requests)
     ]
 
@@ -105,55 +103,3 @@ def test_equal_hashes_never_share_a_wrong_block(
         sequences = make_sequences(requests)
         run(core, [(0, seq) for seq in sequences], {})
         assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_interrupt_anywhere_in_a_step_loses_nothing(depth: int) -> None:
-    """Ctrl-C may hit the schedule, the device or the commit; the same tokens come out."""
-    for seed in range(60):
-        rng = random.Random(seed)
-        requests = make_requests(rng)
-        core = build_core(num_blocks=12, num_slots=4, budget=16, caching=True, depth=depth)
-        sequences = make_sequences(requests)
-        for seq in sequences:
-            core.add(seq)
-        owner, name = rng.choice(
-            [
-                (core.executor, "submit"),
-                (core.scheduler, "_add_row"),
-                (core.scheduler, "_enter_running"),
-                (core, "_commit"),
-            ]
-        )
-        interrupt_once(owner, name, after=rng.randrange(10))
-        num_interrupts = 0
-        while core.has_unfinished:
-            try:
-                updated = core.step().updated
-            except KeyboardInterrupt:
-                num_interrupts += 1
-                continue
-            for seq in updated:
-                if seq.finish_reason is not None:
-                    core.finish(seq.seq_id, seq.finish_reason)
-            core.scheduler.check()
-        assert num_interrupts == 1
-        assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]
-
-
-def interrupt_once(owner: object, name: str, after: int) -> None:
-    """Let the method raise KeyboardInterrupt once, half of the time after it did its work."""
-    method = getattr(owner, name)
-    num_calls = 0
-
-    def wrapped(*args: object) -> object:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == after + 1 and after % 2:
-            raise KeyboardInterrupt
-        result = method(*args)
-        if num_calls == after + 1:
-            raise KeyboardInterrupt
-        return result
-
-    setattr(owner, name, wrapped)

@@ -80,7 +80,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not llm.engine._live
-    assert not llm._jobs
+    assert not llm._thread._jobs
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -596,102 +596,6 @@ def test_a_context_manager_closes(path: Path) -> None:
         llm.generate(PROMPTS)
 
 
-class InterruptOnce:
-    """Wraps a call: the n-th raises KeyboardInterrupt, before or after its work."""
-
-    def __init__(self, call: Callable[..., Any], at: int, is_late: bool = False) -> None:
-        self.call, self.countdown, self.is_late = call, at, is_late
-
-    def __call__(self, *args: Any) -> Any:
-        self.countdown -= 1
-        if self.countdown == -1 and not self.is_late:
-            raise KeyboardInterrupt
-        result = self.call(*args)
-        if self.countdown == -1:
-            raise KeyboardInterrupt
-        return result
-
-
-INTERRUPTS = {
-    "between steps": lambda llm: (llm.engine, "step"),
-    "before the plan": lambda llm: (llm.engine.core, "step"),
-    "in the plan": lambda llm: (llm.engine.core.scheduler, "schedule"),
-    "on the device": lambda llm: (llm.engine.core.executor, "submit"),
-    "in the commit": lambda llm: (llm.engine.core.scheduler, "commit"),
-    "after the commit": lambda llm: (llm.engine, "_update"),
-}
-
-
-def interrupt(
-    monkeypatch: pytest.MonkeyPatch, llm: LLM, where: str, at: int, is_late: bool
-) -> None:
-    owner, name = INTERRUPTS[where](llm)
-    monkeypatch.setattr(owner, name, InterruptOnce(getattr(owner, name), at, is_late))
-
-
-@pytest.mark.parametrize("where", list(INTERRUPTS))
-@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_interrupted_generate_leaves_the_engine_usable(
-    path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_late: bool, depth: int
-) -> None:
-    """Whatever Ctrl-C hits, nothing leaks and no cached block holds garbage afterwards."""
-    with make_llm(path) as fresh:
-        want = generate(fresh)
-    for at in (0, 1, 4, 7):  # the last one is where sequences finish
-        with make_llm(path, depth=depth) as llm, monkeypatch.context() as patch:
-            interrupt(patch, llm, where, 0 if where == "after the commit" else at, is_late)
-            with pytest.raises(KeyboardInterrupt):
-                generate(llm)
-            assert_idle(llm)
-            assert generate(llm) == want
-            assert_idle(llm)
-
-
-@pytest.mark.parametrize(
-    ("where", "is_late"),
-    [
-        *((where, False) for where in INTERRUPTS),
-        *((where, True) for where in ("in the plan", "on the device", "in the commit")),
-    ],
-)
-def test_an_interrupt_does_not_lose_other_requests(
-    path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_late: bool
-) -> None:
-    """A request from add_request outlives the generate call that was interrupted beside it."""
-    with make_llm(path) as fresh:
-        want = generate(fresh, PROMPTS[1])
-    for at in (0, 3, 7):
-        with make_llm(path) as llm, monkeypatch.context() as patch:
-            seq_id = llm.add_request(PROMPTS[1], GREEDY)
-            interrupt(patch, llm, where, 0 if where == "after the commit" else at, is_late)
-            with pytest.raises(KeyboardInterrupt):
-                generate(llm, PROMPTS[0])
-            finished = []
-            while not llm.is_finished():
-                finished += llm.step().finished
-            assert [(output.seq_id, output.token_ids) for output in finished] == [(seq_id, *want)]
-            assert_idle(llm)
-
-
-@pytest.mark.parametrize("where", ["in the plan", "on the device", "in the commit"])
-@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
-def test_an_interrupt_does_not_tear_a_stream(
-    path: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_late: bool
-) -> None:
-    with make_llm(path) as llm:
-        want = generate(llm, PROMPTS[1])
-        stream = llm.stream(PROMPTS[1], GREEDY)
-        got = next(stream).token_ids
-        interrupt(monkeypatch, llm, where, 2, is_late)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, PROMPTS[0])
-        for piece in stream:
-            got = got + piece.token_ids
-        assert [got] == want
-        assert_idle(llm)
-
-
 # Streams and steps
 
 
@@ -819,10 +723,10 @@ def test_abort_returns_what_there_is(llm: LLM) -> None:
     seq_id = llm.add_request(PROMPTS[0], GREEDY)
     for _ in range(3):
         llm.step()
-    output = llm.engine.abort(seq_id)
+    output = llm.abort(seq_id)
     assert output is not None
     assert (output.token_ids, output.finish_reason) == (want[:3], "abort")
-    assert llm.engine.abort(seq_id) is None
+    assert llm.abort(seq_id) is None
 
 
 # Options of the engine

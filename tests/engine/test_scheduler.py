@@ -1,4 +1,4 @@
-"""Scheduling on a fake device: sharing, preemption, limits, interruptions, cost of a step."""
+"""Scheduling on a fake device: sharing, preemption, limits, failures, cost of a step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import sys
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.request import CoreStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import NO_TOKEN, SamplingParams
+from tests.engine.watched import Watched, add
 from tests.fake_executor import EOS, VOCAB_SIZE, Done, FakeExecutor, predict, reference
 
 SIZE = 4
@@ -36,9 +38,9 @@ def make_core(
     return EngineCore(scheduler, executor(num_blocks, SIZE), depth, max_model_len)
 
 
-def make_seq(seq_id: int, prompt: list[int], max_tokens: int = 5, **options: Any) -> Sequence:
+def make_seq(seq_id: int, prompt: list[int], max_tokens: int = 5, **options: Any) -> Watched:
     """A sequence that ends by length alone."""
-    return Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens), **options)
+    return Watched(seq_id, prompt, SamplingParams(max_tokens=max_tokens), **options)
 
 
 def endless(prompt: list[int], max_tokens: int) -> list[int]:
@@ -50,9 +52,7 @@ def endless(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def step(core: EngineCore) -> None:
-    for seq in core.step().updated:
-        if seq.finish_reason is not None:
-            core.finish(seq.seq_id, seq.finish_reason)
+    core.step()
     core.scheduler.check()
 
 
@@ -67,9 +67,9 @@ def drain(core: EngineCore, limit: int = 1000) -> None:
     assert core.scheduler.blocks.num_free == core.scheduler.blocks.num_blocks
 
 
-def run(core: EngineCore, *sequences: Sequence) -> list[list[int]]:
+def run(core: EngineCore, *sequences: Watched) -> list[list[int]]:
     for seq in sequences:
-        core.add(seq)
+        add(core, seq)
     drain(core)
     return [seq.output_token_ids for seq in sequences]
 
@@ -84,7 +84,7 @@ def test_identical_prompts_of_one_step_share_their_full_blocks(depth: int) -> No
     core, prompt = make_core(depth=depth), [*range(1, 11)]
     sequences = [make_seq(i, prompt) for i in range(3)]
     for seq in sequences:
-        core.add(seq)
+        add(core, seq)
     step(core)
     first = plans(core)[0]
     assert first.counts.tolist() == [10, 2, 2]
@@ -127,8 +127,8 @@ def test_the_writer_of_a_shared_block_leaves_before_commit(
 ) -> None:
     core, prompt = make_core(depth=depth), [*range(1, 15)]
     writer, sharer = make_seq(0, prompt), make_seq(1, [*prompt, 3])
-    core.add(writer)
-    core.add(sharer)
+    add(core, writer)
+    add(core, sharer)
     for _ in range(num_steps):
         step(core)
     assert sharer.num_cached == 12
@@ -138,7 +138,7 @@ def test_the_writer_of_a_shared_block_leaves_before_commit(
         core.scheduler._preempt(writer)
     core.scheduler.check()
     late = make_seq(2, [*prompt, 7])
-    core.add(late)
+    add(core, late)
     drain(core)
     assert sharer.output_token_ids == endless([*prompt, 3], 5)
     assert late.output_token_ids == endless([*prompt, 7], 5)
@@ -175,7 +175,7 @@ def test_who_came_first_is_served_first(depth: int) -> None:
     core = make_core(num_blocks=9, num_slots=3, depth=depth, caching=False)
     sequences = [make_seq(i, [i + 1] * 11, 12) for i in range(5)]
     for seq in sequences:
-        core.add(seq)
+        add(core, seq)
     while core.has_unfinished:
         step(core)
         order = [*core.scheduler.running, *core.scheduler.waiting]
@@ -217,10 +217,10 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(
 ) -> None:
     core = make_core(**options)
     with pytest.raises(RequestError, match=rf"{length} tokens.*\b{limit} fit"):
-        core.add(make_seq(0, [1] * length))
+        add(core, make_seq(0, [1] * length))
     assert not core.has_unfinished
     core.scheduler.check()
-    assert core.step().updated == []
+    assert core.step() == CoreStep([], [], [])
     fitting = make_seq(1, [1] * limit)
     assert run(core, fitting) == [endless([1] * limit, 1)]
 
@@ -272,29 +272,80 @@ def test_prefill_and_decode_are_counted_exactly(depth: int) -> None:
     core = make_core(depth=depth, budget=7, caching=False)
     lengths = [1, 1, 2, 6, 7, 8, 15]
     for i, length in enumerate(lengths):
-        core.add(make_seq(i, [i + 1] * length))
+        add(core, make_seq(i, [i + 1] * length))
     num_prefill = num_decode = 0
     while core.has_unfinished:
         result = core.step()
         num_prefill += result.num_prefill_tokens
         num_decode += result.num_decode_tokens
-        for seq in result.updated:
-            core.finish(seq.seq_id, str(seq.finish_reason))
     assert (num_prefill, num_decode) == (sum(lengths), 4 * len(lengths))
 
 
 def test_finish_of_waiting_running_and_unknown_sequences() -> None:
     core = make_core(num_slots=1)
     running, waiting = make_seq(0, [1, 2, 3]), make_seq(1, [4, 5, 6])
-    core.add(running)
-    core.add(waiting)
+    add(core, running)
+    add(core, waiting)
     step(core)
-    assert core.finish(1, "abort") is waiting
-    assert core.finish(1, "abort") is None
-    assert core.finish(77, "abort") is None
-    assert core.finish(0, "abort") is running
-    assert running.finish_reason == "abort"
+    endings = [core.finish(seq_id, "abort") for seq_id in (1, 1, 77, 0)]
+    assert [ending and (ending.seq_id, len(ending.token_ids)) for ending in endings] == [
+        (1, 0),
+        None,
+        None,
+        (0, 1),
+    ]
+    assert running.finish_reason == waiting.finish_reason == "abort"
     drain(core)
+
+
+@DEPTHS
+def test_streaming_sequences_report_every_token_and_all_report_their_ending(depth: int) -> None:
+    core = make_core(depth=depth)
+    streams, plain = (
+        [make_seq(i, [i + 1] * 3, 4, is_streaming=True) for i in (0, 1)],
+        make_seq(2, [9]),
+    )
+    for watched in (*streams, plain):
+        add(core, watched)
+    got: dict[int, list[int]] = {0: [], 1: []}
+    endings = {}
+    while core.has_unfinished:
+        result = core.step()
+        for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
+            got[seq_id].append(token_id)
+        endings |= {ending.seq_id: ending for ending in result.endings}
+    assert got == {0: endless([1] * 3, 4), 1: endless([2] * 3, 4)}
+    assert {i: ending.token_ids for i, ending in endings.items()} == got | {2: endless([9], 5)}
+    assert {ending.finish_reason for ending in endings.values()} == {"length"}
+    for watched in (*streams, plain):
+        ending = endings[watched.seq_id]
+        assert watched.request.arrival_time < ending.first_token_time < ending.end_time
+
+
+class Broken(FakeExecutor):
+    """Cannot sample the second token of the sequence in slot 0."""
+
+    def submit(self, plan: StepPlan) -> Done:
+        result = super().submit(plan).value
+        is_broken = (plan.slots == 0) & (plan.starts == 3)
+        return Done(StepResult(np.where(is_broken, NO_TOKEN, result.tokens)))
+
+
+@DEPTHS
+def test_a_row_without_a_token_ends_in_an_error_and_no_other_does(depth: int) -> None:
+    core = make_core(depth=depth, executor=Broken)
+    broken, other = make_seq(0, [1, 2, 3], is_streaming=True), make_seq(1, [4, 5, 6])
+    add(core, broken)
+    add(core, other)
+    streamed, endings = [], {}
+    while core.has_unfinished:
+        result = core.step()
+        streamed += result.token_ids
+        endings |= {ending.seq_id: ending for ending in result.endings}
+    drain(core)
+    assert streamed == endings[0].token_ids == endless([1, 2, 3], 1)
+    assert endings[1].token_ids == endless([4, 5, 6], 5)
+    assert [endings[i].finish_reason for i in (0, 1)] == ["error", "length"]
 
 
 @DEPTHS
@@ -302,7 +353,7 @@ def test_rows_come_in_the_order_of_admission(depth: int) -> None:
     def run_once() -> list[tuple[list[int], list[int], list[int]]]:
         core = make_core(num_blocks=14, depth=depth, budget=9, num_slots=5)
         for i in range(12):
-            core.add(make_seq(i, [i % VOCAB_SIZE] * (1 + i % 7), 6))
+            add(core, make_seq(i, [i % VOCAB_SIZE] * (1 + i % 7), 6))
         drain(core)
         assert all(len(set(plan.slots.tolist())) == len(plan.slots) for plan in plans(core))
         return [(p.slots.tolist(), p.starts.tolist(), p.counts.tolist()) for p in plans(core)]
@@ -310,7 +361,7 @@ def test_rows_come_in_the_order_of_admission(depth: int) -> None:
     assert run_once() == run_once()
     core = make_core(depth=depth)
     for i in (3, 1, 2, 0):
-        core.add(make_seq(i, [i + 1] * 3))
+        add(core, make_seq(i, [i + 1] * 3))
     step(core)
     assert list(core.scheduler.running) == [3, 1, 2, 0]
     first_tokens = [row.token_ids[0] for row in plans(core)[0].new_rows]
@@ -322,7 +373,7 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = make_core(num_blocks=20)
-    core.add(make_seq(0, [1] * 30, max_tokens=20))
+    add(core, make_seq(0, [1] * 30, max_tokens=20))
     step(core)
     hashes, admissions = [], []
     real_hash, real_admit = xxhash.xxh3_64_intdigest, core.scheduler.blocks.admit
@@ -333,7 +384,7 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
         core.scheduler.blocks, "admit", lambda seq: admissions.append(seq) or real_admit(seq)
     )
     late = make_seq(1, [2] * 60, max_tokens=3)
-    core.add(late)
+    add(core, late)
     step(core)
     assert len(admissions) == 1
     assert len(hashes) == 14 + 1  # its blocks, and the salt
@@ -350,59 +401,16 @@ def test_a_head_that_does_not_fit_costs_nothing_while_it_waits(
 
 def test_a_cancelled_head_makes_room_for_the_next() -> None:
     core = make_core(num_blocks=8)
-    core.add(make_seq(0, [1] * 20, max_tokens=8))
-    core.add(make_seq(1, [2] * 25, max_tokens=2))  # waits for more than there is
+    add(core, make_seq(0, [1] * 20, max_tokens=8))
+    add(core, make_seq(1, [2] * 25, max_tokens=2))  # waits for more than there is
     small = make_seq(2, [3] * 4, max_tokens=2)
-    core.add(small)
+    add(core, small)
     step(core)
     assert list(core.scheduler.waiting) == [1, 2]
     core.finish(1, "abort")
     step(core)
     assert 2 in core.scheduler.running
     drain(core)
-
-
-class Interrupted(FakeExecutor):
-    """Raises once, before or after the device has done its work."""
-
-    interrupt_at = -1
-    is_late = False
-
-    def submit(self, plan: StepPlan) -> Done:
-        is_now = len(self.plans) == self.interrupt_at
-        if is_now and not self.is_late:
-            self.interrupt_at = -1
-            raise KeyboardInterrupt
-        done = super().submit(plan)
-        if is_now:
-            raise KeyboardInterrupt
-        return done
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("interrupt_at", [0, 1, 2, 5])
-@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
-def test_an_interrupted_step_leaves_the_engine_usable(
-    depth: int, interrupt_at: int, is_late: bool
-) -> None:
-    """Ctrl-C nearly always falls into the device's work; other sequences must not notice."""
-    core = make_core(depth=depth, budget=12, executor=Interrupted)
-    executor = core.executor
-    assert isinstance(executor, Interrupted)
-    executor.interrupt_at, executor.is_late = interrupt_at, is_late
-    prompt = [*range(1, 16)]
-    interrupted, other = make_seq(0, prompt, 8), make_seq(1, [*prompt[:8], 3, 3], 8)
-    core.add(interrupted)
-    core.add(other)
-    with pytest.raises(KeyboardInterrupt):
-        drain(core)
-    core.finish(interrupted.seq_id, "abort")
-    core.scheduler.check()
-    again = make_seq(2, prompt, 8)
-    core.add(again)
-    drain(core)
-    assert other.output_token_ids == endless([*prompt[:8], 3, 3], 8)
-    assert again.output_token_ids == endless(prompt, 8)
 
 
 class Failing(FakeExecutor):
@@ -415,14 +423,14 @@ class Failing(FakeExecutor):
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_device_fails_every_later_call_with_its_cause(depth: int) -> None:
     core = make_core(depth=depth, executor=Failing)
-    core.add(make_seq(0, [1, 2, 3]))
+    add(core, make_seq(0, [1, 2, 3]))
     with pytest.raises(RuntimeError, match="the device is gone"):
         drain(core)
     with pytest.raises(EngineError) as step_error:
         core.step()
     assert "the device is gone" in str(step_error.value)
     with pytest.raises(EngineError):
-        core.add(make_seq(1, [1, 2, 3]))
+        add(core, make_seq(1, [1, 2, 3]))
     assert core.finish(0, "abort") is not None
 
 
@@ -463,7 +471,7 @@ def decoding_core(num_rows: int, prompt_len: int = 3, num_waiting: int = 0) -> E
         executor=Instant,
     )
     for i in range(num_rows + num_waiting):
-        core.add(make_seq(i, [i % 90] * prompt_len, 200))
+        add(core, make_seq(i, [i % 90] * prompt_len, 200))
     core.step()
     return core
 

@@ -18,6 +18,7 @@ from nanovllm.layers.sampler import (
     sampling_probs,
     uniform,
 )
+from nanovllm.sampling_params import NO_TOKEN
 
 INF = math.inf
 SMALLEST = 1e-36  # probabilities below this may vanish in float32
@@ -311,14 +312,16 @@ def test_sampling_leaves_the_logits_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -INF, INF])
-def test_a_row_without_a_distribution_still_gives_a_token(value: float) -> None:
-    """Logits broken by an overflow must not become an id outside the vocabulary."""
-    logits = torch.zeros(2, 64)
-    logits[0] = value
-    tokens = sample(logits, columns([Row(), Row()]))
-    alone = sample(logits[1:], columns([Row()]))
-    assert 0 <= tokens[0].item() < 64
-    assert tokens[1].item() == alone[0].item()
+@pytest.mark.parametrize("row", [Row(), Row(0.0), Row(top_k=3, top_p=0.9, min_p=0.1)])
+def test_a_row_that_is_no_numbers_gives_no_token(value: float, row: Row) -> None:
+    """Neither where an overflow broke every logit, nor where it broke one of them."""
+    logits = torch.zeros(3, 64)
+    logits[0] = logits[2, 5] = value
+    tokens = sample(logits, columns([row] * 3))
+    alone = sample(logits[1:2], columns([row]))
+    assert tokens[0].item() == NO_TOKEN
+    assert (tokens[2].item() == NO_TOKEN) == (value != -INF)
+    assert tokens[1].item() == alone[0].item() >= 0
 
 
 SEEDS = [0, 1, -1, 12345, 2**63 - 1, -(2**63), 2**62 + 1]

@@ -24,6 +24,7 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
 from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu_features import find_cpu_features
 from nanovllm.worker.loader import weight_slots
 from tests.checkpoints import VARIANTS
 
@@ -43,7 +44,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(params=["torch", "compiled"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
-    return TorchOps() if request.param == "torch" else create_cpu_ops(torch.float32)
+    return (
+        TorchOps()
+        if request.param == "torch"
+        else create_cpu_ops(torch.float32, find_cpu_features())
+    )
 
 
 def unconnected(size: int) -> list[TPGroup]:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.kernels.cpu.ops import pack_onednn
 from nanovllm.platforms import cpu, create_platform
 from nanovllm.platforms.cpu import CpuPlatform, available_memory, total_memory
+from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
 
 GIB = 1 << 30
 
@@ -45,7 +47,7 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
         (tmp_path / "memory.max", tmp_path / "memory.current"),
         (tmp_path / "memory.limit_in_bytes", tmp_path / "memory.usage_in_bytes"),
     ]
-    monkeypatch.setattr(cpu, "_CGROUP_FILES", files)
+    monkeypatch.setattr(cpu, "_cgroup_files", lambda: files)
     monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
 
     def write(version: int, limit: object, usage: object, stat: str = "") -> None:
@@ -74,6 +76,27 @@ def test_available_memory_honours_the_cgroup(
     assert available_memory() == 16 * GIB  # no controller at all
     limits(version, limit, usage)
     assert available_memory() == want
+
+
+@pytest.mark.parametrize(("version", "limit_name"), [(1, "limit_in_bytes"), (2, "max")])
+def test_groups_within_groups_limit_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limit_name: str
+) -> None:
+    """As a job's is within its user's; a container may see its own as the outermost."""
+    lines = {1: "4:cpu,memory:/user/job", 2: "0::/user/job"}
+    usage_name = {1: "usage_in_bytes", 2: "current"}[version]
+    (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{lines[version]}\n")
+    roots = {"": (tmp_path / "v2", "memory.max", "memory.current")}
+    roots["memory"] = (tmp_path / "v1", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    monkeypatch.setattr(cpu, "_CGROUPS", roots)
+    monkeypatch.setattr(cpu, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
+    root = tmp_path / f"v{version}"
+    for group, limit, want in (("user/job", 9, 9), ("user", 5, 5), (".", 7, 5)):
+        (root / group).mkdir(parents=True, exist_ok=True)
+        (root / group / f"memory.{limit_name}").write_text(str(limit * GIB))
+        (root / group / f"memory.{usage_name}").write_text(str(GIB))
+        assert (total_memory(), available_memory()) == (want * GIB, (want - 1) * GIB)
 
 
 def test_the_page_cache_of_the_cgroup_is_available(limits: Limits) -> None:
@@ -120,17 +143,39 @@ def test_ranks_share_the_memory(limits: Limits) -> None:
     assert not platform.has_room_for_copy(GIB // 2 + 1)
 
 
+def test_where_the_kernel_is_not_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac has its figures elsewhere, and models larger than a guess must start there."""
+    total = cpu._physical_memory()
+    assert total == pytest.approx(total_memory(), rel=0.1) or total > total_memory()
+    monkeypatch.setattr(cpu, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(cpu, "_OWN_GROUPS", tmp_path / "absent")
+    assert (total_memory(), available_memory()) == (total, total)
+
+
 def test_real_memory_is_read() -> None:
     assert 0 <= available_memory() <= total_memory() < 1 << 50
     assert CpuPlatform().has_room_for_copy(1)
     assert not CpuPlatform().has_room_for_copy(1 << 50)
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_bfloat16_only_where_it_is_fast(monkeypatch: pytest.MonkeyPatch, is_fast: bool) -> None:
-    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: is_fast)
-    platform = create_platform("auto")
-    assert platform.choose_dtype("float32") == torch.float32
-    for stored in ("bfloat16", "float16"):
-        want = torch.bfloat16 if is_fast else torch.float32
-        assert platform.choose_dtype(stored) == want
+def test_dtypes_are_chosen_by_the_features() -> None:
+    native = CpuFeatures(frozenset(), frozenset({torch.float32, torch.bfloat16}), False)
+    emulated = CpuFeatures(frozenset(), frozenset({torch.float32}), False)
+    for features, want in ((native, torch.bfloat16), (emulated, torch.float32)):
+        platform = CpuPlatform(features=features)
+        assert platform.choose_dtype("float32") == torch.float32
+        assert platform.choose_dtype("bfloat16") == platform.choose_dtype("float16") == want
+
+
+def test_features_are_what_torch_accepts_here() -> None:
+    features = find_cpu_features()
+    assert torch.float32 in features.multiplies
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(32, 64).to(dtype)
+        if dtype in features.packs:
+            x = torch.randn(5, 64).to(dtype)
+            got, want = pack_onednn(weight, None)(x), x.double() @ weight.double().T
+            torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+        elif torch.backends.mkldnn.is_available():
+            with pytest.raises(RuntimeError):
+                pack_onednn(weight, None)

@@ -97,7 +97,7 @@ def llama(tiny: Tiny) -> TinyCheckpoint:
 
 
 def test_safetensors_equal_transformers(case: Case) -> None:
-    assert case.tokens == [case.checkpoint.generate(prompt, 8) for prompt in PROMPTS]
+    assert case.tokens == case.checkpoint.answers(PROMPTS, 8)
 
 
 def split_in_three(tensors: Tensors) -> list[Tensors]:
@@ -188,7 +188,7 @@ def test_gguf(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-yarn", "qwen3-moe", "gemma3-six", "phi3"])
 def test_gguf_of_every_family(name: str, tiny: Tiny, tmp_path: Path) -> None:
     checkpoint = tiny(name)
-    want = [checkpoint.generate(prompt, 8) for prompt in PROMPTS]
+    want = checkpoint.answers(PROMPTS, 8)
     assert run(write_gguf(tmp_path / "model.gguf", checkpoint)) == want
 
 

@@ -17,7 +17,6 @@ pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import is_decode
 from nanovllm.worker.recorded_forward import RecordedForward
@@ -77,7 +76,7 @@ class BothWays:
         got = self.recorded(plan)
         assert torch.equal(got.values, want.values)
         assert torch.equal(got.slots, want.slots)
-        if is_decode(plan) and len(plan.slots) <= MAX_LINEAR_ROWS[self.recorded.eager.dtype]:
+        if is_decode(plan) and len(plan.slots) <= self.recorded.max_rows:
             self.num_rows.append(len(got.values))
         return got
 
@@ -111,7 +110,7 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
         if mode.startswith("preempted"):
             assert llm.engine.core.scheduler.num_preemptions > 0
         if mode == "plain":
-            assert set(num_rows) == set(range(1, MAX_LINEAR_ROWS[getattr(torch, dtype)] + 1))
+            assert set(num_rows) == set(range(1, runner_of(llm).forward.recorded.max_rows + 1))
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -130,7 +129,7 @@ def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, depth:
 def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
     """Two engines whose steps alternate give what each gives alone."""
     prompts, variants = make_prompts()[:6], ("qwen3", "llama-mha-bias")
-    want = [[tiny(variant).generate(prompt, 12) for prompt in prompts] for variant in variants]
+    want = [tiny(variant).answers(prompts, 12) for variant in variants]
     llms = [make_llm(tiny(variant).path) for variant in variants]
     for llm in llms:
         for prompt in prompts:
@@ -144,13 +143,37 @@ def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
     assert [[tokens[seq_id] for seq_id in sorted(tokens)] for tokens in finished] == want
 
 
+def test_the_first_steps_import_nothing_large(tiny: Tiny) -> None:
+    """Neither torch's compiler nor what it needs: that would take seconds in the second token."""
+    script = """
+import sys
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], skip_tokenizer_init=True) as llm:
+    executor = llm.engine.core.executor
+    assert list(executor._worker.runner.forward._steps) == [1], "the second token would wait"
+    before = set(sys.modules)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.5, max_tokens=4), use_tqdm=False)
+names = ("torch._dynamo", "torch._inductor", "sympy")
+print([name for name in names if name in sys.modules], len(set(sys.modules) - before))
+"""
+    command = [sys.executable, "-c", script, str(tiny("qwen3").path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    names, num_modules = result.stdout.rsplit(maxsplit=1)
+    assert names == "[]"
+    assert int(num_modules) < 50
+
+
 @pytest.fixture(scope="module")
 def wanted(tiny: Tiny) -> list[list[list[int]]]:
     """What transformers generates, by variant: neither threads nor kernels may change it."""
+    longest = max(params.max_tokens for params in GREEDY)
     return [
         [
-            tiny(variant).generate(prompt, params.max_tokens)
-            for prompt, params in zip(make_prompts(), GREEDY, strict=True)
+            answer[: params.max_tokens]
+            for answer, params in zip(
+                tiny(variant).answers(make_prompts(), longest), GREEDY, strict=True
+            )
         ]
         for variant in VARIANTS
     ]

@@ -1,4 +1,4 @@
-"""CPU kernels, compiled by numba, and the loop that runs a list of them on every thread.
+"""CPU kernels for numba to compile, each with a number.
 
 A program is a table of int64, one line per kernel: its number, then its arguments. Addresses point
 to elements of the type of `like`, float32 or (for the bits of bfloat16) uint16, unless they are
@@ -7,24 +7,19 @@ named otherwise; fractions travel as the bits of a float32. All arithmetic is fl
 
 from __future__ import annotations
 
-import zlib
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import cfunc, float32, int32, int64, types, uint32
+from numba import float32, int32, int64, uint32
 
 from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.cpu.simd import (
-    FAST,
-    LANES,
     NUM_STREAMS,
+    NUM_WEIGHTED,
     TILE,
     TILE_ROWS,
     add_weighted_lanes,
     as_float,
-    call,
     dot_row,
     dot_tile,
     kernel,
@@ -44,45 +39,8 @@ LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 
 
-def compile_interpreter(like: Any, has_experts: bool) -> Any:
-    """Return a C function that runs a program; every thread of a team calls it.
-
-    Its argument points to int64: the program's address and number of lines, then the addresses of
-    OpenMP's functions for the thread's number, the number of threads, and a barrier (or zeros).
-    """
-    sources = _hash_sources()
-
-    def interpret(header):  # type: ignore[no-untyped-def]
-        # The cache of machine code goes by what a function encloses, and by no other file's text.
-        program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
-        thread, num_threads = int64(0), int64(1)
-        if header[2] != 0:
-            thread, num_threads = int64(call(header[2])), int64(call(header[3]))
-        for line in range(num_lines):
-            if has_experts:
-                _run_any_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
-            else:
-                _run_line(program, line * PROGRAM_WIDTH, thread, num_threads, like)
-            if num_threads > 1 and line + 1 < num_lines:
-                call(header[4])
-
-    compile_function = partial(
-        cfunc, types.void(types.CPointer(types.int64)), fastmath=FAST, error_model="numpy"
-    )
-    try:
-        return compile_function(cache=True)(interpret)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        return compile_function()(interpret)
-
-
-def _hash_sources() -> int:
-    """A number that changes with the code of the kernels."""
-    files = [Path(__file__).with_name(f"{name}.py") for name in ("simd", "experts")]
-    return zlib.crc32(b"".join(file.read_bytes() for file in files))
-
-
 @part
-def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     number = args[at]
     if number == EMBED:
         _embed(args, at + 1, thread, num_threads, like)
@@ -101,11 +59,11 @@ def _run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
 
 
 @part
-def _run_any_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def run_any_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     """Also those of experts, which take as long to compile as all the others."""
     number = args[at]
     if number < ROUTE:
-        _run_line(args, at, thread, num_threads, like)
+        run_line(args, at, thread, num_threads, like)
     elif number == ROUTE:
         route(args, at + 1, thread, num_threads, like)
     elif number == GROUP:
@@ -376,9 +334,8 @@ def _add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:
     """Add to b[sums:] the lines of a, each times its weight in b[weights:]."""
-    wide = NUM_STREAMS * LANES
-    num_wide = dim // wide * wide
-    for begin in range(0, num_wide, wide):
+    num_wide = dim // NUM_WEIGHTED * NUM_WEIGHTED
+    for begin in range(0, num_wide, NUM_WEIGHTED):
         add_weighted_lanes(b, sums + begin, a, a_base + begin, stride, weights, count)
     for i in range(count):
         weight, base = b[weights + i], a_base + i * stride

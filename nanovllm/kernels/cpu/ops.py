@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.experts import EXPERT_TILE
@@ -24,8 +24,10 @@ from nanovllm.kernels.ops import (
     Routing,
 )
 from nanovllm.kernels.torch_ops import run_experts
+from nanovllm.platforms.cpu_features import CpuFeatures
 
-# More rows than that and oneDNN's blocked product is faster: benchmarks/cpu_linear.py.
+# By the dtype that torch multiplies in. More rows than that and its product, the widening of a
+# weight included, is faster: benchmarks/cpu_linear.py.
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
 # Of an expert, were the tokens spread evenly: benchmarks/cpu_experts.py.
@@ -33,10 +35,12 @@ MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 
 class NumbaOps:
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, features: CpuFeatures) -> None:
         self.launcher = launcher
-        self.max_linear_rows = MAX_LINEAR_ROWS[launcher.dtype]
-        self.max_expert_rows = MAX_EXPERT_ROWS[launcher.dtype]
+        self.can_pack = launcher.dtype in features.packs
+        self.product_dtype = features.product_dtype(launcher.dtype)
+        self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
+        self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
@@ -101,7 +105,7 @@ class NumbaOps:
         self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         weight = weight.contiguous()
-        run_many = pack_onednn(weight, bias) if has_room else pack_rows(weight, bias)
+        run_many = self._pack_many(weight, bias, has_room)
         num_out, num_in = weight.shape
         max_rows = self.max_linear_rows
         num_threads = self.launcher.num_threads
@@ -119,6 +123,12 @@ class NumbaOps:
             return y
 
         return ComposedLinear(self, run, activation)
+
+    def _pack_many(self, weight: Tensor, bias: Tensor | None, has_room: bool) -> LinearFn:
+        """Choose the product of many rows: a packed copy pays only in the dtype it multiplies."""
+        if has_room and self.can_pack and self.product_dtype == weight.dtype:
+            return pack_onednn(weight, bias)
+        return lambda x: widened.linear(x, weight, bias, self.product_dtype)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         self.launcher.compile_experts()
@@ -143,7 +153,8 @@ class NumbaExperts:
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         if len(x) > self.max_tokens:
-            return run_experts(x, logits, self.gate_up, self.down, self.routing)
+            experts = self.gate_up, self.down
+            return run_experts(x, logits, *experts, self.routing, self.ops.product_dtype)
         num_tokens, hidden = x.shape
         order, starts, weights = self._route(logits.contiguous())
         y = self._linear(x.contiguous(), self.gate_up, order, starts, num_tokens)
@@ -188,13 +199,6 @@ class NumbaExperts:
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:
     """Store a copy in oneDNN's blocked layout, so that it is not rebuilt in every call."""
-    has_onednn = torch.backends.mkldnn.is_available()
-    if not (has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return pack_rows(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     run = torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, bias, "none", [], "")
-
-
-def pack_rows(weight: Tensor, bias: Tensor | None) -> LinearFn:
-    return lambda x: F.linear(x, weight, bias)

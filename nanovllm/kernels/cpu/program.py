@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, compile_interpreter
+from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
+from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
+from nanovllm.kernels.cpu.pace import Pace
 
 
 class NotRecordableError(Exception):
     """Something other than our kernels computes: a replay would leave it out."""
 
 
-class OnlyViews(TorchDispatchMode):
-    """Refuses what computes; views and empty tensors are as good in a replay."""
+class _RefuseProducts:
+    """Refuses what computes; views and empty tensors are as good in a replay.
+
+    A class of its own: torch wraps the method of a TorchDispatchMode in one that imports its
+    compiler, which takes seconds.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -32,6 +41,10 @@ class OnlyViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OnlyViews(_RefuseProducts, TorchDispatchMode):
+    pass
+
+
 class Program:
     """Kernel calls to run in order, and the memory that they point to."""
 
@@ -39,20 +52,25 @@ class Program:
         self.lines = lines
         self._kept = kept
         self._team = team
-        self._header = np.array([lines.ctypes.data, len(lines), *team.openmp_calls], np.int64)
+        sizes = len(lines), team.num_threads
+        self._header = np.array([lines.ctypes.data, *sizes, *team.openmp_calls], np.int64)
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
-        self._team.run(self._address)
+        """Run the kernels on as many threads as pays now; the results are the same bits."""
+        self._team.pace.run(self.run_on)
+
+    def run_on(self, num_threads: int) -> None:
+        self._team.run(self._address, num_threads)
 
 
 class Team:
     """The threads that torch's own operations use: a second pool would fight them for the cores."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._like = np.uint16(0) if dtype == torch.bfloat16 else np.float32(0)
+        self._element: Element = "bfloat16" if dtype == torch.bfloat16 else "float32"
         self._has_experts = False
-        self._interpreter = compile_interpreter(self._like, has_experts=False)
+        self._interpreter = compile_interpreter(self._element, has_experts=False)
         openmp = find_openmp()
         self._start_threads = None if openmp is None else openmp.GOMP_parallel
         self.num_threads = 1 if openmp is None else torch.get_num_threads()
@@ -62,19 +80,28 @@ class Team:
             for name in names
         ]
         self._function = ctypes.c_void_p(self._interpreter.address)
+        self.pace = Pace(self.num_threads)
 
     def compile_experts(self) -> None:
         if not self._has_experts:
-            self._interpreter = compile_interpreter(self._like, has_experts=True)
+            self._interpreter = compile_interpreter(self._element, has_experts=True)
             self._function = ctypes.c_void_p(self._interpreter.address)
             self._has_experts = True
 
-    def run(self, header_address: int) -> None:
+    def run(self, header_address: int, num_threads: int) -> None:
         header = ctypes.c_void_p(header_address)
         if self._start_threads is None:
             self._interpreter.ctypes(ctypes.cast(header, ctypes.POINTER(ctypes.c_int64)))
         else:
-            self._start_threads(self._function, header, self.num_threads, 0)
+            self._start_threads(self._function, header, num_threads, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A program in the making."""
+
+    lines: list[tuple[int, ...]]
+    kept: list[Tensor]
 
 
 class Launcher:
@@ -86,47 +113,59 @@ class Launcher:
         self.num_threads = self._team.num_threads
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
         self._scratch = torch.empty(0)
-        self._recorded: list[tuple[int, ...]] | None = None
-        self._kept: list[Tensor] = []
+        self._recordings = threading.local()  # each is seen by the thread that makes it alone
 
     def compile_experts(self) -> None:
         """Must come before their kernels are launched; models without need not wait for them."""
         self._team.compile_experts()
 
     def launch(self, *line: int) -> None:
-        if self._recorded is not None:
-            self._recorded.append(line)
+        recording = self._recording()
+        if recording is not None:
+            recording.lines.append(line)
             return
         self._single.lines[0, : len(line)] = line
-        self._single.run()
+        self._single.run_on(self.num_threads)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate what a kernel writes; a recording holds on to it."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype)
-        if self._recorded is not None:
-            self._kept.append(tensor)
+        self._keep(tensor)
         return tensor
 
     def scratch(self, size: int) -> Tensor:
         """Lend float32 memory to the next kernel."""
         if len(self._scratch) < size:
             self._scratch = torch.empty(2 * size, dtype=torch.float32)
-        if self._recorded is not None:
-            self._kept.append(self._scratch)
+        self._keep(self._scratch)
         return self._scratch
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
-        self._recorded, self._kept = [], []
-        try:
-            with OnlyViews():
-                output = function()
-            lines = np.zeros((len(self._recorded), PROGRAM_WIDTH), np.int64)
-            for i, line in enumerate(self._recorded):
-                lines[i, : len(line)] = line
-            return Program(lines, self._kept, self._team), output
-        finally:
-            self._recorded = None
+        """Note the kernels of a function that runs nothing else; its result is theirs to fill.
+
+        It runs in a thread that ends with it. So does all that torch and we hold open meanwhile,
+        wherever an interrupt comes, which is always in the main thread.
+        """
+        with ThreadPoolExecutor(1) as executor:
+            is_inference = torch.is_inference_mode_enabled()
+            return executor.submit(self._record, function, is_inference).result()
+
+    def _record(self, function: Callable[[], Tensor], is_inference: bool) -> tuple[Program, Tensor]:
+        recording = self._recordings.current = Recording([], [])
+        with torch.inference_mode(is_inference), OnlyViews():
+            output = function()
+        lines = np.zeros((len(recording.lines), PROGRAM_WIDTH), np.int64)
+        for i, line in enumerate(recording.lines):
+            lines[i, : len(line)] = line
+        return Program(lines, recording.kept, self._team), output
+
+    def _recording(self) -> Recording | None:
+        return getattr(self._recordings, "current", None)
+
+    def _keep(self, tensor: Tensor) -> None:
+        recording = self._recording()
+        if recording is not None:
+            recording.kept.append(tensor)
 
 
 def find_openmp() -> ctypes.CDLL | None:

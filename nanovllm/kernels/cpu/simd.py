@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
-from numba import njit, types, uint16, uint32
+from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 # Sums may be reordered and fused, but NaN and infinity stay what they are.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -17,68 +18,88 @@ kernel = njit(fastmath=FAST, nogil=True, error_model="numpy")
 ordered_kernel = njit(fastmath={"contract"}, nogil=True, error_model="numpy")
 part = njit(fastmath=FAST, nogil=True, error_model="numpy", inline="always")
 
+
+def _register_lanes() -> int:
+    """How many float32 a vector register holds: of more, a tile's sums would not fit into them."""
+    features = llvm.get_host_cpu_features()
+    return 16 if features.get("avx512f") else 8 if features.get("avx") else 4
+
+
 # Memory serves many requests at once, but a thread that reads straight on makes few: prefetchers
 # stop at every page. So each thread reads distant rows side by side and asks 2 KiB ahead in each.
 NUM_STREAMS = 4
 TILE_ROWS = 4  # rows of x that share what was read: 16 sums, which fit in registers
 TILE = NUM_STREAMS * TILE_ROWS
-LANES = 16
+LANES = _register_lanes()
+NUM_WEIGHTED = 64  # elements that are summed at a time: a whole head, or half of one
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
 
 
-def load(pointer: Any, index: int) -> Any:
+# Intrinsics, as they are used everywhere: functions for numba to inline would take a third longer
+# to compile.
+
+
+@intrinsic
+def load(context: Any, pointer: Any, index: Any) -> Any:
     """Read an element as float32."""
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(builder.gep(args[0], [args[1]]))
+        return value if signature.args[0].dtype is types.float32 else _widen(builder, value)
 
-def store(pointer: Any, index: int, value: Any) -> None:
+    return types.float32(pointer, types.int64), generate
+
+
+@intrinsic
+def store(context: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Write a float32, rounded to the element type."""
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, index, value = args
+        if signature.args[0].dtype is not types.float32:
+            value = _narrow(builder, value)
+        builder.store(value, builder.gep(pointer, [index]))
+        return context.get_dummy_value()
 
-def round_to(value: Any, like: Any) -> Any:
+    return types.void(pointer, types.int64, types.float32), generate
+
+
+@intrinsic
+def round_to(context: Any, value: Any, like: Any) -> Any:
     """Round a float32 to the element type and back."""
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[1] is types.float32:
+            return args[0]
+        return _widen(builder, _narrow(builder, args[0]))
 
-def itemsize(pointer: Any) -> Any:
+    return types.float32(types.float32, like), generate
+
+
+@intrinsic
+def itemsize(context: Any, pointer: Any) -> Any:
     """Bytes per element."""
 
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.IntType(64)(signature.args[0].dtype.bitwidth // 8)
 
-@overload(load, inline="always", strict=False)
-def _overload_load(pointer: Any, index: int) -> Any:
-    if pointer.dtype is types.uint16:
-        return lambda pointer, index: as_float(uint32(pointer[index]) << uint32(16))
-    return lambda pointer, index: pointer[index]
+    return types.int64(pointer), generate
 
 
-@overload(store, inline="always", strict=False)
-def _overload_store(pointer: Any, index: int, value: Any) -> Any:
-    def store_bfloat16(pointer, index, value):  # type: ignore[no-untyped-def]
-        pointer[index] = uint16(_rounded_bits(value) >> uint32(16))
-
-    def store_float32(pointer, index, value):  # type: ignore[no-untyped-def]
-        pointer[index] = value
-
-    return store_bfloat16 if pointer.dtype is types.uint16 else store_float32
+def _widen(builder: Any, half: Any) -> Any:
+    """The float32 of a bfloat16's bits."""
+    i32 = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(half, i32), i32(16)), ir.FloatType())
 
 
-@overload(round_to, inline="always", strict=False)
-def _overload_round(value: Any, like: Any) -> Any:
-    if like is types.uint16:
-        return lambda value, like: as_float(_rounded_bits(value) & uint32(0xFFFF0000))
-    return lambda value, like: value
-
-
-@overload(itemsize, inline="always", strict=False)
-def _overload_itemsize(pointer: Any) -> Any:
-    size = pointer.dtype.bitwidth // 8
-    return lambda pointer: size
-
-
-@part
-def _rounded_bits(value: Any) -> Any:
-    """The bits of a float32 after rounding its upper half to nearest, ties to even."""
-    bits = _as_bits(value)
-    return bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))
+def _narrow(builder: Any, value: Any) -> Any:
+    """The bits of the nearest bfloat16, of two the even one."""
+    i32 = ir.IntType(32)
+    bits = builder.bitcast(value, i32)
+    is_odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+    bits = builder.add(builder.add(bits, i32(0x7FFF)), is_odd)
+    return builder.trunc(builder.lshr(bits, i32(16)), ir.IntType(16))
 
 
 @intrinsic
@@ -106,14 +127,6 @@ def as_float(context: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
-
-
-@intrinsic
-def _as_bits(context: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
 
 
 # Loops do not reliably become vector code, so those that take most of the time are spelt out.
@@ -177,12 +190,12 @@ dot_tile = make_tile(TILE_ROWS)
 def add_weighted_lanes(
     context: Any, b: Any, sums: Any, a: Any, a_base: Any, stride: Any, weights: Any, count: Any
 ) -> Any:
-    """_add_weighted for NUM_STREAMS * LANES elements, whose sums stay in registers."""
+    """_add_weighted for NUM_WEIGHTED elements, whose sums stay in registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b, sums, a, a_base, stride, weights, count = args
         i64 = count.type
-        offsets = [i64(s * LANES) for s in range(NUM_STREAMS)]
+        offsets = [i64(lane) for lane in range(0, NUM_WEIGHTED, LANES)]
         totals = [_zero_lanes(builder) for _ in offsets]
         with cgutils.for_range(builder, count) as loop:
             weight = builder.load(builder.gep(b, [builder.add(weights, loop.index)]))

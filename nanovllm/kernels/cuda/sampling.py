@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm import sampling_params
 from nanovllm.kernels.cuda.sampling_cutoff import (
     CAPACITY,
     GROUP_SIZE,
@@ -23,6 +24,7 @@ from nanovllm.kernels.cuda.sampling_cutoff import (
 )
 from nanovllm.kernels.ops import SamplingVariant
 
+NO_TOKEN = tl.constexpr(sampling_params.NO_TOKEN)
 MIN_BLOCK = 1024
 ID_FACTOR = tl.constexpr(0x9E3779B1)
 FIRST_FACTOR = tl.constexpr(0x7FEB352D)
@@ -101,6 +103,7 @@ def sample_tokens(
 ) -> None:
     """Write one token per row of logits [rows, vocab_size] to out; context_lens are positions.
 
+    A row with NaN or infinity, or without any token that may be chosen, gets NO_TOKEN.
     `variant` may offer more than the rows need: their tokens are the same.
     """
     num_rows, vocab_size = logits.shape
@@ -185,7 +188,8 @@ def reference_sample(
     score = value.masked_fill(~is_kept, -torch.inf)
     ids = torch.arange(logits.shape[1], device=logits.device)
     is_best = score == score.amax(-1, keepdim=True)
-    return torch.where(is_best, ids, logits.shape[1]).amin(-1).int()
+    tokens = torch.where(is_best, ids, logits.shape[1]).amin(-1)
+    return torch.where(logits.amax(-1).isfinite(), tokens, sampling_params.NO_TOKEN).int()
 
 
 def reference_floors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -280,8 +284,9 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         ids = tile * BLOCK + lanes
         value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
         score = value.to(tl.float32)
+        score = tl.where(score == score, score, float("inf"))  # NaN
         if HAS_MIN_P:
-            is_kept = (score >= floor) & (score - peak >= reach)
+            is_kept = (score >= floor) & (score - peak >= reach) | (score == float("inf"))
             score = tl.where(is_kept, score, -float("inf"))
             # Most tiles hold nothing that is kept, and noise is what costs time.
             is_drawn = tl.max(score, 0) > -float("inf")
@@ -309,8 +314,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     is_inside = splits < num_splits
     score = tl.load(scores + places, mask=is_inside, other=-float("inf"))
     best_id = tl.load(ids + places, mask=is_inside, other=0x7FFFFFFF)
-    is_best = score == tl.max(score, 0)
-    tl.store(out + row, tl.min(tl.where(is_best, best_id, 0x7FFFFFFF), 0))
+    top = tl.max(score, 0)
+    token = tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), 0)
+    tl.store(out + row, tl.where(tl.abs(top) == float("inf"), NO_TOKEN, token))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -323,7 +329,8 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
     has_room = is_row & (slot < num_slots - 1) & (length < width)
     token = tl.load(out + rows, mask=is_row, other=0)
-    tl.store(tokens + slot.to(tl.int64) * stride + length, token, mask=has_room)
+    known = tl.maximum(token, 0)  # NO_TOKEN has no embedding
+    tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
     tl.store(lengths + slot, length + 1, mask=has_room)
 
 

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
+from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.kernels.expert_layers import LAYERS, Layer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def ops_of(dtype: torch.dtype, num_threads: int) -> NumbaOps:
     """`num_threads` is that of torch when this is called, which is what a launcher goes by."""
     assert torch.get_num_threads() == num_threads
-    ops = NumbaOps(Launcher(dtype))
+    ops = NumbaOps(Launcher(dtype), find_cpu_features())
     ops.max_expert_rows = 1000  # the kernels run them all
     return ops
 
@@ -38,11 +39,12 @@ def make_ops(dtype: torch.dtype) -> NumbaOps:
 @DTYPES
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_equals_the_reference(layer: Layer, dtype: torch.dtype) -> None:
+    reference = TorchOps(find_cpu_features().product_dtype(dtype))
     x, logits = layer.inputs(dtype)
     before = x.clone(), logits.clone()
     got, want = (
         ops.pack_experts(*layer.weights(dtype), layer.routing)(x, logits)
-        for ops in (make_ops(dtype), TorchOps())
+        for ops in (make_ops(dtype), reference)
     )
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -62,7 +64,8 @@ def test_takes_strided_inputs(dtype: torch.dtype) -> None:
 @DTYPES
 def test_a_replay_chooses_anew(dtype: torch.dtype) -> None:
     """Routing is part of the recording: other inputs go to other experts."""
-    ops, layer = make_ops(dtype), Layer(MAX_LINEAR_ROWS[dtype], 12, 3, 40, 24)
+    ops = make_ops(dtype)
+    layer = Layer(ops.max_linear_rows, 12, 3, 40, 24)
     experts = ops.pack_experts(*layer.weights(dtype), layer.routing)
     x, logits = layer.inputs(dtype)
     static = x.clone(), logits.clone()
@@ -97,11 +100,11 @@ def test_many_tokens_are_left_to_the_library(
     """Steps that may be recorded never are, whatever the number of experts."""
     seen = []
     monkeypatch.setattr(cpu_ops, "run_experts", lambda x, *_: seen.append(len(x)))
-    most = MAX_LINEAR_ROWS[dtype]
     for num_experts, top_k in ((2, 2), (64, 2)):
         layer = Layer(0, num_experts, top_k, 8, 8)
-        experts = NumbaOps(Launcher(dtype)).pack_experts(*layer.weights(dtype), layer.routing)
-        for num_tokens in (1, most, 5000):
+        ops = NumbaOps(Launcher(dtype), find_cpu_features())
+        experts = ops.pack_experts(*layer.weights(dtype), layer.routing)
+        for num_tokens in (1, ops.max_linear_rows, 5000):
             experts(
                 torch.zeros(num_tokens, 8, dtype=dtype),
                 torch.zeros(num_tokens, num_experts, dtype=dtype),

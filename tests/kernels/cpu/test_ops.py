@@ -19,6 +19,7 @@ from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Activation, NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.rotary_embedding import rope_table
+from nanovllm.platforms.cpu_features import find_cpu_features
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +38,7 @@ torch_ops = TorchOps()
 def numba_ops(dtype: torch.dtype, num_threads: int) -> NumbaOps:
     """`num_threads` is that of torch when this is called, which is what a launcher goes by."""
     assert torch.get_num_threads() == num_threads
-    return NumbaOps(Launcher(dtype))
+    return NumbaOps(Launcher(dtype), find_cpu_features())
 
 
 def make_ops(dtype: torch.dtype) -> NumbaOps:

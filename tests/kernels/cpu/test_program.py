@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 pytest.importorskip("numba")
 
@@ -19,6 +24,7 @@ from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher, NotRecordableError, find_openmp, float_bits
 from nanovllm.kernels.ops import NormWeights, PackedLinear
 from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.platforms.cpu_features import find_cpu_features
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 DIM, SIZE, VOCAB_SIZE = 40, 56, 30
@@ -29,7 +35,7 @@ class Block:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.launcher = Launcher(dtype)
-        self.ops = NumbaOps(self.launcher)
+        self.ops = NumbaOps(self.launcher, find_cpu_features())
         generator = torch.Generator().manual_seed(0)
 
         def make(*shape: int) -> Tensor:
@@ -59,10 +65,11 @@ def tokens(*token_ids: int) -> Tensor:
     return torch.tensor(token_ids, dtype=torch.int32)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Restore torch's number of threads."""
+    """Start with two threads, however many others there are; restore their number."""
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -150,6 +157,68 @@ def test_an_error_while_recording_leaves_the_launcher_usable(block: Block) -> No
     assert torch.equal(output, want)
 
 
+def assert_usable(block: Block, inputs: Tensor, want: Tensor) -> None:
+    """Kernels run at once, torch computes as ever, and the next recording works."""
+    assert _len_torch_dispatch_stack() == 0
+    assert torch.equal(block(inputs), want)
+    assert torch.equal(want + 1, want.clone().add_(1))
+    program, output = block.launcher.record(lambda: block(inputs))
+    program.run()
+    assert torch.equal(output, want)
+
+
+def test_an_interrupt_at_any_line_of_a_recording_leaves_nothing_behind() -> None:
+    block, inputs = Block(torch.float32), tokens(4, 8)
+    want = block(inputs)
+    num_lines, last = 0, 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_lines
+        if event == "line" and "nanovllm" in frame.f_code.co_filename:
+            num_lines += 1
+            if num_lines == last:
+                raise KeyboardInterrupt
+        return trace
+
+    is_done = False
+    while not is_done:
+        num_lines, last = 0, last + 1
+        for start in (sys.settrace, threading.settrace):  # also the thread that records
+            start(trace)
+        try:
+            block.launcher.record(lambda: block(inputs))
+            is_done = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+        assert_usable(block, inputs, want)
+    assert last > 20
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")
+def test_a_signal_during_a_recording_leaves_nothing_behind() -> None:
+    block, inputs = Block(torch.float32), tokens(4, 8)
+    want = block(inputs)
+    num_interrupted = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + i))
+                for _ in range(100):
+                    block.launcher.record(lambda: block(inputs))
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert_usable(block, inputs, want)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupted > 0
+
+
 def test_scratch_is_float32_whatever_the_default_is() -> None:
     """A script may have set another default, of half the size."""
     torch.set_default_dtype(torch.bfloat16)
@@ -184,7 +253,6 @@ def test_without_openmp_one_thread_does_it_all(
     torch.testing.assert_close(output, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("threads")
 @DTYPES
 def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
     outputs = []
@@ -198,7 +266,25 @@ def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
         torch.testing.assert_close(output, outputs[0], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dim", [8, 13, 40])
+def test_a_program_gives_the_same_bits_on_any_number_of_threads(dim: int) -> None:
+    """It may run on one thread for a while: sums must not come in another order then."""
+    launcher = Launcher(torch.float32)
+    launcher.num_threads = launcher._team.num_threads = 3
+    ops = NumbaOps(launcher, find_cpu_features())
+    x, weight = torch.randn(5, dim), torch.randn(3 * dim + 1, dim)
+    linear = ops.pack_linear(weight, None, None, False)
+    program, output = launcher.record(lambda: linear(x))
+    outputs = []
+    for num_threads in (1, 2, 3):
+        output.fill_(math.nan)
+        program.run_on(num_threads)
+        outputs.append(output.clone())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[0], x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
 def test_a_launcher_outlives_a_change_of_threads(block: Block) -> None:
     inputs = tokens(4, 8, 15)
     want = block(inputs)
@@ -234,5 +320,5 @@ def test_fractions_travel_as_bits(value: float) -> None:
 
 def test_kernels_are_chosen_by_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(create_cpu_ops(dtype), NumbaOps)
-    assert isinstance(create_cpu_ops(torch.float16), TorchOps)
+        assert isinstance(create_cpu_ops(dtype, find_cpu_features()), NumbaOps)
+    assert isinstance(create_cpu_ops(torch.float16, find_cpu_features()), TorchOps)

@@ -125,7 +125,7 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
 def test_padded_steps_equal_transformers(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    monkeypatch.setattr(backends, "create_cpu_ops", lambda dtype: TorchOps())
+    monkeypatch.setattr(backends, "create_cpu_ops", lambda *_: TorchOps())
     monkeypatch.setattr(backends, "create_attention", lambda *_: ReferenceChunks(16))
     checkpoint, prompts = tiny("qwen3"), make_prompts()
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128}
@@ -150,7 +150,7 @@ def test_padded_steps_equal_transformers(
             return eager(plan) if step is None else step
 
         runner.forward = forward
-        want = [checkpoint.generate(prompt, NUM_NEW) for prompt in prompts]
+        want = checkpoint.answers(prompts, NUM_NEW)
         for _ in range(2):
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [output.token_ids for output in outputs] == want

@@ -135,10 +135,15 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
     weight = make(96, 512, dtype=dtype, device=device) / 16
     after_weight = make(192, 96, dtype=dtype, device=device) / 10
     norm = NormWeights(make(96, dtype=torch.float32, device=device, seed=8), 1e-6)
-    for num_rows, has_bias in (
-        *itertools.product((0, 1, 2, 16, 257, 300), (False, True)),
+    cases = [
+        *itertools.product((0, 1, 2, 16), (False, True)),
         (65, False),
-    ):
+        (257, True),
+        (300, False),
+    ]
+    if device != "cpu":  # the interpreter takes milliseconds per row
+        cases += [(257, False), (300, True)]
+    for num_rows, has_bias in cases:
         bias = make(96, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, 512, dtype=dtype, device=device)
         residual = make(num_rows, 96, dtype=dtype, device=device)

@@ -29,6 +29,7 @@ from nanovllm.kernels.cuda.sampling import (
 )
 from nanovllm.kernels.ops import SamplingVariant
 from nanovllm.layers.sampler import sampling_probs
+from nanovllm.sampling_params import NO_TOKEN
 from tests.layers.test_sampler import SMALLEST, Row, columns, random_row
 
 INF = torch.inf
@@ -245,15 +246,19 @@ def check_both_searches(dtype: torch.dtype, device: str) -> None:
 
 
 def check_broken_rows(device: str) -> None:
-    """Rows without a distribution give an id of the vocabulary and leave their neighbours alone."""
-    logits = random_logits(5, 50, 2.0)
-    for row in (Row(), Row(top_k=3, top_p=0.9, min_p=0.1), Row(0.0)):
-        whole = run(make_batch(logits, [row] * 5, device), "full")[0]
-        broken = logits.clone()
-        broken[0], broken[2], broken[4] = torch.nan, -INF, INF
-        tokens = run(make_batch(broken, [row] * 5, device), "full")[0]
-        assert ((tokens >= 0) & (tokens < 50)).all()
-        assert tokens[[1, 3]].tolist() == whole[[1, 3]].tolist()
+    """Rows that are no numbers give no token, however few of them are not; neighbours do."""
+    logits = random_logits(7, 3000, 2.0)
+    broken = logits.clone()
+    broken[0], broken[2], broken[4] = torch.nan, -INF, INF
+    broken[5, 2500], broken[6, 7] = torch.nan, INF
+    variants: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
+    for row in (Row(), Row(top_k=3, top_p=0.9, min_p=0.1), Row(min_p=0.1), Row(0.0)):
+        for variant in variants:
+            whole = run(make_batch(logits, [row] * 7, device), variant)[0]
+            tokens = run(make_batch(broken, [row] * 7, device), variant)[0]
+            assert tokens[[0, 2, 4, 5, 6]].tolist() == [NO_TOKEN] * 5
+            assert tokens[[1, 3]].tolist() == whole[[1, 3]].tolist()
+            assert tokens[[1, 3]].min() >= 0
 
 
 def check_tiny_temperatures(device: str) -> None:
@@ -281,8 +286,9 @@ def check_advance(device: str) -> None:
     lengths = torch.tensor([0, 3, 7, 8, 2, 5, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([5, 0, 2, 3, 6, 6, 6], dtype=torch.int32, device=device)
     out = torch.arange(10, 17, dtype=torch.int32, device=device)
+    out[1] = NO_TOKEN  # there must be something that has an embedding
     wanted = tokens.clone()
-    wanted[5, 5], wanted[0, 0], wanted[2, 7] = 10, 11, 12
+    wanted[5, 5], wanted[0, 0], wanted[2, 7] = 10, 0, 12
     advance(out, slots, tokens, lengths)
     assert torch.equal(tokens, wanted)
     assert lengths.tolist() == [1, 3, 8, 8, 2, 6, 0]

@@ -1,0 +1,63 @@
+"""A tokenizer for text in and text out that needs no transformers, whose import takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class PlainTokenizer:
+    """Stands in for the transformers tokenizer of the same parts.
+
+    What an engine asks for is answered here; anything else makes that tokenizer and asks it.
+    """
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        special_tokens: dict[str, str],
+        chat_template: str | None,
+        make_transformers: Callable[[], PreTrainedTokenizerBase],
+    ) -> None:
+        self.special_tokens_map = special_tokens
+        self.chat_template = chat_template
+        self._backend = backend
+        self._make_transformers = make_transformers
+        self._transformers: PreTrainedTokenizerBase | None = None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self.special_tokens_map.get("eos_token")
+        return None if eos is None else self._backend.token_to_id(eos)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        if clean_up_tokenization_spaces:
+            raise ValueError("clean_up_tokenization_spaces would change what the model wrote")
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._as_transformers()(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying and pickling look for these before there is a state
+            raise AttributeError(name)
+        return getattr(self._as_transformers(), name)
+
+    def _as_transformers(self) -> PreTrainedTokenizerBase:
+        if self._transformers is None:
+            self._transformers = self._make_transformers()
+        return self._transformers

@@ -1,0 +1,52 @@
+"""What crosses between the engine core and its front: requests in, tokens and endings out."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nanovllm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue, checked and tokenised."""
+
+    seq_id: int
+    token_ids: array[int]  # the prompt
+    params: SamplingParams
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    cache_salt: str | None = None
+    is_streaming: bool = False  # wants every token as it comes, not only at the end
+    arrival_time: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A sequence is over: all that it generated, and why it ended."""
+
+    seq_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    first_token_time: float  # 0.0 when there was no token
+    end_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStep:
+    """What one call of `EngineCore.step` brought.
+
+    The columns hold the new tokens of streaming sequences, the last one before its ending too.
+    """
+
+    seq_ids: list[int]
+    token_ids: list[int]
+    endings: list[Ending]
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0

@@ -1,0 +1,83 @@
+"""The loop that runs a program, a list of kernels, on every thread: compiled by numba, and kept."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numba import cfunc, int64, types
+from numba.core import event
+
+from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, run_any_line, run_line
+from nanovllm.kernels.cpu.simd import FAST, call, pointer_to
+
+logger = logging.getLogger(__name__)
+Element = Literal["float32", "bfloat16"]
+SOURCES = ("kernels", "experts", "simd")  # of what the interpreter calls
+
+
+def compile_interpreter(element: Element, has_experts: bool) -> Any:
+    """Return a C function that runs a program; every thread of a team calls it.
+
+    Its argument points to int64: the program's address and number of lines, in how many parts each
+    kernel is done, whichever threads do them, then the addresses of OpenMP's functions for the
+    thread's number, the number of threads, and a barrier (or zeros).
+    """
+    sources = _hash_sources()
+    like = np.uint16(0) if element == "bfloat16" else np.float32(0)
+
+    def interpret(header):  # type: ignore[no-untyped-def]
+        # The cache of machine code goes by what a function encloses, and by no other file's text.
+        program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
+        num_parts, thread, num_threads = header[2], int64(0), int64(1)
+        if header[3] != 0:
+            thread, num_threads = int64(call(header[3])), int64(call(header[4]))
+        for line in range(num_lines):
+            for i in range(thread, num_parts, num_threads):
+                if has_experts:
+                    run_any_line(program, line * PROGRAM_WIDTH, i, num_parts, like)
+                else:
+                    run_line(program, line * PROGRAM_WIDTH, i, num_parts, like)
+            if num_threads > 1 and line + 1 < num_lines:
+                call(header[5])
+
+    compile_function = partial(
+        cfunc, types.void(types.CPointer(types.int64)), fastmath=FAST, error_model="numpy"
+    )
+    with event.install_listener("numba:compile", AnnounceOnce(element, has_experts)):
+        try:
+            return compile_function(cache=True)(interpret)
+        except (RuntimeError, OSError) as error:  # no folder that can be written
+            if not has_experts:  # those come second
+                logger.warning(
+                    "The machine code of the CPU kernels cannot be kept (%s), so that every start "
+                    "compiles it anew: set NUMBA_CACHE_DIR to a folder that can be written",
+                    error,
+                )
+            return compile_function()(interpret)
+
+
+class AnnounceOnce(event.Listener):
+    """Says what the wait is for, if there is one: machine code that was kept is loaded at once."""
+
+    def __init__(self, element: Element, has_experts: bool) -> None:
+        self.what = f"CPU kernels for {element}{' with experts' * has_experts}"
+        self.is_said = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.is_said:
+            self.is_said = True
+            logger.info("Compiling the %s: 10 to 30 seconds, once on this machine", self.what)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def _hash_sources() -> int:
+    """A number that changes with the code of the kernels."""
+    files = [Path(__file__).with_name(f"{name}.py") for name in SOURCES]
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))

@@ -1,0 +1,137 @@
+"""Whether a device can run a model, found out before anything large is fetched or allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from nanovllm.attention import create_attention
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.distributed.group import TPGroup
+from nanovllm.errors import ConfigError
+from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.layers.build import Build
+from nanovllm.layers.shards import check_splits
+from nanovllm.models.registry import build_model, read_config
+from nanovllm.platforms import create_platform
+from nanovllm.platforms.base import Platform
+from nanovllm.platforms.ranks import check_num_ranks, is_cuda
+from nanovllm.worker.kv_cache import kv_cache_spec
+
+GIB = 1 << 30
+HOST_BYTES = 200  # of what the scheduler knows of a block or a slot
+COLUMNS = 14  # of a slot, beside its tokens and blocks: input_buffers.py
+REMEDIES = {
+    "weights": "use a smaller model, a dtype of 16 bits or, on GPUs, a larger tensor_parallel_size",
+    "tables": "lower max_num_seqs or max_model_len",
+    "cache": "lower num_kvcache_blocks or kvcache_block_size",
+    "step": "lower max_num_batched_tokens or max_num_seqs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The bytes that a rank takes at least."""
+
+    weights: int
+    tables: int  # of all slots and positions
+    cache: int
+    step: int  # activations and logits of the largest step
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in asdict(self).items())
+        return f"{self.total / GIB:,.2f} GiB of memory ({parts})"
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    @property
+    def remedy(self) -> str:
+        sizes = asdict(self)
+        return REMEDIES[max(sizes, key=sizes.__getitem__)]
+
+
+def check_device(config: EngineConfig) -> Platform | None:
+    """Return what one rank runs on; None where only the processes of ranks may touch a device."""
+    check_num_ranks(config.device, config.tensor_parallel_size)
+    if config.tensor_parallel_size > 1 and is_cuda(config.device):
+        return None
+    return create_platform(
+        config.device, config.gpu_memory_utilization, config.tensor_parallel_size
+    )
+
+
+def check_model(
+    config: EngineConfig, platform: Platform | None, checkpoint_config: Mapping[str, Any]
+) -> None:
+    """Refuse a model that is not supported, cannot be split or does not fit."""
+    model = read_config(checkpoint_config)
+    check_splits(model, config.tensor_parallel_size)
+    if platform is None:
+        return  # each rank will look at its own device
+    dtype, ops = choose_dtype(config.dtype, model.dtype, platform), TorchOps()
+    attention = create_attention(
+        platform, ops, config.kvcache_block_size, config.attention_backend, dtype
+    )
+    group = TPGroup(0, config.tensor_parallel_size)
+    check_memory(config, model, platform, Build(platform.device, dtype, attention, ops, group))
+
+
+def check_memory(
+    config: EngineConfig, model: ModelConfig, platform: Platform, build: Build
+) -> None:
+    needs = count_needs(config, model, build)
+    if platform.has_room_for_copy(needs.weights):  # in a second layout
+        needs = replace(needs, weights=2 * needs.weights)
+    memory = platform.memory()
+    if needs.total > memory.free:
+        each = f" for each of {build.group.size} ranks" if build.group.size > 1 else ""
+        raise ConfigError(
+            f"{config.model} in {str(build.dtype).removeprefix('torch.')} does not fit: it needs "
+            f"{needs}, and {memory.free / GIB:,.2f} GiB of {memory.total / GIB:,.2f} are free"
+            f"{each}; {needs.remedy}"
+        )
+
+
+def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs:
+    """Count the parameters of a model without memory, and what the options ask for."""
+    shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
+    max_len = min(config.max_model_len, model.max_position_embeddings)
+    num_ropes = len({layer.rope for layer in model.layers})
+    columns = max_len + max_len // config.kvcache_block_size + COLUMNS
+    spec = kv_cache_spec(config, model, build.dtype, build.group)
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_len)
+    logits = min(config.max_num_seqs, num_tokens) * model.vocab_size
+    activations = num_tokens * _elements_per_token(model, build.group.size)
+    return Needs(
+        weights=sum(parameter.nbytes for parameter in shapes.parameters()),
+        tables=config.max_num_seqs * (4 * columns + HOST_BYTES)
+        + num_ropes * max_len * model.head_dim * 4,
+        cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
+        step=(activations + logits) * build.dtype.itemsize,
+    )
+
+
+def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:
+    """What is alive at once of a token: the residual and x, gate, up and their product."""
+    size = model.intermediate_size
+    if (experts := model.experts) is not None:
+        size = experts.top_k * experts.size
+    return 2 * model.hidden_size + 3 * size // num_ranks
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether an allocation failed; torch has no type of its own for those of a CPU."""
+    is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_known or "DefaultCPUAllocator" in str(error)
+
+
+def choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:
+    if asked == "auto":
+        return platform.choose_dtype(checkpoint_dtype)
+    dtype: torch.dtype = getattr(torch, asked)
+    return dtype

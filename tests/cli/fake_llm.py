@@ -1,0 +1,77 @@
+"""A model that answers every prompt with the same pieces, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+
+
+class FakeLLM:
+    """Refuses texts with "bad" in them, the template those with "odd"; "broken" ones fail."""
+
+    def __init__(self, *texts: str, has_template: bool = True) -> None:
+        self.texts = texts
+        self.num_closed = 0  # streams that ended or were left
+        self.conversations: list[Any] = []  # that went through the template
+        self.prompts: list[Any] = []
+        self.params: SamplingParams | None = None
+        tokenizer = SimpleNamespace(chat_template="a template" if has_template else None)
+        self.engine = SimpleNamespace(tokenizer=tokenizer)
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def apply_chat_template(self, messages: list[Any]) -> list[str]:
+        self.conversations = [messages] if isinstance(messages[0], dict) else messages
+        questions = [messages[-1]["content"] for messages in self.conversations]
+        if any("odd" in question for question in questions):
+            raise RequestError("the chat template refused the messages")
+        return [f"<{question}>" for question in questions]
+
+    def stream(
+        self,
+        prompts: Any,
+        params: SamplingParams,
+        on_step: Callable[[StepOutput], None] | None = None,
+        on_refusal: Callable[[int, RequestError], None] | None = None,
+    ) -> Iterator[StreamPiece]:
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self.params = params
+        try:
+            accepted = []
+            for index, prompt in enumerate(self.prompts):
+                if prompt is None or "bad" in prompt:
+                    error = RequestError("too long")
+                    if on_refusal is None:
+                        raise error
+                    on_refusal(index, error)
+                else:
+                    accepted.append(index)
+            if on_step is not None:
+                on_step(StepOutput([], [], 4, 0))
+            for index in reversed(accepted):
+                yield from self._pieces(index, on_step)
+        finally:
+            self.num_closed += 1
+
+    def _pieces(
+        self, index: int, on_step: Callable[[StepOutput], None] | None
+    ) -> Iterator[StreamPiece]:
+        text = "".join(self.texts)
+        ids = list(range(len(self.texts)))
+        is_broken = "broken" in self.prompts[index]
+        end = ("error", 0, 0.1, 0.2, "logits are NaN") if is_broken else ("stop", 0, 0.1, 0.2)
+        output = RequestOutput(index, None, [1, 2], text, ids, *end)
+        for number, piece in enumerate(self.texts, start=1):
+            if on_step is not None:
+                on_step(StepOutput([], [], 0, 1))
+            is_last = number == len(self.texts)
+            yield StreamPiece(index, piece, [1], output if is_last else None, index)

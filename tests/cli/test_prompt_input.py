@@ -1,0 +1,133 @@
+"""Prompts from arguments, files and pipes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanovllm.cli.prompt_input import InputPrompt, read_prompts
+from nanovllm.errors import ConfigError
+
+Pipe = Callable[[str], None]
+
+
+def texts(prompts: list[InputPrompt]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+def test_a_pipe_is_one_prompt(pipe: Pipe) -> None:
+    pipe("one\n\n  two é\n\n")
+    assert read_prompts([], None, by_lines=False) == [InputPrompt("one\n\n  two é", "stdin")]
+
+
+def test_lines_are_prompts_if_asked_for(pipe: Pipe) -> None:
+    pipe("one\r\n\n  two\n \n")
+    assert read_prompts([], None, by_lines=True) == [
+        InputPrompt("one", "stdin, line 1"),
+        InputPrompt("  two", "stdin, line 3"),
+    ]
+
+
+def test_a_dash_is_stdin(pipe: Pipe) -> None:
+    pipe("b\nc")
+    assert texts(read_prompts(["a", "-", "d"], None, by_lines=False)) == ["a", "b\nc", "d"]
+    pipe("b\nc")
+    prompts = read_prompts(["a", "-", "d"], None, by_lines=True)
+    assert texts(prompts) == ["a", "b", "c", "d"]
+    assert [prompt.place for prompt in prompts] == [
+        "prompt 1",
+        "stdin, line 1",
+        "stdin, line 2",
+        "prompt 3",
+    ]
+
+
+def test_piped_text_is_appended(pipe: Pipe) -> None:
+    pipe("the text\n")
+    assert texts(read_prompts(["Sum:", "Say:"], None, by_lines=False)) == [
+        "Sum:\n\nthe text",
+        "Say:\n\nthe text",
+    ]
+    pipe("")
+    assert texts(read_prompts(["Sum:"], None, by_lines=False)) == ["Sum:"]
+    pipe("one\n\ntwo\n")
+    assert read_prompts(["Say:"], None, by_lines=True) == [
+        InputPrompt("Say:\n\none", "stdin, line 1"),
+        InputPrompt("Say:\n\ntwo", "stdin, line 3"),
+    ]
+
+
+def test_a_redirected_file_is_appended(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("the text\n")
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    os.dup2(file, 0)
+    os.close(file)
+    assert texts(read_prompts(["Sum:"], None, by_lines=False)) == ["Sum:\n\nthe text"]
+
+
+@pytest.mark.usefixtures("nothing")
+def test_files_are_one_prompt_or_one_for_each_line(tmp_path: Path) -> None:
+    file = str(tmp_path / "file")
+    Path(file).write_bytes(b"\xef\xbb\xbfone\n\xff\n")
+    assert texts(read_prompts(["a"], file, by_lines=False)) == ["a", "one\n\ufffd"]
+    assert [prompt.place for prompt in read_prompts([], file, by_lines=True)] == [
+        f"{file}, line 1",
+        f"{file}, line 2",
+    ]
+
+
+@pytest.mark.usefixtures("nothing")
+def test_other_than_pipes_and_files_are_not_waited_for() -> None:
+    assert texts(read_prompts(["a"], None, by_lines=False)) == ["a"]
+
+
+@pytest.mark.usefixtures("nothing")
+def test_lines_need_something_that_has_them() -> None:
+    with pytest.raises(ConfigError, match="--lines needs --file PATH or text on stdin"):
+        read_prompts(["a"], None, by_lines=True)
+
+
+@pytest.mark.usefixtures("nothing")
+def test_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    for arguments, file in (([], None), (["-"], None), ([], str(tmp_path / "empty"))):
+        with pytest.raises(ConfigError, match=r"no prompt: .* is empty"):
+            read_prompts(arguments, file, by_lines=True)
+
+
+def test_a_closed_stdin(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.close(0)
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match="no prompt: pass one or more"):
+        read_prompts([], None, by_lines=False)
+    with pytest.raises(ConfigError, match="cannot read prompts from stdin"):
+        read_prompts(["-"], None, by_lines=False)
+    assert texts(read_prompts(["a"], None, by_lines=False)) == ["a"]
+
+
+@pytest.mark.usefixtures("nothing")
+def test_arguments_that_are_not_unicode() -> None:
+    arguments = [os.fsdecode(b"a\xff"), "é"]
+    assert texts(read_prompts(arguments, None, by_lines=False)) == ["a\ufffd", "é"]
+
+
+def test_a_silent_pipe_is_said(pipe: Pipe, capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.dup2(reader, 0)
+    os.close(reader)
+
+    def write_late() -> None:
+        time.sleep(1.2)
+        os.write(writer, b"late")
+        os.close(writer)
+
+    thread = threading.Thread(target=write_late)
+    thread.start()
+    assert texts(read_prompts([], None, by_lines=False)) == ["late"]
+    thread.join()
+    assert capsys.readouterr().err == "Waiting for text on stdin; Ctrl-D ends it ...\n"

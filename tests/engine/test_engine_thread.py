@@ -1,0 +1,438 @@
+"""Several threads, interrupts at every point, forks and failures: each caller gets its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.errors import EngineError
+from tests.checkpoints import TinyCheckpoint
+from tests.devices import runner_of
+from tests.engine.interrupts import InterruptAt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [[1, 2, 3], [4, 5], [*range(40)], [7], [*range(30, 60)]]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tiny: Callable[[str], TinyCheckpoint]) -> Path:
+    return tiny("qwen3").path
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    defaults = {"max_num_seqs": 4, "max_model_len": 96, "kvcache_block_size": 16}
+    sizes = {"num_kvcache_blocks": 24, "dtype": "float32", "skip_tokenizer_init": True}
+    return LLM(path, **{**defaults, **sizes, **options})
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with make_llm(path) as llm:
+        yield llm
+
+
+def generate(llm: LLM, prompts: Any = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def assert_idle(llm: LLM) -> None:
+    assert llm.is_finished()
+    scheduler = llm.engine.core.scheduler
+    scheduler.check()
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    assert not llm.engine._live
+    assert not llm._thread._jobs
+    assert not llm._thread._owners
+    assert not llm._thread._tickets
+
+
+# Threads
+
+
+def random_calls(count: int) -> list[tuple[list[list[int]], SamplingParams]]:
+    """Prompts that share beginnings, greedy and seeded, one or several to a call."""
+    rng = random.Random(5)
+    base = [rng.randrange(100) for _ in range(40)]
+
+    def prompt() -> list[int]:
+        tail = [rng.randrange(100) for _ in range(rng.randrange(1, 20))]
+        return base[: rng.randrange(40)] + tail
+
+    def params(seed: int) -> SamplingParams:
+        temperature, max_tokens = rng.choice([0.0, 1.0]), rng.randrange(1, 9)
+        return SamplingParams(temperature, max_tokens, ignore_eos=True, seed=seed)
+
+    return [([prompt() for _ in range(rng.choice([1, 1, 1, 3]))], params(i)) for i in range(count)]
+
+
+def check_threads(path: Path, num_calls: int, **options: Any) -> None:
+    """What 8 threads get is what one after the other gets; all of them run as one batch."""
+    calls = random_calls(num_calls)
+    with make_llm(path, max_num_seqs=8, **options) as llm:
+        want = [generate(llm, *call) for call in calls]
+    with make_llm(path, max_num_seqs=8, **options) as llm, ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(lambda call: generate(llm, *call), calls))
+        assert_idle(llm)
+    assert got == want
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True, "depth": 1}], ids=str)
+def test_threads_get_what_one_after_the_other_gets(path: Path, options: dict[str, Any]) -> None:
+    check_threads(path, 80, **options)
+
+
+@pytest.mark.slow
+def test_a_thousand_calls_of_threads(path: Path) -> None:
+    check_threads(path, 1000)
+
+
+def test_all_kinds_of_calls_from_threads(path: Path) -> None:
+    """Streams, steps, aborts and generate at once; whoever steps gets what add_request asked."""
+    with make_llm(path) as llm:
+        want = generate(llm)
+        finished: list[RequestOutput] = []
+        added: dict[int, int] = {}
+
+        def step() -> None:
+            for index, prompt in enumerate(PROMPTS * 3):
+                added[llm.add_request(prompt, GREEDY)] = index % len(PROMPTS)
+            while not llm.is_finished():
+                finished.extend(llm.step().finished)
+
+        def stream() -> None:
+            for _ in range(5):
+                got: list[list[int]] = [[] for _ in PROMPTS]
+                for piece in llm.stream(PROMPTS, GREEDY):
+                    got[piece.index] += piece.token_ids
+                assert got == want
+
+        def leave_early() -> None:
+            for _ in range(5):
+                with contextlib.closing(llm.stream(PROMPTS, GREEDY)) as pieces:
+                    next(pieces)
+
+        def abort() -> None:
+            for _ in range(5):
+                output = llm.abort(llm.add_request([9] * 30, GREEDY))
+                assert output is None or output.finish_reason == "abort"
+
+        def ask() -> None:
+            for _ in range(5):
+                assert generate(llm) == want
+
+        kinds = (step, stream, leave_early, abort, ask)
+        with ThreadPoolExecutor(len(kinds)) as threads:
+            for future in [threads.submit(kind) for kind in kinds]:
+                future.result()
+        while not llm.is_finished():
+            finished += llm.step().finished
+        ours = [output for output in finished if output.seq_id in added]
+        assert sorted(output.seq_id for output in ours) == sorted(added)
+        assert all(output.token_ids == want[added[output.seq_id]] for output in ours)
+        assert_idle(llm)
+
+
+def test_a_failure_reaches_every_thread_that_waits(path: Path) -> None:
+    with make_llm(path) as llm:
+        stream = llm.stream(PROMPTS, GREEDY)
+        next(stream)
+        runner_of(llm).forward = None  # not callable
+        with ThreadPoolExecutor(3) as threads:
+            futures = [threads.submit(generate, llm) for _ in range(2)]
+            futures += [threads.submit(list, stream), threads.submit(llm.step)]
+            errors = [future.exception(timeout=20) for future in futures]
+        assert all(isinstance(error, (TypeError, EngineError)) for error in errors)
+        assert all("not callable" in str(error) for error in errors)
+        assert sum(isinstance(error, TypeError) for error in errors) == 1
+
+
+def test_closing_ends_the_waits_of_other_threads(path: Path) -> None:
+    llm = make_llm(path, max_model_len=2048, num_kvcache_blocks=200)
+    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(generate, llm, [1, 2], params) for _ in range(2)]
+        while len(llm._thread._jobs) < 2:
+            time.sleep(0.001)
+        llm.close()
+        for future in futures:
+            with pytest.raises(EngineError, match="closed"):
+                future.result(timeout=20)
+
+
+def test_abort_all_ends_every_call(path: Path) -> None:
+    with make_llm(path, max_model_len=2048, num_kvcache_blocks=200) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+        llm.add_request([5, 6], params)
+        stream = llm.stream([3, 4], params)
+        pieces = [next(stream)]
+        with ThreadPoolExecutor(1) as threads:
+            future = threads.submit(llm.generate, [1, 2], params, use_tqdm=False)
+            while len(llm._thread._jobs) < 2:
+                time.sleep(0.001)
+            assert len(llm.abort_all()) == 3
+            [output] = future.result(timeout=20)
+        assert output.finish_reason == "abort"
+        pieces += stream
+        assert pieces[-1].output is not None
+        assert pieces[-1].output.finish_reason == "abort"
+        got = [token_id for piece in pieces for token_id in piece.token_ids]
+        assert got == pieces[-1].output.token_ids
+        assert_idle(llm)
+
+
+def test_a_stream_that_nobody_reads_waits(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    stream = llm.stream([1, 2, 3], params)
+    next(stream)
+    llm._thread.call(lambda: None)
+    time.sleep(0.05)
+    [live] = llm._thread.call(lambda: list(llm.engine._live.values()))
+    assert live.num_seen < 10
+    assert sum(len(piece.token_ids) for piece in stream) == 49
+    assert_idle(llm)
+
+
+# Forks
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_so_at_once(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    calls: list[Callable[[], object]] = [
+        lambda: generate(llm),
+        lambda: next(llm.stream(PROMPTS, GREEDY)),
+        lambda: llm.add_request([1], GREEDY),
+        llm.step,
+        llm.is_finished,
+        lambda: llm.abort(0),
+        llm.abort_all,
+    ]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            for call in calls:
+                with pytest.raises(EngineError, match="forked"):
+                    call()
+            llm.close()
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    stream.close()
+    assert len(generate(llm)) == len(PROMPTS)  # the parent goes on
+
+
+# Interrupts
+
+
+def check_generate(llm: LLM, want: list[list[int]]) -> None:
+    assert generate(llm) == want
+
+
+def check_stream(llm: LLM, want: list[list[int]]) -> None:
+    got: list[list[int]] = [[] for _ in PROMPTS]
+    for piece in llm.stream(PROMPTS, GREEDY):
+        got[piece.index] += piece.token_ids
+    assert got == want
+
+
+def leave_early(llm: LLM, want: list[list[int]]) -> None:
+    with contextlib.closing(llm.stream(PROMPTS, GREEDY)) as pieces:
+        assert next(pieces).token_ids == want[0][:1]
+
+
+def abort_all(llm: LLM, want: list[list[int]]) -> None:
+    llm.add_request(PROMPTS[0], GREEDY)
+    llm.step()
+    llm.abort_all()
+
+
+CALLS = [check_generate, check_stream, leave_early, abort_all]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals at other points")
+@pytest.mark.parametrize("call", CALLS)
+def test_an_interrupt_at_every_point_of_a_call(llm: LLM, call: Callable[..., None]) -> None:
+    """Nothing stays behind, also when a second interrupt strikes while the first is dealt with."""
+    want = generate(llm)
+    with InterruptAt() as points:
+        call(llm, want)
+    assert points.num_points > 20
+    for second in (None, 0, 3):
+        for point in range(points.num_points):
+            numbers = [point] if second is None else [point, point + 1 + second]
+            with contextlib.suppress(KeyboardInterrupt), InterruptAt(*numbers):
+                call(llm, want)
+            if call is abort_all:
+                llm.abort_all()
+            assert_idle(llm)
+    assert generate(llm) == want
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="looks for signals at other points")
+def test_an_interrupt_at_every_point_of_add_request_and_step(llm: LLM) -> None:
+    """A request is queued or it is not, and what steps finish is returned, once."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    want = generate(llm, PROMPTS[:3], params)
+
+    def run(*points: int) -> int:
+        added: dict[int, int] = {}
+        finished: list[RequestOutput] = []
+        injector = InterruptAt(*points)
+        with contextlib.suppress(KeyboardInterrupt), injector:
+            for index, prompt in enumerate(PROMPTS[:3]):
+                added[llm.add_request(prompt, params)] = index
+        while True:
+            with contextlib.suppress(KeyboardInterrupt), injector:
+                if llm.is_finished():
+                    break
+                finished += llm.step().finished
+        assert sorted(output.seq_id for output in finished) == sorted(added)
+        assert all(output.token_ids == want[added[output.seq_id]] for output in finished)
+        assert_idle(llm)
+        return injector.num_points
+
+    num_points = run()
+    for point in range(num_points):
+        run(point)
+        run(point, point + 1)
+
+
+def test_a_paused_stream_survives_the_interrupt_of_another_call(llm: LLM) -> None:
+    want = generate(llm)
+    with InterruptAt() as points:
+        generate(llm, PROMPTS[0])
+    for point in range(0, points.num_points, 7):
+        stream = llm.stream(PROMPTS[1], GREEDY)
+        got = next(stream).token_ids
+        with contextlib.suppress(KeyboardInterrupt), InterruptAt(point):
+            generate(llm, PROMPTS[0])
+        got = got + [token_id for piece in stream for token_id in piece.token_ids]
+        assert got == want[1]
+        assert_idle(llm)
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt from a real signal."""
+
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+@pytest.mark.parametrize("call", CALLS)
+def test_real_signals_at_random_times(llm: LLM, call: Callable[..., None]) -> None:
+    want = generate(llm)
+    rng = random.Random(3)
+    start = time.perf_counter()
+    call(llm, want)
+    seconds = time.perf_counter() - start
+    for _ in range(60):
+        with interrupted_after(rng.uniform(1e-5, 1.2 * seconds)):
+            call(llm, want)
+        if call is abort_all:
+            llm.abort_all()
+        assert_idle(llm)
+    assert generate(llm) == want
+
+
+def test_an_interrupt_in_the_first_call_breaks_no_engine(path: Path) -> None:
+    """While a decode step is recorded, too."""
+    with make_llm(path) as fresh:
+        want = generate(fresh)
+    for seconds in (0.001, 0.003, 0.006, 0.01, 0.02):
+        with make_llm(path) as llm:
+            with interrupted_after(seconds):
+                generate(llm)
+            assert generate(llm) == want
+            assert_idle(llm)
+
+
+def test_ctrl_c_does_not_wait_for_a_long_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm(path) as llm:
+        want = generate(llm)
+        real, is_released = llm.engine.core.executor.submit, threading.Event()
+        calls = itertools.count()
+
+        def slow(plan: Any) -> Any:
+            if next(calls) == 0:
+                assert is_released.wait(20)
+            return real(plan)
+
+        monkeypatch.setattr(llm.engine.core.executor, "submit", slow)
+        start = time.perf_counter()
+        with interrupted_after(0.1):
+            generate(llm)
+        assert time.perf_counter() - start < 10
+        is_released.set()
+        assert generate(llm) == want
+        assert_idle(llm)
+
+
+# Numbers that are none
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_end_their_request_alone(path: Path, depth: int, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=1)
+    with make_llm(path, depth=depth) as llm:
+        want = generate(llm, params=params)
+        break_logits(llm, position=PROMPTS[2].__len__() + 3)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        reasons = [output.finish_reason for output in outputs]
+        assert reasons == ["length", "length", "error", "length", "length"]
+        assert [output.token_ids for output in outputs] == [
+            ids[:3] if reason == "error" else ids for ids, reason in zip(want, reasons, strict=True)
+        ]
+        assert "NaN" in str(outputs[2].error)
+        assert outputs[0].error is None
+        assert_idle(llm)
+        [*_, last] = llm.stream(PROMPTS[2], params)
+        assert last.output is not None
+        assert last.output.finish_reason == "error"
+
+
+def break_logits(llm: LLM, position: int) -> None:
+    """Let the logits for the token at a position be NaN, in every sequence that gets there."""
+    runner = runner_of(llm)
+    real = runner.forward
+
+    def forward(plan: Any) -> Any:
+        logits = real(plan)
+        logits.values[logits.positions == position] = float("nan")
+        return logits
+
+    runner.forward = forward

@@ -1,0 +1,184 @@
+"""Chat templates: equal to transformers where they work, a RequestError where they do not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from nanovllm.chat_template import MAX_LENGTH, MAX_ROUNDS, ChatTemplate
+from nanovllm.errors import RequestError
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CHATML = """\
+{%- if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{% for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+    {{- '<|im_start|>system\\nBe.<|im_end|>\\n' }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message['content'] ~ '<|im_end|>' ~ '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"""
+LLAMA = """\
+{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}
+{% generation %}{% set text = message.content | trim %}
+{{ '[%s] ' % message.role ~ text }}{% endgeneration %}
+{{ eos_token }}{% if loop.index > 6 %}{% break %}{% endif %}{% endfor %}"""
+ODD = """\
+{% macro show(value, width=6) %}{{ '%-4d|' % value }}{{ value ** 2 }}
+{{ 'ab' * value }}{{ '<&>' | tojson }}
+{{- 'x' | center(width) }}{{ 'y'.ljust(width) }}{{ '{:>5}'.format(value) }}{% endmacro %}
+{% set ns = namespace(n=0) %}{% for m in messages recursive %}
+{% set ns.n = ns.n + 1 %}{{ show(ns.n) }}
+{% else %}none{% endfor %}{{ messages | map(attribute='role') | join(',') }}{{ [1] + [2] }}
+{{ {'a': [1, 'é']} | tojson(indent=2) }}"""
+
+HELLO = [{"role": "user", "content": "Hello"}]
+LONG = [*HELLO, {"role": "assistant", "content": " Hi. "}, {"role": "user", "content": "Bye"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize("messages", [HELLO, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA, ODD], ids=["chatml", "llama", "odd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": True},
+        {"tools": [TOOL]},
+        {"enable_thinking": False, "bos_token": "<other>"},
+        {"continue_final_message": True},
+    ],
+    ids=str,
+)
+def test_equals_transformers(template: str, messages: list[Any], options: dict[str, Any]) -> None:
+    options = {"add_generation_prompt": False, **options}
+    if template is ODD and "continue_final_message" in options:
+        pytest.skip("it shows no content")
+    variables = {**TOKENS, **options}
+    [want], _ = render_jinja_template([messages], chat_template=template, **variables)
+    assert ChatTemplate(template, TOKENS, **options).render(messages) == want
+
+
+def test_an_answer_is_asked_for_unless_a_message_is_continued() -> None:
+    assert ChatTemplate(CHATML, {}).render(HELLO).endswith("assistant\n")
+    assert ChatTemplate(CHATML, {}, continue_final_message=True).render(HELLO).endswith("Hello")
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    with pytest.raises(RequestError, match="either continued or answered"):
+        ChatTemplate(CHATML, {}, **both)
+    with pytest.raises(RequestError, match="does not show the message"):
+        ChatTemplate("x", {}, continue_final_message=True).render(HELLO)
+
+
+def test_a_template_is_chosen_by_purpose_or_name() -> None:
+    templates = {"default": "plain", "tool_use": "tools", "rag": "documents"}
+    assert ChatTemplate(templates, {}).render(HELLO) == "plain"
+    assert ChatTemplate(templates, {}, tools=[TOOL]).render(HELLO) == "tools"
+    assert ChatTemplate(templates, {}, chat_template="rag").render(HELLO) == "documents"
+    assert ChatTemplate(templates, {}, chat_template="{{ 1 }}").render(HELLO) == "1"
+    with pytest.raises(RequestError, match="rag; choose with chat_template="):
+        ChatTemplate({"rag": "x"}, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (5, {}),
+        (["x"], {}),
+        ({"default": 5}, {}),
+        ("x", {"chat_template": 5}),
+        ("x", {"chat_template": ["x"]}),
+        ("x", {"tools": 5}),
+        ("x", {"tools": "f"}),
+        ("x", {"tools": [5]}),
+    ],
+    ids=repr,
+)
+def test_other_types_are_refused(template: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(template, {}, **options)
+
+
+def test_functions_are_described_as_tools() -> None:
+    def add(a: int, b: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: The first
+            b: The second
+        """
+        return a + b
+
+    template = "{{ tools[0].function.name }} {{ tools[0].function.parameters.required }}"
+    assert ChatTemplate(template, {}, tools=[add]).render(HELLO) == "add ['a', 'b']"
+    with pytest.raises(RequestError, match="cannot be described"):
+        ChatTemplate(template, {}, tools=[lambda x: x])
+
+
+HOSTILE = {
+    "refuses": "{{ raise_exception('roles must alternate') }}",
+    "syntax": "{% for",
+    "unknown tag": "{% fly %}",
+    "unknown filter": "{{ 1 | fly }}",
+    "type": "{{ messages + 1 }}",
+    "none": "{{ None + 'x' }}",
+    "undefined": "{{ nope.deeper }}",
+    "not callable": "{{ messages() }}",
+    "division": "{{ 1 / 0 }}",
+    "index": "{{ [].pop() }}",
+    "include": "{% include 'x' %}",
+    "import": "{% import 'os' as os %}",
+    "encoding": "{{ 'x'.encode('no-such') }}",
+    "json": "{{ range | tojson }}",
+    "sort": "{{ [1, 'a'] | sort }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "deep source": "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+    "class": "{{ ''.__class__.__mro__ }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "format reads attributes": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "mutation": "{{ messages.append(1) }}",
+    "range": "{{ range(10**9) }}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops over text": "{% for i in 'a' * 10**6 %}{% endfor %}",
+    "endless output": "{% for i in range(9999) %}{{ 'a' * 10**6 }}{% endfor %}",
+    "product": "{{ 'a' * 10**12 }}",
+    "product of lists": "{{ 10**10 * [1] }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "large numbers": "{% set n = namespace(x=7) %}{% for i in range(99) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}",
+    "sums": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
+    "{% endfor %}",
+    "joins": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "padding": "{{ 'a'.ljust(10**11) }}",
+    "centering": "{{ 'a' | center(10**11) }}",
+    "indent": "{{ [1] | tojson(indent=10**11) }}",
+    "wide format": "{{ '%99999999999d' % 1 }}",
+    "wide format by number": "{{ '%*d' % (10**11, 1) }}",
+    "wide new format": "{{ '{:99999999999}'.format(1) }}",
+    "wide new format by number": "{{ '{:{}}'.format(1, 10**11) }}",
+    "wide filter": "{{ '%99999999999d' | format(1) }}",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_template_is_a_request_error(template: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match="the chat template"):
+        ChatTemplate(template, TOKENS).render(HELLO)
+    assert time.perf_counter() - start < 30
+
+
+def test_limits_leave_room_for_long_conversations() -> None:
+    """And they hold per conversation, not for all that a template ever formats."""
+    messages = HELLO * (MAX_ROUNDS // 100)
+    template = ChatTemplate(CHATML, TOKENS)
+    texts = {template.render(messages) for _ in range(3)}
+    assert len(texts) == 1
+    long = [{"role": "user", "content": "x" * (MAX_LENGTH // 2)}]
+    assert len(template.render(long)) > MAX_LENGTH // 2

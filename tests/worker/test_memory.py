@@ -1,0 +1,166 @@
+"""What a model needs is counted before anything is allocated, and refused where it is too much."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.bench.models import model_path
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import TPGroup
+from nanovllm.errors import ConfigError
+from nanovllm.layers.build import Build
+from nanovllm.models.registry import build_model, read_config
+from nanovllm.platforms import cpu
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker import worker
+from nanovllm.worker.input_buffers import InputBuffers
+from nanovllm.worker.memory import count_needs
+from tests.checkpoints import TinyCheckpoint
+from tests.models.test_configs import CONFIGS, saved
+from tests.threaded_ranks import engines_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GIB = 1 << 30
+Tiny = Callable[[str], TinyCheckpoint]
+
+
+def build(group: TPGroup, dtype: torch.dtype = torch.float32) -> Build:
+    return Build(torch.device("cpu"), dtype, None, None, group)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cgroup that is allowed 8 GiB, of which 2 are taken, on a machine with 64."""
+    files = tmp_path / "memory.max", tmp_path / "memory.current"
+    for file, size in zip(files, (8, 2), strict=True):
+        file.write_text(str(size * GIB))
+    monkeypatch.setattr(cpu, "_cgroup_files", lambda: [files])
+    monkeypatch.setattr(cpu, "_meminfo", lambda name: 64 * GIB)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_weights_are_counted_exactly(name: str) -> None:
+    model, config = read_config(saved(name)), EngineConfig("m", max_model_len=64)
+    for group in (TPGroup(0, 1), TPGroup(0, 2)):
+        if model.num_kv_heads % group.size == 0:
+            held = build_model(model, 64, build(group)).parameters()
+            needs = count_needs(config, model, build(group))
+            assert needs.weights == sum(parameter.nbytes for parameter in held)
+
+
+@pytest.mark.parametrize(("num_slots", "max_len"), [(512, 64), (8, 500)])
+def test_tables_are_counted(num_slots: int, max_len: int) -> None:
+    config = EngineConfig("m", max_num_seqs=num_slots, max_model_len=max_len)
+    model = read_config(saved("llama"))
+    buffers = InputBuffers(CpuPlatform(), num_slots, max_len, config.kvcache_block_size)
+    ropes = build_model(model, max_len, build(TPGroup())).model.ropes
+    held = buffers._state.nbytes + ropes[0].nbytes
+    assert held <= count_needs(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
+
+
+def test_blocks_are_counted() -> None:
+    model = read_config(saved("llama"))
+    block_bytes = 2 * 2 * 16 * 2 * 24 * 4  # k and v: layers, tokens, heads, dim, float32
+    for num_blocks, counted in ((-1, 1), (1, 1), (1000, 1000)):
+        config = EngineConfig("m", num_kvcache_blocks=num_blocks, kvcache_block_size=16)
+        needs = count_needs(config, model, build(TPGroup()))
+        assert counted * block_bytes <= needs.cache <= 1.1 * counted * block_bytes
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_num_seqs": 10**8}, "lower max_num_seqs or max_model_len"),
+        ({"num_kvcache_blocks": 10**9}, "lower num_kvcache_blocks"),
+        ({"kvcache_block_size": 2**31 - 16}, "or kvcache_block_size"),
+        ({"max_num_batched_tokens": 10**9, "max_num_seqs": 10**6}, "lower max_num_batched_tok"),
+        ({"max_model_len": 10**9, "max_num_seqs": 10**7}, "lower max_num_seqs or max_model_len"),
+        ({"max_num_seqs": 10**40}, r"max_num_seqs must be below 2\*\*31"),
+        ({"num_kvcache_blocks": 10**40}, r"num_kvcache_blocks must be below 2\*\*31"),
+        ({"max_num_batched_tokens": 10**400}, r"max_num_batched_tokens must be below 2\*\*31"),
+    ],
+)
+def test_absurd_options_are_refused_at_once(
+    tiny: Tiny, options: dict[str, Any], match: str
+) -> None:
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=match):
+        LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", **options)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "match"),
+    [
+        ("bfloat16", 1, r"weights 14\.96, .* 6\.00 GiB of 8\.00 are free; use a smaller model"),
+        ("float32", 1, r"weights 29\.92, .* 6\.00 GiB of 8\.00 are free; .* a dtype of 16 bits"),
+        ("bfloat16", 2, r"weights 7\.48, .* 3\.00 GiB of 4\.00 are free for each of 2 ranks"),
+    ],
+)
+def test_a_model_of_eight_billion_on_a_small_machine(
+    dtype: str, num_ranks: int, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "build_model", None)  # nothing is built
+    options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=match):
+        LLM(model_path("llama-3.1-8b"), dtype=dtype, tensor_parallel_size=num_ranks, **options)
+
+
+def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free may have changed since the engine looked, and differs among devices."""
+    monkeypatch.setattr(worker, "check_memory", refuse)
+    with engines_of(2), pytest.raises(ConfigError, match=r"rank . of 2"):
+        LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
+
+
+def refuse(config: Any, model: Any, platform: Any, build: Build) -> None:
+    raise ConfigError(f"no room for rank {build.group.rank} of {build.group.size}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("of 9 GiB"),
+        MemoryError("of 9 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: of 9 GiB"),
+    ],
+)
+def test_memory_that_runs_out_all_the_same_is_explained(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "load_weights", load)
+    with pytest.raises(ConfigError, match=r"not enough memory for .*lower max_num_.*of 9 GiB"):
+        LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
+
+
+def test_other_errors_stay_what_they_are(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(worker, "load_weights", load)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
+
+
+def test_a_model_larger_than_any_memory_is_refused(tmp_path: Path) -> None:
+    """Every size is within its range, and all together are not."""
+    largest = {"vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22}
+    config = {**saved("mixtral"), **largest, "num_hidden_layers": 1024, "num_local_experts": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=r"needs .* GiB of memory .*use a smaller model"):
+        LLM(tmp_path, load_format="dummy", skip_tokenizer_init=True, device="cpu")
+    assert time.process_time() - start < 5
