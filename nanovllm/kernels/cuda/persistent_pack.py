@@ -20,26 +20,32 @@ def pack_step(weights: DecoderWeights) -> PersistentStep | None:
     if problem is not None:
         logger.info("A sequence alone runs layer by layer: %s", problem)
         return None
+    return PersistentStep(_shape(weights), pack_tensors(weights), pack_constants(weights))
+
+
+def pack_tensors(weights: DecoderWeights) -> StepTensors:
     layers = weights.layers
     qkv = [_linear(layer.qkv) for layer in layers]
-    gate_up = [_linear(layer.gate_up) for layer in layers]
-    activation = gate_up[0].activation
-    assert activation is not None
-    tensors = StepTensors(
+    return StepTensors(
         embedding=weights.embedding,
         norms=_stack_norms(weights),
         qkv=_move_together(qkv),
         qkv_bias=_stack_biases(qkv),
         qk_norms=_stack_qk_norms(weights),
         o=_move_together([_linear(layer.o) for layer in layers]),
-        gate_up=_move_together(gate_up),
+        gate_up=_move_together([_linear(layer.gate_up) for layer in layers]),
         down=_move_together([_linear(layer.down) for layer in layers]),
         final_norm=weights.norm.weight.bfloat16(),
         head=_linear(weights.head).weight,
         rope=layers[0].rope,
     )
-    constants = StepConstants(weights.norm.eps, layers[0].scale, layers[0].window, activation)
-    return PersistentStep(_shape(weights), tensors, constants)
+
+
+def pack_constants(weights: DecoderWeights) -> StepConstants:
+    layer = weights.layers[0]
+    activation = _linear(layer.gate_up).activation
+    assert activation is not None
+    return StepConstants(weights.norm.eps, layer.scale, layer.window, activation)
 
 
 def _problem(weights: DecoderWeights) -> str | None:

@@ -24,6 +24,10 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.cuda.persistent_pack import pack_constants, pack_tensors
+from nanovllm.kernels.cuda.step_tensors import reference_step
+from nanovllm.kernels.ops import DecoderWeights
 from nanovllm.platforms.base import PendingTokens
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import worker
@@ -40,6 +44,7 @@ NUM_PROCESSORS = 8
 SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs to be split
     **{**SIZES, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=32
 )
+WHOLE = Qwen3Config(**{**SIZES, "num_hidden_layers": 2}, head_dim=32)
 # Other ways to ask for the likeliest token, so that the samplers of every kind have one answer.
 GREEDY_WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -119,6 +124,68 @@ def check_logits(root: Path) -> None:
             assert (a - b).abs().max() < 0.01 * b.abs().max()
 
 
+class ReferenceStep:
+    """A packed step in plain torch, for short contexts."""
+
+    max_context = 9
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.tensors, self.constants = pack_tensors(weights), pack_constants(weights)
+        self.contexts: list[int] = []
+
+    def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
+        return len(k_caches) == len(v_caches) == len(self.tensors.qkv)
+
+    def run(
+        self,
+        slot: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        block_table: Tensor,
+        k_caches: list[Tensor],
+        v_caches: list[Tensor],
+        logits: Tensor,
+        context_len: Tensor,
+    ) -> None:
+        row, block_size = int(slot[0]), k_caches[0].shape[1]
+        length = int(lengths[row])
+        context_len.fill_(length)
+        if length == 0:
+            return
+        positions = torch.arange(length)
+        blocks = block_table[row, positions // block_size].long()
+        places = blocks * block_size + positions % block_size
+        k, v = ([cache.flatten(0, 1) for cache in caches] for caches in (k_caches, v_caches))
+        token = int(tokens[row, length - 1])
+        logits[0] = reference_step(
+            self.tensors, self.constants, token, places, k, v, torch.float32
+        ).to(logits.dtype)
+        self.contexts.append(length)
+
+    def check(self) -> None: ...
+
+
+def check_whole_step(root: Path) -> None:
+    """A sequence alone runs by the packed step while it is short; the cache serves both ways."""
+    path = make_checkpoint(root / "whole", WHOLE, seed=3).path
+    rng = random.Random(1)
+    prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 8)]
+    answers: Ids = [rng.choices(range(160), k=count) for count in (4, 3, 4)]
+    with LLM(path, dtype="float32", **OPTIONS) as llm:
+        exact = forced_logits(llm, prompts, answers)
+    with (
+        interpreted(),
+        mock.patch.object(decode_graphs, "VARIANTS", ("greedy",)),
+        mock.patch.object(TritonOps, "pack_step", lambda _, weights: ReferenceStep(weights)),
+        LLM(path, dtype="float16", max_num_seqs=1, **OPTIONS) as llm,
+    ):
+        ours = forced_logits(llm, prompts, answers)
+        step: Any = runner_of(llm).forward.eager.model.step
+    for a, b in zip(ours, exact, strict=True):
+        assert (a - b).abs().max() < 0.02 * b.abs().max()
+    assert sorted(step.contexts) == [1, 2, 3, 6, 7, 8, 9]  # a prompt of one token decodes, too
+
+
 def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.set_num_threads(1)
@@ -126,6 +193,7 @@ def main() -> None:
         with interpreted():
             check_tokens(Path(folder))
         check_logits(Path(folder))
+        check_whole_step(Path(folder))
 
 
 if __name__ == "__main__":
