@@ -17,6 +17,7 @@ from nanovllm.models.registry import read_config
 # Parameters of the published checkpoints; a tied embedding counts once.
 SIZES = {
     "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -54,7 +55,9 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 def test_constants(name: str) -> None:
     config = read_config(read(name))
     rope, num_kv_heads = config.layers[0].rope, 4 if name == "qwen3-30b-a3b" else 8
-    assert (config.head_dim, config.num_kv_heads, config.dtype) == (128, num_kv_heads, "bfloat16")
+    head_dim = 64 if name == "llama-3.2-1b" else 128
+    expected = (head_dim, num_kv_heads, "bfloat16")
+    assert (config.head_dim, config.num_kv_heads, config.dtype) == expected
     if name.startswith("qwen3"):
         assert (config.vocab_size, config.max_position_embeddings) == (151936, 40960)
         assert (rope.kind, rope.theta) == ("default", 1e6)
@@ -63,5 +66,6 @@ def test_constants(name: str) -> None:
     else:
         assert (config.vocab_size, config.max_position_embeddings) == (128256, 131072)
         assert (rope.kind, rope.theta) == ("llama3", 5e5)
-        assert (rope.factor, rope.original_max_position) == (8.0, 8192)
-        assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-5, False)
+        is_small = name == "llama-3.2-1b"
+        assert (rope.factor, rope.original_max_position) == (32.0 if is_small else 8.0, 8192)
+        assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-5, is_small)
