@@ -47,6 +47,7 @@ class LLM:
         self.engine = LLMEngine(EngineConfig(str(model), **options))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.close)  # when it is dropped, or the interpreter exits
+        self._thread.start()
 
     def generate(
         self,
@@ -151,7 +152,7 @@ class LLM:
         return self._thread.call(self._thread.abort_all)
 
     def close(self) -> None:
-        """Free the model and its cache; a second call does nothing."""
+        """Free the model and its cache, after the step that runs; once is enough."""
         self._thread.close()
 
     def __enter__(self) -> LLM:

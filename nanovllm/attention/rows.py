@@ -104,6 +104,9 @@ class CpuAttention:
         num_kv_heads = cache.k.shape[2]
         k = _gather(cache.k, group.block_ids, num_rows)
         v = _gather(cache.v, group.block_ids, num_rows)
+        # A hidden position adds 0 * v: what another sequence left there may be NaN.
+        is_hidden = (group.mask == -torch.inf).transpose(2, 3)  # [rows, 1, width, 1]
+        k, v = k.masked_fill(is_hidden, 0.0), v.masked_fill(is_hidden, 0.0)
         packed = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         mask = group.mask
         if spec.window is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,8 @@ from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
+
+INTERRUPTED = 130  # the exit code
 
 
 def configure_logging(is_verbose: bool) -> None:
@@ -32,8 +37,25 @@ class _Lines(logging.Formatter):
         return text if record.levelno <= logging.INFO else f"{record.levelname}: {text}"
 
 
-def load_llm(config: EngineConfig, num_threads: int | None = None) -> LLM:
-    """Start an engine; torch is imported here and not before."""
+@contextlib.contextmanager
+def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[LLM]:
+    """Start an engine, and close it; torch is imported here and not before.
+
+    After Ctrl-C the program ends at once: to close it would wait for the step that runs.
+    """
+    llm = _make_llm(config, num_threads)
+    try:
+        yield llm
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    finally:
+        llm.close()
+
+
+def _make_llm(config: EngineConfig, num_threads: int | None) -> LLM:
     if num_threads is not None and config.tensor_parallel_size > 1:
         raise ConfigError("--threads is for one process; several share the cores among them")
     if sys.stderr.isatty():

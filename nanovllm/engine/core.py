@@ -79,7 +79,10 @@ class EngineCore:
         seq = self._sequences.get(seq_id)
         if seq is None:
             return None
-        self.scheduler.finish(seq, reason)
+        if self._failure is None:
+            self.scheduler.finish(seq, reason)
+        else:  # its counts may be half-way through a step
+            seq.finish_reason = seq.finish_reason or reason
         return self._leave(seq)
 
     def raise_if_failed(self) -> None:

@@ -4,7 +4,8 @@ A caller hands over a command and waits. Python deals with signals in the main t
 Ctrl-C can end a caller's wait, but can never strike within a step, a hand-over or a clean-up.
 
 Handing over is one call into C, and an interrupt is raised before or after such a call. That is why
-callers prepare their commands first, and why nothing stands between a failure and what undoes it.
+callers prepare their commands first, and why no other call may stand between an `except` or
+`finally` and the `post` that undoes what was begun.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 
 MAX_AHEAD = 2  # steps that a stream is ahead of its reader before it asks for no more of them
 LOOK_SECONDS = 0.1  # between a waiting caller's looks around
-CLOSE_SECONDS = 5.0  # for the step that runs while the engine is closed
+CLOSE_SECONDS = 5.0  # for the step that runs, before workers are killed
 
 T = TypeVar("T")
 
@@ -95,6 +96,10 @@ class EngineThread:
         self._is_stopped = False
         self._process = os.getpid()
         self._commands: SimpleQueue[tuple[Callable[[Any], None], Any]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; whoever calls this must see to `close` first, since an interrupt may follow."""
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
 
@@ -119,11 +124,6 @@ class EngineThread:
             while (step := self._next_step(job)) is not None:
                 yield step
                 post(look)
-        except GeneratorExit:
-            post(cancel)
-            while not job.wait():
-                self._raise_if_gone()
-            raise
         finally:
             post(cancel)
         job.result()
@@ -184,16 +184,29 @@ class EngineThread:
             )
 
     def close(self) -> None:
-        """End the thread and free the model; a second call does nothing."""
+        """End the thread and free the model, after the step that runs; once is enough.
+
+        The interpreter must not end before the thread: it would be cut off within a step.
+        """
         if os.getpid() != self._process:  # its end is its own process's affair
             return
-        self._commands.put((self._stop, None))
-        if threading.current_thread() is not self._thread:  # the collector may call this from it
-            self._thread.join(CLOSE_SECONDS)
-        self.engine.close()
+        self._is_stopped = True
+        self._commands.put((self._look, None))
+        self._join(CLOSE_SECONDS)
+        self.engine.close()  # workers that hang are killed, and nobody waits for them any more
+        self._join(None)
+        while not self._commands.empty():  # they hold on to this object, which holds them
+            self._commands.get()
+
+    def _join(self, seconds: float | None) -> None:
+        thread = self._thread
+        # The collector may close an engine from its own thread.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
 
     def _raise_if_gone(self) -> None:
-        if not self._thread.is_alive():
+        self.check_process()
+        if self._thread is None or not self._thread.is_alive():
             raise EngineError(CLOSED)
 
     def _next_step(self, job: Job) -> StepOutput | None:
@@ -205,10 +218,14 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._is_stopped:
-            if self._commands.empty() and self._is_wanted():
-                self._step()
-            else:
-                self._obey()
+            try:
+                if self._commands.empty() and self._is_wanted():
+                    self._step()
+                else:
+                    self._obey()
+            except BaseException as error:
+                if not self._is_stopped:
+                    self._fail(error, f"the engine failed: {error!r}")
         self._fail(EngineError(CLOSED), CLOSED)
 
     def _is_wanted(self) -> bool:
@@ -219,15 +236,11 @@ class EngineThread:
         command(argument)
 
     def _step(self) -> None:
-        try:
-            step = self.engine.step()
-        except BaseException as error:
-            self._fail(error, f"the engine failed: {error!r}")
-        else:
-            self._deliver(step)
-            if self._tickets:
-                finished, self._unclaimed = self._unclaimed, []
-                self._tickets.popleft().set(replace(step, finished=finished, pieces=[]))
+        step = self.engine.step()
+        self._deliver(step)
+        if self._tickets:
+            finished, self._unclaimed = self._unclaimed, []
+            self._tickets.popleft().set(replace(step, finished=finished, pieces=[]))
 
     def _deliver(self, step: StepOutput) -> None:
         """Hand each result to the job that waits for it."""
@@ -262,8 +275,12 @@ class EngineThread:
         self._deliver(StepOutput(owned, pieces, 0, 0))
 
     def _fail(self, error: BaseException, message: str) -> None:
-        """Tell everybody who waits: the first gets the error itself, the others a message."""
+        """Tell everybody who waits.
+
+        The first gets the error itself, the others a message: an error has one traceback only.
+        """
         for job in list(self._jobs):
+            self._drop_requests(job)
             self._end(job, error)
             error = EngineError(message)
         while self._tickets:
@@ -288,12 +305,12 @@ class EngineThread:
             self._drop_requests(job)
             self._end(job)
 
-    def _look(self, job: Job) -> None:
-        """Nothing to do but to look whether a step is wanted now."""
+    def _look(self, _: object) -> None:
+        """Wake the thread where it waits for commands: there may be something to do again."""
 
     def _drop_requests(self, job: Job) -> None:
         for seq_id in job.places:
-            self.engine.abort(seq_id)
+            self.engine.drop(seq_id)
             self._owners.pop(seq_id, None)
 
     def _end(self, job: Job, error: BaseException | None = None) -> None:
@@ -306,7 +323,7 @@ class EngineThread:
             self.engine.submit(live)
 
     def _drop(self, live: Live) -> None:
-        self.engine.abort(live.request.seq_id)
+        self.engine.drop(live.request.seq_id)
 
     def _ask(self, ticket: Ticket) -> None:
         self._tickets.append(ticket)
@@ -323,6 +340,3 @@ class EngineThread:
             promise.set(function())
         except Exception as error:
             promise.set(error=error)
-
-    def _stop(self, _: None) -> None:
-        self._is_stopped = True

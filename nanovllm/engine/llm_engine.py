@@ -51,7 +51,6 @@ class Live:
     prompt: str | None
     is_streaming: bool
     detokenizer: Detokenizer | None
-    num_seen: int = 0  # output tokens that were detokenised
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
 
 
@@ -99,7 +98,7 @@ class LLMEngine:
             )
         self._live: dict[int, Live] = {}
         self._seq_ids = itertools.count()
-        self._tokenizing = threading.Lock()  # tokenizers are not made for several threads
+        self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
         self._is_closed = False
 
     def _make_core(self, executor: Executor) -> EngineCore:
@@ -191,6 +190,11 @@ class LLMEngine:
         del self._live[seq_id]
         return output
 
+    def drop(self, seq_id: int) -> None:
+        """End a request of which nothing more is wanted."""
+        self.core.finish(seq_id, "abort")
+        self._live.pop(seq_id, None)
+
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; returns what each had."""
         outputs = [self.abort(seq_id) for seq_id in list(self._live)]
@@ -207,7 +211,6 @@ class LLMEngine:
 
     def _push(self, live: Live, token_id: int) -> bool:
         """Add a token to a request's text; True when it completes a stop string."""
-        live.num_seen += 1
         live.new_token_ids.append(token_id)
         return live.detokenizer is not None and live.detokenizer.push(token_id)
 

@@ -56,9 +56,8 @@ class TorchOps:
             k.copy_(rms_norm(k, norm.k, norm.eps))
         q.copy_(rotate(q, turns[:, 0], turns[:, 1]))
         k.copy_(rotate(k, turns[:, 0], turns[:, 1]))
-        # Where attention masks a position it still adds 0 * v: a NaN would spread to other rows.
-        k_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = k.nan_to_num(0.0, 0.0, 0.0)
-        v_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = v.nan_to_num(0.0, 0.0, 0.0)
+        k_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = k
+        v_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = v
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

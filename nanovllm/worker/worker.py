@@ -70,6 +70,7 @@ class Worker:
         backend = create_backend(platform, config, self.model_config.vocab_size, dtype, group)
         build = Build(platform.device, dtype, backend.attention, backend.ops, group)
         check_memory(config, self.model_config, platform, build)
+        self._agree(0)  # no rank loads before all have looked at what is free
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
             fill_dummy_weights(model, config.seed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_teaches_without_loading_torch(arguments: list[str]) -> None:
     script = """
 import sys
+import time
 sys.modules["torch"] = sys.modules["transformers"] = sys.modules["numpy"] = None
 from nanovllm.cli import main
 main(sys.argv[1:])
@@ -162,3 +165,21 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: TerminalProcess) -> None
     assert chat.wait() == 0
     assert "Traceback" not in chat.text
     assert "KeyboardInterrupt" not in chat.text
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_long_prompt_ends_generate_at_once(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text("A sentence that goes on and on. " * 400)
+    options = ["--file", str(tmp_path / "long"), "--max-model-len", "8192"]
+    process = TerminalProcess("-m", "nanovllm", "generate", *options)
+    try:
+        process.wait_for(lambda text: "KV cache" in text)
+        time.sleep(3.0)
+        start = time.monotonic()
+        process.send("\x03")
+        assert process.wait() == 130
+        assert time.monotonic() - start < 3.0
+        assert "Traceback" not in process.text
+        assert "terminate" not in process.text
+    finally:
+        process.close()

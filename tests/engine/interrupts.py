@@ -10,17 +10,17 @@ from types import CodeType, FrameType
 from typing import Any
 
 # After these the interpreter looks whether a signal came; between others it does not.
-LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "PRECALL")
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
 
 
 class InterruptAt:
-    """While active, raise KeyboardInterrupt at the points with the given numbers.
+    """While active, raise KeyboardInterrupt at the point with the given number, once.
 
     Counts the points in functions of this package alone, and of contextlib, in this thread.
     """
 
-    def __init__(self, *points: int) -> None:
-        self.points = points
+    def __init__(self, point: int | None = None) -> None:
+        self.point = point
         self.num_points = 0
         self._previous: dict[int, str | None] = {}  # by frame: what it ran last
 
@@ -41,8 +41,8 @@ class InterruptAt:
             self._previous[id(frame)] = operations(frame.f_code)[frame.f_lasti]
             if previous is not None and previous.startswith(LOOKS):
                 self.num_points += 1
-                if self.num_points - 1 in self.points:
-                    raise KeyboardInterrupt
+                if self.num_points - 1 == self.point:
+                    raise KeyboardInterrupt  # which also ends the tracing
             return self._trace
         self._previous[id(frame)] = None  # an exception goes straight to its handler
         # A function that returns to one in Python goes straight on there.

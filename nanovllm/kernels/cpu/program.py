@@ -143,17 +143,22 @@ class Launcher:
     def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
         """Note the kernels of a function that runs nothing else; its result is theirs to fill.
 
-        It runs in a thread that ends with it. So does all that torch and we hold open meanwhile,
-        wherever an interrupt comes, which is always in the main thread.
+        Interrupts come in the main thread. Called there, it runs in another, which ends with it,
+        and so does all that torch and we hold open meanwhile.
         """
+        is_inference = torch.is_inference_mode_enabled()
+        if threading.current_thread() is not threading.main_thread():
+            return self._record(function, is_inference)
         with ThreadPoolExecutor(1) as executor:
-            is_inference = torch.is_inference_mode_enabled()
             return executor.submit(self._record, function, is_inference).result()
 
     def _record(self, function: Callable[[], Tensor], is_inference: bool) -> tuple[Program, Tensor]:
         recording = self._recordings.current = Recording([], [])
-        with torch.inference_mode(is_inference), OnlyViews():
-            output = function()
+        try:
+            with torch.inference_mode(is_inference), OnlyViews():
+                output = function()
+        finally:
+            self._recordings.current = None
         lines = np.zeros((len(recording.lines), PROGRAM_WIDTH), np.int64)
         for i, line in enumerate(recording.lines):
             lines[i, : len(line)] = line
