@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.engine_thread import EngineThread
@@ -519,6 +520,15 @@ def test_broken_logits_end_their_request_alone(path: Path, depth: int, temperatu
         [*_, last] = llm.stream(PROMPTS[2], params)
         assert last.output is not None
         assert last.output.finish_reason == "error"
+
+
+def test_overflowing_keys_and_values_are_an_error(path: Path) -> None:
+    with make_llm(path, dtype="float16", enforce_eager=True) as llm:
+        with torch.inference_mode():
+            for layer in runner_of(llm).forward.model.model.layers:
+                layer.input_layernorm.weight.mul_(1e6)
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert {output.finish_reason for output in outputs} == {"error"}
 
 
 def break_logits(llm: LLM, position: int) -> None:
