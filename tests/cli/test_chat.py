@@ -258,3 +258,16 @@ def test_pasted_lines_are_one_message(echo: TerminalProcess) -> None:
     echo.wait_for(lambda text: r"heard 'five\nsix'" in text)
     echo.send("exit\r")
     assert echo.wait() == 0
+
+
+def test_an_interrupt_drops_a_message_of_several_lines(echo: TerminalProcess) -> None:
+    echo.wait_for(lambda text: text.endswith("> "))
+    echo.send('"""half\r')
+    echo.wait_for(lambda text: text.endswith("... "))
+    echo.send("\x03")
+    echo.wait_for(lambda text: text.endswith("\n> "))
+    echo.send('"""whole"""\r')
+    echo.wait_for(lambda text: "heard 'whole'" in text and text.endswith("> "))
+    assert "heard 'half" not in echo.text
+    echo.send("\x03")
+    assert echo.wait() == 0
