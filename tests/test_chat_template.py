@@ -120,6 +120,10 @@ def test_functions_are_described_as_tools() -> None:
         ChatTemplate(template, {}, tools=[lambda x: x])
 
 
+DOUBLING = (
+    "{%% set n = namespace(x='xxxxxxxx') %%}{%% for i in range(99) %%}"
+    "{%% set n.x = %s %%}{%% endfor %%}"
+)
 HOSTILE = {
     "refuses": "{{ raise_exception('roles must alternate') }}",
     "syntax": "{% for",
@@ -163,14 +167,45 @@ HOSTILE = {
     "wide new format": "{{ '{:99999999999}'.format(1) }}",
     "wide new format by number": "{{ '{:{}}'.format(1, 10**11) }}",
     "wide filter": "{{ '%99999999999d' | format(1) }}",
+    "wide format by name": "{{ '%(x)99999999999d' % {'x': 1} }}",
+    "many wide formats": "{{ ('%9999999d' * 1000) % ((1,) * 1000) }}",
+    "doubling by %": DOUBLING % "'%s%s' % (n.x, n.x)",
+    "doubling by format": DOUBLING % "'{}{}'.format(n.x, n.x)",
+    "doubling by list": DOUBLING % "[n.x, n.x] | string",
+    "list of long texts joined": "{{ (['x' * 16000000] * 40) | join }}",
+    "joined by a method": "{{ ''.join(['x' * 16000000] * 40) }}",
+    "joined one by one": "{{ (['x' * 16000000] * 40) | map('upper') | join }}",
+    "long separator": "{{ range(9999) | join('x' * 9999999) }}",
+    "replace": "{{ ('x' * 50000) | replace('x', 'y' * 10000) }}",
+    "replace by a method": "{{ ('x' * 50000).replace('x', 'y' * 10000) }}",
+    "translate": "{{ ('x' * 50000).translate({120: 'y' * 10000}) }}",
+    "wide bytes": "{{ (1).to_bytes(10**11, 'big') }}",
+    "indented lines": "{{ ('\\n' * 50000) | indent(50000, blank=True) }}",
+    "nested lists as JSON": "{% set x = ['x' * 1000] * 800 %}{{ ([x] * 512) | tojson }}",
+    "deep indent": "{{ [[[1] * 9] * 999] | tojson(indent=999999) }}",
+    "printed list": "{{ ['x' * 16000000] * 40 }}",
+    "printed namespace": "{{ namespace(x=['x' * 16000000] * 40) }}",
+    "list with ~": "{{ 'x' ~ ['x' * 16000000] * 40 }}",
+    "kept slices": "{% set n = namespace(x=[]) %}{% set x = 'x' * 16000000 %}"
+    "{% for i in range(9999) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
+    "text in a macro": "{% macro f() %}{% for i in range(99999) %}"
+    + "x" * 99999
+    + "{% endfor %}{% endmacro %}{% set x = f() %}",
+    "value in a macro": "{% set x = 'x' * 16000000 %}{% macro f() %}{% for i in range(9999) %}"
+    "{{ x }}{% endfor %}{% endmacro %}{% set y = f() %}",
+    "doubling macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f(99) }}",
+    "sum of lists": "{{ ([[1] * 100] * 100000) | sum(start=[]) }}",
+    "filler text": "{{ lipsum(n=10**7) }}",
 }
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_template_is_a_request_error(template: str) -> None:
     start = time.perf_counter()
-    with pytest.raises(RequestError, match="the chat template"):
+    with pytest.raises(RequestError, match="the chat template") as error:
         ChatTemplate(template, TOKENS).render(HELLO)
+    assert not isinstance(error.value.__cause__, MemoryError)
     assert time.perf_counter() - start < 30
 
 

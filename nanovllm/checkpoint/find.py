@@ -138,7 +138,7 @@ def _read(path: Path, need_weights: bool) -> Checkpoint:
 def _from_gguf(path: Path, need_weights: bool) -> Checkpoint:
     reader = open_gguf(path)  # once: a vocabulary takes a tenth of a second
     config = gguf.read_config(path, reader)
-    generation_config = gguf.read_generation_config(path, reader)
+    generation_config = gguf.read_generation_config(reader)
     if not need_weights:
         return Checkpoint(path, config, generation_config, (), "none")
     return Checkpoint(path, config, generation_config, (path,), "gguf")

@@ -46,7 +46,7 @@ _KNOWN_KEYS = re.compile(
 )
 
 
-def read_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
+def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     """Return the metadata in config.json layout."""
     metadata = _Metadata.of(path, reader)
     metadata.refuse_what_is_unknown()
@@ -83,9 +83,8 @@ def read_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
     return config | architecture.derive(config)
 
 
-def read_generation_config(path: Path, reader: GGUFReader | None = None) -> dict[str, Any]:
+def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
-    reader = reader or open_gguf(path)
     names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     ids = [field(reader, name, None, int) for name in names]
     tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
@@ -106,7 +105,7 @@ class GGUFTensor:
 
 
 def list_tensors(path: Path) -> list[GGUFTensor]:
-    metadata = _Metadata.of(path)
+    metadata = _Metadata.of(path, open_gguf(path))
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
     num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
@@ -134,8 +133,7 @@ class _Metadata:
     architecture: str
 
     @classmethod
-    def of(cls, path: Path, reader: GGUFReader | None = None) -> _Metadata:
-        reader = reader or open_gguf(path)
+    def of(cls, path: Path, reader: GGUFReader) -> _Metadata:
         name = field(reader, "general.architecture", None, str)
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,12 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 def _check_ids(file: Path) -> None:
     """Refuse ids of eight digits: the library walks through all that lie below the highest."""
-    data = file.read_bytes() if file.is_file() else b""
-    for number in re.finditer(rb'": ?(\d{8,})', data):
-        if data[number.start() - 1 : number.start()] != b"\\":  # else it is part of a text
-            raise CheckpointError(f"{file} has a token {number[1].decode():.20}; fetch it again")
+    if not file.is_file():
+        return
+
+    def check(entries: dict[str, object]) -> None:
+        highest = max((id for id in entries.values() if isinstance(id, int)), default=0)
+        if highest >= 10**7:
+            raise CheckpointError(f"{file} has a token {highest}; fetch it again")
+
+    json.loads(file.read_bytes(), object_hook=check)

@@ -96,10 +96,7 @@ def _list_bin(path: Path) -> Iterator[StoredTensor]:
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path} must hold a dict of tensors, a state dict")
     for name, tensor in tensors.items():
-        is_plain = (
-            torch.is_tensor(tensor) and tensor.layout == torch.strided and not tensor.is_nested
-        )
-        if not isinstance(name, str) or not is_plain or tensor.device.type != "cpu":
+        if not isinstance(name, str) or not _is_plain(tensor):
             what = tensor.layout if torch.is_tensor(tensor) else type(tensor).__name__
             raise CheckpointError(
                 f"{path} must hold plain tensors by name, a state dict; {name!r:.80} is {what}"

@@ -18,7 +18,8 @@ from nanovllm.cli.options import HELP_FORMAT
 DESCRIPTION = """\
 Measure the engine with random weights in a real model's shapes: nothing is downloaded. Each number
 is the median of some passes after a warm-up, and stands beside its physical floor: the bytes that
-must be read and the operations that must be done, at the rates the device is known to sustain."""
+must be read and the operations that must be done, at the rates the device is known to sustain.
+The engine is stepped directly: what passes between a caller's thread and its own is left out."""
 
 EXAMPLES = """\
 examples:

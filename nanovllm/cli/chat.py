@@ -38,6 +38,7 @@ examples:
   printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat"""
 
 QUOTES = '"""'
+MORE = "... "  # the prompt between quotes
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -106,15 +107,23 @@ class Turn:
     is_command: bool
 
 
+class Dropped(Exception):
+    """The message of several lines that is being typed is not to be sent."""
+
+
 def read_turns(read_line: Callable[[str], str | None]) -> Iterator[Turn]:
     """Yield what is said until a farewell; lines between two triple quotes are one message.
 
-    `read_line` is given a prompt to show and returns None at the end.
+    `read_line` is given a prompt to show, returns None at the end, and may raise Dropped between
+    the quotes.
     """
     while (line := read_line("> ")) is not None:
         text = line.strip()
         if text.startswith(QUOTES):
-            text = _quoted(text.removeprefix(QUOTES), read_line)
+            try:
+                text = _quoted(text.removeprefix(QUOTES), read_line)
+            except Dropped:
+                continue
             is_command = False
         elif is_farewell(text):
             return
@@ -126,7 +135,7 @@ def read_turns(read_line: Callable[[str], str | None]) -> Iterator[Turn]:
 
 def _quoted(text: str, read_line: Callable[[str], str | None]) -> str:
     while not text.endswith(QUOTES):
-        line = read_line("... ")
+        line = read_line(MORE)
         if line is None:
             break
         text += "\n" + line.rstrip()
@@ -144,8 +153,10 @@ def _edit_lines() -> None:
 def _typed_line(prompt: str) -> str | None:
     try:
         return input(prompt)
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, KeyboardInterrupt) as error:
         print()
+        if prompt == MORE and isinstance(error, KeyboardInterrupt):
+            raise Dropped from None
         return None
 
 

@@ -22,7 +22,7 @@ COMMANDS = """\
 /help             show this
 /bye              leave, like /exit, exit or Ctrl-D
 \"\"\"               begins and ends a message of several lines
-Ctrl-C            stop an answer, or leave while nothing runs"""
+Ctrl-C            stop an answer, drop a message of several lines, or else leave"""
 
 _FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
 _NAMES = tuple(field.name for field in fields(SamplingParams))

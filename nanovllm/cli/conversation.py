@@ -69,10 +69,13 @@ class Conversation:
 
     def save(self, path: str) -> None:
         try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(self.messages, file, indent=2, ensure_ascii=False)
-        except OSError as error:
-            raise RequestError(f"cannot save to {path}: {error.strerror}") from error
+            # Half of a surrogate pair, which a model may write, is no text of UTF-8.
+            text = json.dumps(self.messages, indent=2, ensure_ascii=False).encode()
+            with open(path, "wb") as file:
+                file.write(text)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RequestError(f"cannot save to {path}: {reason}") from error
 
     def load(self, path: str) -> None:
         try:
@@ -80,7 +83,7 @@ class Conversation:
                 [messages] = as_conversations(json.load(file))
         except OSError as error:
             raise RequestError(f"cannot load {path}: {error.strerror}") from error
-        except ValueError as error:  # no JSON, no text, or no messages
+        except (ValueError, RecursionError) as error:  # no name, no JSON, no text or no messages
             raise RequestError(f"{path} holds no conversation: {error}") from error
         self.messages = messages
         systems = [message["content"] for message in messages if message["role"] == "system"]

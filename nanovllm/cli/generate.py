@@ -84,15 +84,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     prompts = read_prompts(args.prompts, args.file, args.lines)
     with load_llm(config, args.threads) as llm:
-        job = Job(llm, prompts, params, args)
+        questions = Questions(llm, prompts, params, args)
         if args.json:
-            job.write_json()
+            questions.write_json()
         else:
-            job.show_live()
-    return 1 if job.failed else 0
+            questions.show_live()
+    return 1 if questions.failed else 0
 
 
-class Job:
+class Questions:
     """The prompts of one command: asked as the model wants to be, and answered or refused."""
 
     def __init__(

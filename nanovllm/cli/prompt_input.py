@@ -32,6 +32,9 @@ def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list
             raise ConfigError("no prompt: pass one or more, or --file PATH, or pipe text to stdin")
         arguments = ["-"]
     from_file = [] if file is None else _prompts_of(_read(file), file, by_lines)
+    for number, argument in enumerate(arguments, start=1):
+        if not argument.strip():
+            raise ConfigError(f"no prompt: prompt {number} is empty")
     if "-" in arguments:
         piped = _prompts_of(_read(0), "stdin", by_lines)
         given = [piped if argument == "-" else [argument] for argument in arguments]

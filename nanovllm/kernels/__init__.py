@@ -20,10 +20,7 @@ def create_cpu_ops(dtype: torch.dtype, features: CpuFeatures) -> Ops:
     if not features.has_compiler:
         logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
         return TorchOps(product_dtype)
-    try:
-        from nanovllm.kernels.cpu.ops import NumbaOps
-        from nanovllm.kernels.cpu.program import Launcher
-    except ImportError as error:
-        logger.info("no compiled CPU kernels (%s): decoding will be slower", error)
-        return TorchOps(product_dtype)
+    from nanovllm.kernels.cpu.ops import NumbaOps
+    from nanovllm.kernels.cpu.program import Launcher
+
     return NumbaOps(Launcher(dtype), features)

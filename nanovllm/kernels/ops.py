@@ -146,7 +146,7 @@ class PackedStep(Protocol):
 
 
 class Ops(Protocol):
-    """`reference.py` says in plain torch what each one computes."""
+    """`torch_ops.py` says in plain torch what each one computes."""
 
     @property
     def launcher(self) -> Launcher | None:

@@ -23,7 +23,7 @@ from nanovllm.worker.kv_cache import kv_cache_spec
 
 GIB = 1 << 30
 HOST_BYTES = 200  # of what the scheduler knows of a block or a slot
-COLUMNS = 14  # of a slot, beside its tokens and blocks: input_buffers.py
+COLUMNS = 14  # of a slot, beside its tokens and blocks; test_tables_are_counted guards it
 REMEDIES = {
     "weights": "use a smaller model, a dtype of 16 bits or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",

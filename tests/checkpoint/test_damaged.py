@@ -221,6 +221,7 @@ def test_ids_beyond_any_vocabulary(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, {}, {}, (), "none")
     assert load_tokenizer(checkpoint).convert_tokens_to_ids('":12345678') == VOCAB
     tree["model"]["vocab"]["a"] = 4 * 10**8
-    file.write_text(json.dumps(tree))
-    with pytest.raises(CheckpointError, match="has a token 400000000"):
-        load_tokenizer(checkpoint)
+    for separator in (":", ": ", ":  ", ":\n"):
+        file.write_text(json.dumps(tree, separators=(",", separator)))
+        with pytest.raises(CheckpointError, match="has a token 400000000"):
+            load_tokenizer(checkpoint)

@@ -13,7 +13,7 @@ pytest.importorskip("gguf")
 import gguf
 
 from nanovllm.checkpoint import gguf as gguf_reader
-from nanovllm.checkpoint.gguf import list_tensors, read_config, read_generation_config
+from nanovllm.checkpoint.gguf import list_tensors, read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models import registry
@@ -33,6 +33,7 @@ from tests.checkpoint.tiny_gguf import (
     Arrays,
     hf_tensors,
     read_arrays,
+    read_config,
     stack_experts,
     write_gguf,
 )
@@ -150,10 +151,10 @@ def test_phi3_window_and_long_factors(tmp_path: Path) -> None:
 def test_every_end_of_generation_id(tmp_path: Path) -> None:
     ids = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
     path = write_gguf(tmp_path / "m.gguf", metadata=ids)
-    assert read_generation_config(path) == {"eos_token_id": [2, 7]}
+    assert read_generation_config(open_gguf(path)) == {"eos_token_id": [2, 7]}
     tokens = ["a", "<end_of_turn>", "</s>", "<|endoftext|>", "<|end|>", "end"]
     path = write_gguf(tmp_path / "t.gguf", metadata={"tokenizer.ggml.tokens": tokens})
-    assert read_generation_config(path) == {"eos_token_id": [2, 4, 1, 3]}
+    assert read_generation_config(open_gguf(path)) == {"eos_token_id": [2, 4, 1, 3]}
 
 
 def test_biases_are_named_and_permuted(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ pytest.importorskip("gguf")
 import gguf
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.gguf import TENSOR_TYPES, list_tensors, read_config
+from nanovllm.checkpoint.gguf import TENSOR_TYPES, list_tensors
 from nanovllm.checkpoint.gguf_file import open_gguf
-from tests.checkpoint.tiny_gguf import hf_tensors, read_arrays, write_gguf
+from tests.checkpoint.tiny_gguf import hf_tensors, read_arrays, read_config, write_gguf
 
 
 def half(block: bytes, at: int) -> float:

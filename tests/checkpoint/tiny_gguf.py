@@ -7,7 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from nanovllm.checkpoint.gguf import list_tensors
+from nanovllm.checkpoint import gguf as gguf_reader
+from nanovllm.checkpoint.gguf_file import open_gguf
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 32, 48
 EXPERTS, EXPERTS_USED, EXPERT_INTERMEDIATE, WINDOW = 3, 2, 32, 16
@@ -159,7 +160,14 @@ def write_gguf(
 
 def read_arrays(path: Path) -> Arrays:
     """Every tensor of a file under its Hugging Face name."""
-    return {tensor.name: np.concatenate(list(tensor.read())) for tensor in list_tensors(path)}
+    return {
+        tensor.name: np.concatenate(list(tensor.read()))
+        for tensor in gguf_reader.list_tensors(path)
+    }
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return gguf_reader.read_config(path, open_gguf(path))
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -22,6 +22,7 @@ import os, sys
 os.open(os.ttyname(0), os.O_RDWR)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
+_COMPILING = re.compile(r"(WARNING: )?Compiling the CPU kernels for .*\n")
 _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
@@ -33,8 +34,11 @@ def quiet_environment() -> dict[str, str]:
 def run_program(
     *arguments: str, stdin: str = "", timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program without a terminal to its end."""
-    return subprocess.run(
+    """Run a Python program without a terminal to its end.
+
+    That it compiles kernels, which the first one after a change says, is left out of its stderr.
+    """
+    result = subprocess.run(
         [sys.executable, *arguments],
         input=stdin,
         capture_output=True,
@@ -44,6 +48,8 @@ def run_program(
         timeout=timeout,
         check=False,
     )
+    result.stderr = _COMPILING.sub("", result.stderr)
+    return result
 
 
 class TerminalProcess:

@@ -194,7 +194,21 @@ def test_a_conversation_is_saved_and_loaded(
     )
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '[{"role": "user"}]', '"x"', "[[[]]]", "\xff"])
+def test_what_cannot_be_saved_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation, path = converse(FakeLLM("half: \ud800")), tmp_path / "chat.json"
+    obey(f"/save {path}\0b", conversation)
+    assert "embedded null byte" in capsys.readouterr().err
+    path.write_text("kept")
+    ask(conversation, "Well?")
+    obey(f"/save {path}", conversation)
+    assert "surrogates not allowed" in capsys.readouterr().err
+    assert path.read_text() == "kept"
+
+
+NO_CONVERSATIONS = ["{", "[]", '[{"role": "user"}]', '"x"', "[[[]]]", "\xff", "[" * 99_999]
+
+
+@pytest.mark.parametrize("content", NO_CONVERSATIONS, ids=lambda content: content[:20])
 def test_files_without_a_conversation(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,4 +257,17 @@ def test_pasted_lines_are_one_message(echo: TerminalProcess) -> None:
     echo.send('five\rsix"""\r')
     echo.wait_for(lambda text: r"heard 'five\nsix'" in text)
     echo.send("exit\r")
+    assert echo.wait() == 0
+
+
+def test_an_interrupt_drops_a_message_of_several_lines(echo: TerminalProcess) -> None:
+    echo.wait_for(lambda text: text.endswith("> "))
+    echo.send('"""half\r')
+    echo.wait_for(lambda text: text.endswith("... "))
+    echo.send("\x03")
+    echo.wait_for(lambda text: text.endswith("\n> "))
+    echo.send('"""whole"""\r')
+    echo.wait_for(lambda text: "heard 'whole'" in text and text.endswith("> "))
+    assert "heard 'half" not in echo.text
+    echo.send("\x03")
     assert echo.wait() == 0

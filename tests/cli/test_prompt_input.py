@@ -98,6 +98,9 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     for arguments, file in (([], None), (["-"], None), ([], str(tmp_path / "empty"))):
         with pytest.raises(ConfigError, match=r"no prompt: .* is empty"):
             read_prompts(arguments, file, by_lines=True)
+    for arguments in ([""], ["a", " "]):
+        with pytest.raises(ConfigError, match=f"no prompt: prompt {len(arguments)} is empty"):
+            read_prompts(arguments, None, by_lines=False)
 
 
 def test_a_closed_stdin(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ def compile_interpreter(element: Element, has_experts: bool) -> Any:
     like = np.uint16(0) if element == "bfloat16" else np.float32(0)
 
     def interpret(header):  # type: ignore[no-untyped-def]
-        # The cache of machine code goes by what a function encloses, and by no other file's text.
+        # `sources` is enclosed only so that a changed kernel file misses the cache, which looks at
+        # this file and at what the function encloses.
         program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
         num_parts, thread, num_threads = header[2], int64(0), int64(1)
         if header[3] != 0:
@@ -71,7 +72,8 @@ class AnnounceOnce(event.Listener):
     def on_start(self, event: Any) -> None:
         if not self.is_said:
             self.is_said = True
-            logger.info("Compiling the %s: 10 to 30 seconds, once on this machine", self.what)
+            # A warning, as Python shows those of a script too, which else waits in silence.
+            logger.warning("Compiling the %s: 10 to 30 seconds, once on this machine", self.what)
 
     def on_end(self, event: Any) -> None:
         pass

@@ -21,7 +21,8 @@ class Pace:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._most = num_threads
-        self._seconds: float | None = None  # of a run on all threads that one is to be faster than
+        # What the last run on all threads took, while one thread is being tried.
+        self._seconds: float | None = None
         self._num_left = 0  # runs until the next look
         self._pause = MIN_PAUSE
 

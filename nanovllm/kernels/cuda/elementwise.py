@@ -1,4 +1,4 @@
-"""Fused element-wise kernels for CUDA; reference.py says what each one computes."""
+"""Fused element-wise kernels for CUDA; torch_ops.py says what each one computes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,39 @@
+"""What is installed from a wheel: every module and every file that they read."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
+    """Built from a copy, as building leaves files behind; setuptools is there as torch needs it."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "nanovllm", source / "nanovllm", ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", f"--wheel-dir={out}"]
+    command = [sys.executable, "-m", "pip", "wheel", ".", *options]
+    subprocess.run(command, cwd=source, check=True, timeout=300)
+    [wheel] = out.glob("nanovllm-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    kept = {path.relative_to(ROOT).as_posix() for path in _package_files()}
+    assert {name for name in names if name.startswith("nanovllm/")} == kept
+    folders = {name.rpartition("/")[0] for name in kept}
+    needed = {f"nanovllm/{name}" for name in ("kernels/cpu", "kernels/cuda", "worker/cuda")}
+    assert folders >= {*needed, "nanovllm/bench/configs"}
+    assert "nanovllm/py.typed" in kept
+
+
+def _package_files() -> list[Path]:
+    files = (ROOT / "nanovllm").rglob("*")
+    return [path for path in files if path.is_file() and "__pycache__" not in path.parts]
