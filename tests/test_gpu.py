@@ -180,7 +180,7 @@ def test_aborts_leave_the_others_alone(tiny: Any, mode: str) -> None:
             ids.append(llm.add_request(prompt, GREEDY))
         while not llm.is_finished():
             if doomed and rng.random() < 0.4:
-                llm.engine.abort(doomed.pop(rng.randrange(min(4, len(doomed)))))
+                llm.abort(doomed.pop(rng.randrange(min(4, len(doomed)))))
             outputs.update({o.seq_id: o.token_ids for o in llm.step().finished})
         llm.engine.core.scheduler.check()
     assert [outputs[seq_id] for seq_id in ids] == expected(checkpoint)

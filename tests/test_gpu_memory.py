@@ -71,7 +71,7 @@ class Churn:
             while len(self.live) < 12 and self.rng.random() < 0.6:
                 self.live.append(self.llm.add_request(*self._request()))
             if self.live and self.rng.random() < 0.04:
-                self.llm.engine.abort(self.live.pop(self.rng.randrange(len(self.live))))
+                self.llm.abort(self.live.pop(self.rng.randrange(len(self.live))))
             self._step()
         while not self.llm.is_finished():
             self._step()

@@ -155,7 +155,7 @@ def test_aborts_leave_the_others_alone(checkpoint_root: Path, depth: int) -> Non
             ids.append(llm.add_request(prompt, params))
         while not llm.is_finished():
             if doomed and rng.random() < 0.6:
-                aborted.append(llm.engine.abort(doomed.pop(rng.randrange(min(4, len(doomed))))))
+                aborted.append(llm.abort(doomed.pop(rng.randrange(min(4, len(doomed))))))
             outputs.update((output.seq_id, output.token_ids) for output in llm.step().finished)
         llm.engine.core.scheduler.check()
     num_begun = sum(bool(output and output.token_ids) for output in aborted)
