@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
 from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
 from nanovllm.kernels.cpu.pace import Pace
+
+T = TypeVar("T")
 
 
 class NotRecordableError(Exception):
@@ -149,8 +152,7 @@ class Launcher:
         is_inference = torch.is_inference_mode_enabled()
         if threading.current_thread() is not threading.main_thread():
             return self._record(function, is_inference)
-        with ThreadPoolExecutor(1) as executor:
-            return executor.submit(self._record, function, is_inference).result()
+        return _in_other_thread(lambda: self._record(function, is_inference))
 
     def _record(self, function: Callable[[], Tensor], is_inference: bool) -> tuple[Program, Tensor]:
         recording = self._recordings.current = Recording([], [])
@@ -171,6 +173,33 @@ class Launcher:
         recording = self._recording()
         if recording is not None:
             recording.kept.append(tensor)
+
+
+def _in_other_thread(function: Callable[[], T]) -> T:
+    """Run a function where no interrupt strikes; one that comes meanwhile is raised afterwards.
+
+    By locks alone: an interrupt within threading's or a future's own code can break those.
+    """
+    done, results, errors = _thread.allocate_lock(), [], []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    done.acquire()
+    _thread.start_new_thread(run, ())
+    try:
+        done.acquire()
+    finally:
+        while not (results or errors):  # an interrupt came first
+            time.sleep(0.001)
+    if errors:
+        raise errors.pop()
+    return results[0]
 
 
 def find_openmp() -> ctypes.CDLL | None:

@@ -180,19 +180,21 @@ def test_an_interrupt_at_any_line_of_a_recording_leaves_nothing_behind() -> None
                 raise KeyboardInterrupt
         return trace
 
+    def traced() -> Tensor:
+        sys.settrace(trace)  # in the thread that records, too
+        return block(inputs)
+
     is_done = False
     while not is_done:
         num_lines, last = 0, last + 1
-        for start in (sys.settrace, threading.settrace):  # also the thread that records
-            start(trace)
+        sys.settrace(trace)
         try:
-            block.launcher.record(lambda: block(inputs))
+            block.launcher.record(traced)
             is_done = True
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
         assert_usable(block, inputs, want)
     assert last > 20
 
