@@ -145,7 +145,6 @@ class GraphedSteps:
         host = np.full_like(self._host_slots, self._padding)
         host[: len(slots)] = slots
         if not np.array_equal(host, self._host_slots):
-            # Noted last: after an interrupt in between, the slots are sent again.
             self._slots.copy_(self.platform.upload(host))
             self._host_slots = host
 
