@@ -59,7 +59,7 @@ class Step:
 
     def result(self) -> StepResult:
         self.clock.now = max(self.clock.now, self.end)
-        return StepResult(np.full(self.num_tokens, 5, np.int32))
+        return StepResult(np.full((self.num_tokens, 1), 5, np.int32))
 
 
 def accelerator(plan: StepPlan) -> float:
@@ -224,6 +224,16 @@ def test_prompts_alone_are_read_at_once(depth: int) -> None:
         engine.add(seq_id, 5000, 2)
     engine.step()
     assert engine.device.plans[0].counts.tolist() == [5000, 5000, 5000]
+
+
+@DEPTHS
+def test_a_target_that_no_step_reaches_changes_no_plan(depth: int) -> None:
+    engines = [Engine(depth=depth, target=target) for target in (None, 1000.0)]
+    for engine in engines:
+        engine.serve([(0.0, 2000, 3), *poisson(15.0, 40, [20, 900])])
+    for plan, paced in zip(engines[0].device.plans, engines[1].device.plans, strict=True):
+        assert plan.slots.tolist() == paced.slots.tolist()
+        assert plan.counts.tolist() == paced.counts.tolist()
 
 
 @DEPTHS
