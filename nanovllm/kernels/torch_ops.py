@@ -11,6 +11,7 @@ from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
+    Hidden,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -31,12 +32,11 @@ class TorchOps:
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
-    def norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        assert x is not None  # ComposedLinear never leaves it out
-        total = x if residual is None else residual + x
-        return rms_norm(total, norm.weight, norm.eps), total
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        residual, update = hidden.residual, hidden.update
+        if update is not None:
+            residual = residual + update
+        return rms_norm(residual, norm.weight, norm.eps), residual
 
     def rope_write(
         self,

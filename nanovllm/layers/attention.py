@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.config import ModelConfig
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
@@ -39,15 +40,10 @@ class SelfAttention(Layer):
         self.qk_norm = qk_norm
 
     def forward(
-        self,
-        norm: RMSNorm,
-        x: Tensor | None,
-        residual: Tensor | None,
-        rope: Tensor,
-        batch: ForwardBatch,
+        self, hidden: Hidden, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return what `o_proj` is to project, and x + residual."""
-        qkv, residual = self.qkv_proj.after(norm, x, residual)
+        """Return the heads' outputs, which `o_proj` is to project, and the residual."""
+        qkv, residual = self.qkv_proj.after_norm(hidden, norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
@@ -22,9 +23,9 @@ class Embedding(Layer):
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.is_alone:
             return self.ops.embed(token_ids, self.weight, self.scale)
-        lines = token_ids - self.vocab.first
-        is_elsewhere = (lines < 0) | (lines >= self.vocab.count)
-        x = self.ops.embed(lines.masked_fill(is_elsewhere, 0), self.weight, self.scale)
+        rows = token_ids - self.vocab.first
+        is_elsewhere = (rows < 0) | (rows >= self.vocab.count)
+        x = self.ops.embed(rows.masked_fill(is_elsewhere, 0), self.weight, self.scale)
         return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0.0))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
@@ -42,9 +43,9 @@ class LMHead(MergedLinear):
         if tied is not None:
             self.weight = tied.weight
 
-    def logits(self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Project the norm of x + residual; return the whole vocabulary's, without padding."""
-        shard, _ = self.after(norm, x, residual)
+    def logits(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
+        """Project the norm of hidden to the logits of the whole vocabulary, without padding."""
+        shard, _ = self.after_norm(hidden, norm)
         logits = self.group.gather_columns(shard)
         is_padded = logits.shape[1] > self.vocab_size
         return logits[:, : self.vocab_size].contiguous() if is_padded else logits

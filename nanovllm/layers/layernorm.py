@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import NormWeights, QKNormWeights
+from nanovllm.kernels.ops import Hidden, NormWeights, QKNormWeights
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.shards import WeightSlot, whole_slot
 
@@ -22,7 +22,7 @@ class RMSNorm(Layer):
         self.ops = build.ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.norm(x, None, self.weights)[0]
+        return self.ops.norm(Hidden(x), self.weights)[0]
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return {f"{path}.weight": whole_slot(self.weight)}

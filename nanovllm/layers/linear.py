@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, PackedLinear
+from nanovllm.kernels.ops import Activation, Hidden, PackedLinear
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import Share, WeightSlot, shared_slot, whole
@@ -41,11 +41,9 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
-    def after(
-        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Project the norm of x + residual; return that and the sum as the next residual."""
-        return self.packed.after_norm(x, residual, norm.weights)
+    def after_norm(self, hidden: Hidden, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Project the norm of hidden; return also the residual, to which its update is added."""
+        return self.packed.after_norm(hidden, norm.weights)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         parent = path.rpartition(".")[0]
@@ -76,11 +74,11 @@ class RowParallelLinear(MergedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.packed(x))
 
-    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """Project x to what only `after` takes, together with residual: see PackedLinear."""
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        """Project x, for the next norm to add it to the residual."""
         if self.group.is_alone:
-            return self.packed.summands(x, residual)
-        return self(x)  # every rank holds the whole residual, so none may add to it
+            return self.packed.add_to(residual, x)
+        return Hidden(residual, self(x))  # every rank has the residual: their sum must not
 
     def pack(self, has_room: bool) -> None:
         if self.group.rank > 0:

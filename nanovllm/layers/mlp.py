@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from nanovllm.config import ModelConfig
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
@@ -24,8 +23,6 @@ class GatedMLP(Layer):
         self.gate_up_proj = MergedLinear(hidden, parts, bias, build, config.activation)
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias, build, "down_proj")
 
-    def forward(
-        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        x, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj.before_norm(x, residual), residual
+    def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
+        gated, residual = self.gate_up_proj.after_norm(hidden, norm)
+        return self.down_proj.add_to(residual, gated)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from nanovllm.config import ExpertsConfig
-from nanovllm.kernels.ops import PackedExperts, Routing
+from nanovllm.kernels.ops import Hidden, PackedExperts, Routing
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
@@ -42,12 +40,10 @@ class SparseMLP(Layer):
         self.ops, self.group = build.ops, build.group
         self._packed: PackedExperts | None = None
 
-    def forward(
-        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
         assert self._packed is not None, "forward before pack"
-        x, residual = self._packed.after_norm(x, residual, norm.weights, self.gate.packed)
-        return self.group.all_reduce(x), residual
+        y, residual = self._packed.after_norm(hidden, norm.weights, self.gate.packed)
+        return Hidden(residual, self.group.all_reduce(y))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slots, rows = {}, [self.size]

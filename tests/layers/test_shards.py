@@ -13,7 +13,7 @@ from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import create_cpu_ops
-from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.ops import Hidden, Ops
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
@@ -94,15 +94,15 @@ def test_mlp(ops: Ops, size: int, packed: str | None) -> None:
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(5, HIDDEN), norm_of(ops)
-    want, total = one(norm, x.clone(), None)
+    want = one(Hidden(x.clone()), norm)
     outputs = []
     for group in unconnected(size):
         mlp = GatedMLP(MODEL, build(ops, group), packed)
         load(mlp, stored)
-        output, residual = mlp(norm, x.clone(), None)
-        torch.testing.assert_close(residual, total)
-        outputs.append(output)
-    torch.testing.assert_close(add_up(outputs), want)
+        hidden = mlp(Hidden(x.clone()), norm)
+        torch.testing.assert_close(hidden.residual, want.residual)
+        outputs.append(hidden.update)
+    torch.testing.assert_close(add_up(outputs), want.update)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2), (1, 4)])
@@ -134,12 +134,12 @@ def test_experts(ops: Ops, size: int) -> None:
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
-    want, _ = one(norm, x.clone(), None)
+    want = one(Hidden(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
         sparse = SparseMLP(HIDDEN, EXPERTS, names, build(ops, group))
         load(sparse, stored)
-        outputs.append(sparse(norm, x.clone(), None)[0])
+        outputs.append(sparse(Hidden(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)
 
 
@@ -187,9 +187,9 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
         head.weight[split(vocab_size, group).stored.stop :].fill_(torch.inf)
         load(head, {} if is_tied else {"lm_head.weight": weight})
         heads.append(head)
-    shards = [head.logits(norm, x.clone(), None) for head in heads]
+    shards = [head.logits(Hidden(x.clone()), norm) for head in heads]
     heads[0].group = Gathered(size, shards[1:])  # type: ignore[assignment]
-    logits = heads[0].logits(norm, x.clone(), None)
+    logits = heads[0].logits(Hidden(x.clone()), norm)
     assert logits.shape == (3, vocab_size)
     assert logits.is_contiguous()
     torch.testing.assert_close(logits, norm(x.clone()) @ weight.t())
@@ -201,8 +201,8 @@ class AddsToResidual:
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x
 
-    def summands(self, x: Tensor, residual: Tensor) -> None:
-        residual.add_(2 * x)
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        return Hidden(residual.add_(2 * x))
 
 
 @pytest.mark.parametrize("group", [TPGroup(0, 2), TPGroup(1, 2)], ids=["rank-0", "rank-1"])
@@ -211,16 +211,18 @@ def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
     linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
     linear._packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
-    assert torch.equal(linear.before_norm(x, residual), 2 * x)
-    assert torch.equal(residual, torch.ones(3, HIDDEN))
+    hidden = linear.add_to(residual, x)
+    assert torch.equal(hidden.update, 2 * x)
+    assert torch.equal(hidden.residual, torch.ones(3, HIDDEN))
 
 
 def test_one_rank_may_add_to_the_residual(ops: Ops) -> None:
     linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops), "o_proj")
     linear._packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
-    assert linear.before_norm(x, residual) is None
-    assert torch.equal(residual, 1 + 2 * x)
+    hidden = linear.add_to(residual, x)
+    assert hidden.update is None
+    assert torch.equal(hidden.residual, 1 + 2 * x)
 
 
 @pytest.mark.parametrize(("size", "num_ranks"), [(12, 1), (12, 4), (13, 4), (5, 4), (3, 8)])

@@ -16,6 +16,7 @@ from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
     DecoderWeights,
+    Hidden,
     LinearFn,
     NormWeights,
     PackedExperts,
@@ -50,20 +51,14 @@ class NumbaOps:
         self._launch(kernels.EMBED, *addresses, num_rows, dim, float_bits(scale))
         return out
 
-    def norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        assert x is not None  # ComposedLinear never leaves it out
-        num_rows, dim = x.shape
-        weight, eps = norm.weight.data_ptr(), float_bits(norm.eps)
-        if residual is None:
-            out = self._empty(num_rows, dim)
-            addresses = out.data_ptr(), x.data_ptr(), weight
-            self._launch(kernels.NORM, *addresses, eps, num_rows, dim)
-            return out, x
-        addresses = x.data_ptr(), residual.data_ptr(), weight
-        self._launch(kernels.ADD_NORM, *addresses, eps, num_rows, dim)
-        return x, residual
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        residual, update = hidden.residual, hidden.update
+        num_rows, dim = residual.shape
+        out = self._empty(num_rows, dim) if update is None else update
+        addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
+        kernel = kernels.NORM if update is None else kernels.ADD_NORM
+        self._launch(kernel, *addresses, float_bits(norm.eps), num_rows, dim)
+        return out, residual
 
     def rope_write(
         self,

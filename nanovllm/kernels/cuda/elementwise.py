@@ -8,34 +8,33 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
-from nanovllm.kernels.ops import ACTIVATIONS, Activation, QKNormWeights
+from nanovllm.kernels.ops import ACTIVATIONS, Activation, Hidden, NormWeights, QKNormWeights
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x, or of x + residual, which then also becomes the residual.
-
-    An x of [parts, rows, dim] stands for its sum over the parts.
-    """
-    num_rows, dim = x.shape[-2:]
-    dtype = x.dtype if residual is None else residual.dtype  # parts are float32
-    out = torch.empty(num_rows, dim, device=x.device, dtype=dtype)
+def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
+    """Return the norm of residual + update; the residual becomes that sum."""
+    residual, update = hidden.residual, hidden.update
+    num_rows, dim = residual.shape
+    num_splits = 0
+    if update is not None:
+        num_splits = len(update) if update.dim() == 3 else 1
+    out = torch.empty_like(residual)
     block = triton.next_power_of_2(dim)
     # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
     per_thread = 4 if num_rows <= MAX_ROWS else 8
     _rms_norm[(num_rows,)](
         out,
-        x,
-        x if residual is None else residual,
-        weight,
-        eps,
+        residual,
+        update,
+        norm.weight,
+        norm.eps,
         dim,
         BLOCK=block,
-        PARTS=1 if x.dim() == 2 else len(x),
-        HAS_RESIDUAL=residual is not None,
+        NUM_SPLITS=num_splits,
         num_warps=min(max(block // (32 * per_thread), 1), 8),
-        **launch_options(x, num_rows),
+        **launch_options(residual, num_rows),
     )
     return out
 
@@ -133,28 +132,28 @@ def gather_decode(
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
     out,
-    x,
     residual,
+    update,
     weight,
     eps,
     dim,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """NUM_SPLITS counts the partial sums of the update; 0: there is none."""
     base = tl.program_id(0).to(tl.int64) * dim
     i = tl.arange(0, BLOCK)
     mask = i < dim
     factor = tl.load(weight + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
-    value = tl.load(x + base + i, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        place = x + part * tl.num_programs(0) * dim + base
-        value += tl.load(place + i, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
-        total = value.to(residual.dtype.element_ty)
+    value = tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
+    if NUM_SPLITS > 0:
+        added = tl.load(update + base + i, mask=mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            partial_sum = update + split * tl.num_programs(0) * dim + base
+            added += tl.load(partial_sum + i, mask=mask, other=0.0)
+        total = (added + value).to(residual.dtype.element_ty)
         tl.store(residual + base + i, total, mask=mask)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)

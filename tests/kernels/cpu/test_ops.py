@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 from nanovllm.config import RopeConfig
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
-from nanovllm.kernels.ops import Activation, NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.platforms.cpu_features import find_cpu_features
@@ -163,7 +163,7 @@ def test_norm(num_rows: int, dim: int, scale: float, dtype: torch.dtype) -> None
     x = scale * make(num_rows, dim, dtype=dtype)
     weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
     before = x.clone()
-    got, want = (ops.norm(x, None, weights)[0] for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.norm(Hidden(x), weights)[0] for ops in (make_ops(dtype), torch_ops))
     assert_as_rounded(got, want)
     assert torch.equal(x, before)
 
@@ -174,8 +174,8 @@ def test_norm(num_rows: int, dim: int, scale: float, dtype: torch.dtype) -> None
 def test_norm_of_a_sum(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, residual = make(num_rows, dim, dtype=dtype), make(num_rows, dim, dtype=dtype, seed=2)
     weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
-    want, want_sum = torch_ops.norm(x.clone(), residual.clone(), weights)
-    got, got_sum = make_ops(dtype).norm(x.clone(), residual.clone(), weights)
+    want, want_sum = torch_ops.norm(Hidden(residual.clone(), x.clone()), weights)
+    got, got_sum = make_ops(dtype).norm(Hidden(residual.clone(), x.clone()), weights)
     assert torch.equal(got_sum, want_sum)
     assert_as_rounded(got, want)
 
@@ -288,12 +288,12 @@ RowOp = Callable[[NumbaOps, Tensor], Tensor]
 
 
 def norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
-    return ops.norm(x, None, NormWeights(torch.ones(x.shape[1]), EPS))[0]
+    return ops.norm(Hidden(x), NormWeights(torch.ones(x.shape[1]), EPS))[0]
 
 
 def add_norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
     norm = NormWeights(torch.ones(x.shape[1]), EPS)
-    y, residual = ops.norm(x.clone(), x.clone(), norm)
+    y, residual = ops.norm(Hidden(x.clone(), x.clone()), norm)
     return torch.cat((y, residual), dim=1)
 
 

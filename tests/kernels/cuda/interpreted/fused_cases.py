@@ -11,9 +11,9 @@ from torch import Tensor
 from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.elementwise import gather_decode
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
-from nanovllm.kernels.cuda.linear_one_row import skinny_linear
+from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Activation, NormWeights, QKNormWeights
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
@@ -32,11 +32,11 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
     for shape in ((1, 64), (3, 576), (5, 1000)):
-        x, residual = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
+        residual, update = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
         norm = NormWeights(make(shape[1], dtype=torch.float32, device=device, seed=2), 1e-6)
-        for more in (None, residual):
+        for has_update in (False, True):
             got, want = (
-                ops.norm(x.clone(), None if more is None else more.clone(), norm)
+                ops.norm(Hidden(residual.clone(), update.clone() if has_update else None), norm)
                 for ops in (TritonOps(), TorchOps())
             )
             for a, b in zip(got, want, strict=True):
@@ -80,36 +80,36 @@ def check_padding_is_not_written(device: str) -> None:
         assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
 
 
-def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
-    """Every mix of bias, gate, norm and residual equals the operations one by one."""
+def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
+    """Every mix of bias, gate, norm and update equals the operations one by one."""
     sizes = [(34, 70), (40, 2048)]
     if device != "cpu":  # the interpreter takes milliseconds per program
         sizes += [(64, 300), (4100, 96)]
     flags = (False, True)
     for (num_out, num_in), has_bias, activation, kind in itertools.product(
-        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "residual")
+        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "update")
     ):
         weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(1, num_in, dtype=dtype, device=device)
-        residual = None
-        if kind == "residual":
-            residual = make(1, num_in, dtype=dtype, device=device, seed=9)
+        update = None
+        if kind == "update":
+            update = make(1, num_in, dtype=dtype, device=device, seed=9)
         composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
         if kind == "alone":
-            got, _ = skinny_linear(x, weight, bias, activation=activation)
+            got, _ = one_row_linear(Hidden(x), None, weight, bias, activation)
             assert_close(got, composed(x))
             continue
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
-        got, total = skinny_linear(x, weight, bias, residual, norm, activation)
-        want, want_total = composed.after_norm(x.clone(), residual, norm)
+        got, residual = one_row_linear(Hidden(x, update), norm, weight, bias, activation)
+        want, want_residual = composed.after_norm(Hidden(x.clone(), update), norm)
         assert_close(got, want)
-        assert_close(total, want_total)
+        assert_close(residual, want_residual)
 
 
 def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
-    """Sizes that fill the tiles and sizes that do not; parts add up to the whole."""
-    for num_rows, num_out, num_in, activation, num_parts, has_bias in (
+    """Sizes that fill the tiles and sizes that do not; partial sums add up to the product."""
+    for num_rows, num_out, num_in, activation, num_splits, has_bias in (
         (2, 64, 128, None, 1, False),
         (5, 200, 96, None, 1, True),
         (17, 128, 200, None, 2, True),
@@ -118,14 +118,14 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
         (64, 64, 512, None, 4, False),
         (33, 64, 320, None, 4, True),
     ):
-        num_lines = num_out if activation is None else 2 * num_out
-        weight = make(num_lines, num_in, dtype=dtype, device=device) / num_in**0.5
-        bias = make(num_lines, dtype=dtype, device=device) if has_bias else None
+        weight_rows = num_out if activation is None else 2 * num_out
+        weight = make(weight_rows, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(weight_rows, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
-        got = few_rows_linear(x, weight, bias, activation, num_parts)
-        if num_parts > 1:
-            assert got.shape == (num_parts, *want.shape)
+        got = few_rows_linear(x, weight, bias, activation, num_splits)
+        if num_splits > 1:
+            assert got.shape == (num_splits, *want.shape)
             got = got.sum(0).to(dtype)
         assert_close(got, want)
 
@@ -151,10 +151,9 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
         for ops in (TritonOps(), TorchOps()):
             first = ops.pack_linear(weight, bias, None, has_room=False)
             second = ops.pack_linear(after_weight, None, "silu", has_room=False)
-            total = residual.clone()
             with patch.object(cuda_ops, "ADD_ROWS", 300):
-                summands = first.summands(x, total)
-            results.append(second.after_norm(summands, total, norm))
+                hidden = first.add_to(residual.clone(), x)
+            results.append(second.after_norm(hidden, norm))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
 
@@ -201,7 +200,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         check_norms_and_gate(dtype, "cpu")
         check_rope_write(dtype, "cpu")
-        check_skinny_linear(dtype, "cpu")
+        check_one_row_linear(dtype, "cpu")
         check_projections_of_any_number_of_rows(dtype, "cpu")
     check_few_rows_linear(torch.float16, "cpu")
     check_padding_is_not_written("cpu")
