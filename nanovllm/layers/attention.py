@@ -14,7 +14,7 @@ from nanovllm.layers.shards import split, split_kv_heads, whole
 
 
 class SelfAttention(Layer):
-    """`packed` is the checkpoint's name for q, k and v where it stores them as one weight."""
+    """`merged` is the checkpoint's name for q, k and v where it stores them as one weight."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class SelfAttention(Layer):
         layer_index: int,
         build: Build,
         qk_norm: QKNorm | None = None,
-        packed: str | None = None,
+        merged: str | None = None,
     ) -> None:
         super().__init__()
         heads = split(config.num_heads, build.group)
@@ -32,10 +32,10 @@ class SelfAttention(Layer):
         self.attention, self.ops = build.attention, build.ops
         self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        parts = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
-        if packed is not None:
-            parts = {packed: [q, kv, kv]}
-        self.qkv_proj = MergedLinear(whole(config.hidden_size), parts, config.qkv_bias, build)
+        outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
+        if merged is not None:
+            outputs = {merged: [q, kv, kv]}
+        self.qkv_proj = MergedLinear(whole(config.hidden_size), outputs, config.qkv_bias, build)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 

@@ -21,11 +21,13 @@ from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
+from nanovllm.layers.weight_format import ExpertNames
 from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.platforms.cpu_features import find_cpu_features
-from nanovllm.worker.loader import weight_slots
+from nanovllm.worker.loader import UnpackedLayers, expected_tensors
 from tests.checkpoints import VARIANTS
 
 MODEL = replace(
@@ -61,20 +63,20 @@ def build(ops: Ops, group: TPGroup = ALONE) -> Build:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {name: 0.2 * torch.randn(slot.shape) for name, slot in weight_slots(module).items()}
+    tensors = expected_tensors(module)
+    return {name: 0.2 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
 
 
 def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
-    """As the loader does: a slot says what it takes of the tensor of its name."""
-    slots = weight_slots(module)
-    assert slots.keys() == stored.keys()
-    for name, slot in slots.items():
-        assert slot.shape == stored[name].shape
-        for part in slot.parts:
-            part.view.copy_(stored[name][part.index])
-    for layer in list(module.modules()):
-        if hasattr(layer, "pack"):
-            layer.pack(False)
+    """As the loader does: each tensor's parts say what is copied where."""
+    layers = UnpackedLayers(module, CpuPlatform())
+    assert layers.expected.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert layers.expected[name].shape == tensor.shape
+        for part in layers.expected[name].parts:
+            part.target.copy_(tensor[part.source])
+        layers.loaded(name)
+    layers.pack_rest()
 
 
 def add_up(parts: list[Tensor]) -> Tensor:
@@ -88,16 +90,16 @@ def norm_of(ops: Ops) -> RMSNorm:
 
 
 @SIZES
-@pytest.mark.parametrize("packed", [None, "gate_up_proj"])
-def test_mlp(ops: Ops, size: int, packed: str | None) -> None:
-    one = GatedMLP(MODEL, build(ops), packed)
+@pytest.mark.parametrize("merged", [None, "gate_up_proj"])
+def test_mlp(ops: Ops, size: int, merged: str | None) -> None:
+    one = GatedMLP(MODEL, build(ops), merged)
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(5, HIDDEN), norm_of(ops)
     want = one(Hidden(x.clone()), norm)
     outputs = []
     for group in unconnected(size):
-        mlp = GatedMLP(MODEL, build(ops, group), packed)
+        mlp = GatedMLP(MODEL, build(ops, group), merged)
         load(mlp, stored)
         hidden = mlp(Hidden(x.clone()), norm)
         torch.testing.assert_close(hidden.residual, want.residual)
@@ -106,18 +108,18 @@ def test_mlp(ops: Ops, size: int, packed: str | None) -> None:
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2), (1, 4)])
-@pytest.mark.parametrize("packed", [None, "qkv_proj"])
-def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, packed: str | None) -> None:
+@pytest.mark.parametrize("merged", [None, "qkv_proj"])
+def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, merged: str | None) -> None:
     """Every rank has the kv heads of its query heads, the same ones where there are too few."""
     model = replace(MODEL, num_kv_heads=num_kv_heads)
-    one = SelfAttention(model, 0, build(ops), packed=packed)
+    one = SelfAttention(model, 0, build(ops), merged=merged)
     stored = stored_tensors(one)
     load(one, stored)
     x, heads = torch.randn(3, HIDDEN), torch.randn(3, 4, HEAD_DIM)
     q, k, v = one.qkv_proj(x).view(3, -1, HEAD_DIM).split([4, num_kv_heads, num_kv_heads], dim=1)
     outputs = []
     for group in unconnected(size):
-        attention = SelfAttention(model, 0, build(ops, group), packed=packed)
+        attention = SelfAttention(model, 0, build(ops, group), merged=merged)
         load(attention, stored)
         own = range(group.rank * 4 // size, (group.rank + 1) * 4 // size)
         own_kv = sorted({head * num_kv_heads // 4 for head in own})
@@ -184,7 +186,7 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
         embedding.weight.fill_(torch.inf)  # what pads must not matter
         load(embedding, {".weight": weight})
         head = LMHead(HIDDEN, vocab_size, build(ops, group), embedding if is_tied else None)
-        head.weight[split(vocab_size, group).stored.stop :].fill_(torch.inf)
+        head.weight.values[split(vocab_size, group).stored.stop :].fill_(torch.inf)
         load(head, {} if is_tied else {"lm_head.weight": weight})
         heads.append(head)
     shards = [head.logits(Hidden(x.clone()), norm) for head in heads]
