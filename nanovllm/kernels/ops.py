@@ -149,7 +149,7 @@ class PackedStep(Protocol):
         logits: Tensor,
         context_len: Tensor,
     ) -> None:
-        """Run the last token of the sequence in a slot, by tables that have a line for each slot.
+        """Run the last token of the sequence in a slot, by tables that have a row for each slot.
 
         slot [1] and the tables are int32; a length of 0 is padding. Writes logits [1, vocab_size]
         and the sequence's length to context_len [1].
@@ -167,7 +167,7 @@ class Ops(Protocol):
         """What runs the compiled CPU kernels and can record them, where there are any."""
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        """Return the lines of table [vocab_size, dim] that token_ids (int32) name, scaled."""
+        """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Return the RMSNorm of residual + update, and that sum, the new residual."""
@@ -180,13 +180,13 @@ class Ops(Protocol):
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
-        """Normalise and turn q and k; q stays in qkv, k and v go to the cache.
+        """Normalise and rotate q and k; q stays in qkv, k and v go to the cache.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
         sines in float32, [positions, 2, dim / 2]; the caches are [blocks, block_size, kv_heads,
-        dim]; kv_slots counts in tokens.
+        dim]; cache_offsets count tokens.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -46,7 +46,7 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    kv_slots: Tensor  # [tokens], where in the cache each token's key and value go
+    cache_offsets: Tensor  # [tokens], where each one's key and value go, counted in tokens
     sampled: SampledTokens | None  # None: all of them
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]

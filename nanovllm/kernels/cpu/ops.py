@@ -68,7 +68,7 @@ class NumbaOps:
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         num_kv_heads = k_cache.shape[2]
@@ -80,7 +80,7 @@ class NumbaOps:
             0 if norm is None else norm.k.data_ptr(),
             0 if norm is None else float_bits(norm.eps),
             positions.data_ptr(),
-            kv_slots.data_ptr(),
+            cache_offsets.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             num_tokens,
@@ -178,7 +178,7 @@ class NumbaExperts:
     def _linear(
         self, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, max_rows: int
     ) -> Tensor:
-        """Multiply each pair with its expert; x has a line for each token, or for each pair."""
+        """Multiply each pair with its expert; x has a row for each token, or for each pair."""
         launcher = self.ops.launcher
         num_experts, num_out, num_in = weight.shape
         num_pairs = len(order)
@@ -186,8 +186,8 @@ class NumbaExperts:
         scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + EXPERT_TILE))
         tensors = y, x, weight, order, starts, scratch
         addresses = [tensor.data_ptr() for tensor in tensors]
-        pairs_per_line = num_pairs // max(len(x), 1)
-        sizes = max_rows, num_experts, pairs_per_line, num_out, num_in
+        pairs_per_row = num_pairs // max(len(x), 1)
+        sizes = max_rows, num_experts, pairs_per_row, num_out, num_in
         launcher.launch(kernels.GROUPED_LINEAR, *addresses, *sizes)
         return y
 

@@ -62,9 +62,9 @@ def rope_write(
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    kv_slots: Tensor,
+    cache_offsets: Tensor,
 ) -> None:
-    """See Ops.rope_write; a kv slot below 0 belongs to padding and is not written."""
+    """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
     num_q_heads = num_heads - 2 * num_kv_heads
@@ -77,7 +77,7 @@ def rope_write(
         positions,
         k_cache,
         v_cache,
-        kv_slots,
+        cache_offsets,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -98,7 +98,7 @@ def gather_decode(
     block_size: int,
     input_ids: Tensor,
     positions: Tensor,
-    kv_slots: Tensor,
+    cache_offsets: Tensor,
     context_lens: Tensor,
     order: Tensor,
 ) -> None:
@@ -115,7 +115,7 @@ def gather_decode(
         block_table,
         input_ids,
         positions,
-        kv_slots,
+        cache_offsets,
         context_lens,
         order,
         num_rows,
@@ -183,10 +183,10 @@ def _gate(  # type: ignore[no-untyped-def]
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Both activations are the number times a sigmoid."""
-    bent = gate
+    exponent = gate
     if ACTIVATION == "gelu_tanh":
-        bent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
-    return gate / (1.0 + tl.exp(-bent))
+        exponent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent))
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     positions,
     k_cache,
     v_cache,
-    kv_slots,
+    cache_offsets,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -209,25 +209,25 @@ def _rope_write(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid's second coordinate: 0 turns the queries, 1 the keys, and stores keys and values."""
+    """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
     i = tl.arange(0, HALF_BLOCK)
-    turn = tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
-    cos = tl.load(rope + turn, mask=i < half, other=0.0)[None, :]
-    sin = tl.load(rope + turn + half, mask=i < half, other=0.0)[None, :]
-    slot = tl.load(kv_slots + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)[:, None]
+    angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
+    cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
+    sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
+    offset = tl.load(cache_offsets + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, HEADS_BLOCK)[:, None]
-        place = qkv + base + heads * HEAD_DIM + i[None, :]
+        q = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
-        first, second = _turn(place, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
-        tl.store(place, first, mask=mask)
-        tl.store(place + half, second, mask=mask)
+        first, second = _rotate(q, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
+        tl.store(q, first, mask=mask)
+        tl.store(q + half, second, mask=mask)
     else:
-        _turn_and_store(
+        _rotate_and_store(
             qkv + base + NUM_Q_HEADS * HEAD_DIM,
             k_norm,
             eps,
@@ -235,7 +235,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
             sin,
             k_cache,
             v_cache,
-            slot,
+            offset[:, None],
             NUM_KV_HEADS,
             HEAD_DIM,
             KV_HEADS_BLOCK,
@@ -245,7 +245,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn_and_store(  # type: ignore[no-untyped-def]
+def _rotate_and_store(  # type: ignore[no-untyped-def]
     kv,
     k_norm,
     eps,
@@ -253,7 +253,7 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
     sin,
     k_cache,
     v_cache,
-    slot,
+    cache_offset,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
@@ -265,9 +265,9 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
     heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
     mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
     offsets = heads * HEAD_DIM + i[None, :]
-    first, second = _turn(kv + offsets, mask, k_norm, eps, cos, sin, i, half, HAS_NORM)
-    cached = slot * NUM_KV_HEADS * HEAD_DIM + offsets
-    is_used = mask & (slot >= 0)
+    first, second = _rotate(kv + offsets, mask, k_norm, eps, cos, sin, i, half, HAS_NORM)
+    cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
+    is_used = mask & (cache_offset >= 0)
     tl.store(k_cache + cached, first, mask=is_used)
     tl.store(k_cache + cached + half, second, mask=is_used)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
@@ -276,13 +276,13 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
-    place, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
+def _rotate(  # type: ignore[no-untyped-def]
+    x, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Return both halves of some heads, normalised if asked for, and turned."""
-    dtype = place.dtype.element_ty
-    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
+    """Return both halves of some heads, normalised if asked for, and rotated."""
+    dtype = x.dtype.element_ty
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(total / (2 * half) + eps)[:, None]
@@ -301,7 +301,7 @@ def _gather_decode(  # type: ignore[no-untyped-def]
     block_table,
     input_ids,
     positions,
-    kv_slots,
+    cache_offsets,
     context_lens,
     order,
     num_rows,
@@ -323,10 +323,10 @@ def _gather_decode(  # type: ignore[no-untyped-def]
     block = tl.load(
         block_table + slot * table_stride + position // BLOCK_SIZE, mask=is_used, other=0
     ).to(tl.int64)
-    kv_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    cache_offset = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(input_ids + row, token, mask=mask)
     tl.store(positions + row, position.to(tl.int64), mask=mask)
-    tl.store(kv_slots + row, kv_slot, mask=mask)
+    tl.store(cache_offsets + row, cache_offset, mask=mask)
     tl.store(context_lens + row, length, mask=mask)
     rank = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, CHUNK):

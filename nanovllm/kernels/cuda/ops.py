@@ -53,9 +53,9 @@ class TritonOps:
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
-        elementwise.rope_write(qkv, norm, rope, positions, k_cache, v_cache, kv_slots)
+        elementwise.rope_write(qkv, norm, rope, positions, k_cache, v_cache, cache_offsets)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return elementwise.gate(gate_up, activation)

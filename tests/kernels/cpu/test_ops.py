@@ -255,17 +255,17 @@ def test_rope_write(
     norm = QKNormWeights(q_weight, k_weight, EPS) if has_norm else None
     rope = rope_table(head_dim, 100, RopeConfig(10000.0), torch.device("cpu"))
     positions = torch.randint(100, (num_tokens,), generator=generator)
-    kv_slots = torch.randperm(6 * 16, generator=generator)[:num_tokens]
+    cache_offsets = torch.randperm(6 * 16, generator=generator)[:num_tokens]
     results = []
     for ops in (make_ops(dtype), torch_ops):
         turned = qkv.clone()
         caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        ops.rope_write(turned, norm, rope, positions, *caches, kv_slots)
+        ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
         results.append(turned)
         for cached, heads in zip(caches, turned[:, num_heads:].chunk(2, dim=1), strict=True):
             lines = cached.view(-1, num_kv_heads, head_dim)
-            assert torch.equal(lines[kv_slots], heads)
-            lines[kv_slots] = 7.0
+            assert torch.equal(lines[cache_offsets], heads)
+            lines[cache_offsets] = 7.0
             assert bool((cached == 7.0).all())  # nothing but its slots was written
     got, want = results
     assert torch.equal(got[:, -num_kv_heads:], qkv[:, -num_kv_heads:])
@@ -328,13 +328,13 @@ def test_a_broken_row_changes_no_other(
 @DTYPES
 def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> None:
     rope = rope_table(16, 8, RopeConfig(10000.0), torch.device("cpu"))
-    positions, kv_slots = torch.arange(4), torch.tensor([3, 9, 1, 7])
+    positions, cache_offsets = torch.arange(4), torch.tensor([3, 9, 1, 7])
     caches = []
     for value in (0.0, math.nan):
         qkv = make(4, 6, 16, dtype=dtype)
         qkv[2] = value
         cache = torch.zeros(2, 1, 16, 2, 16, dtype=dtype)
-        make_ops(dtype).rope_write(qkv, None, rope, positions, cache[0], cache[1], kv_slots)
+        make_ops(dtype).rope_write(qkv, None, rope, positions, cache[0], cache[1], cache_offsets)
         caches.append(cache)
     others = [slot for slot in range(16) if slot != 1]
     assert torch.equal(caches[0][:, :, others], caches[1][:, :, others])

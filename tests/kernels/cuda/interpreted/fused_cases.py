@@ -58,13 +58,13 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
         weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
         norm = QKNormWeights(*weights, 1e-6) if has_norm else None
         positions = torch.tensor([0, 99, 7, 7, 50], device=device)
-        kv_slots = torch.tensor([3, 63, 0, 17, 40], device=device)
+        cache_offsets = torch.tensor([3, 63, 0, 17, 40], device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
             turned = qkv.clone()
             shape = (4, 16, num_kv_heads, head_dim)
             caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
-            ops.rope_write(turned, norm, rope, positions, *caches, kv_slots)
+            ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
             results.append((turned[:, :num_heads], *caches))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
@@ -74,8 +74,8 @@ def check_padding_is_not_written(device: str) -> None:
     qkv = make(2, 6, 64, dtype=torch.float32, device=device)
     rope = make(4, 2, 32, dtype=torch.float32, device=device)
     caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
-    positions, kv_slots = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
-    TritonOps().rope_write(qkv, None, rope, positions, *caches, kv_slots)
+    positions, cache_offsets = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
+    TritonOps().rope_write(qkv, None, rope, positions, *caches, cache_offsets)
     for cache in caches:
         assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
 
@@ -162,17 +162,17 @@ def check_gather_decode(device: str) -> None:
     """A few rows by hand, and more than one program takes."""
     lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
-    input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+    input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
     assert input_ids == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
     assert positions == [32, 2, 0, 63, 0]
-    assert kv_slots == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert cache_offsets == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
     assert context_lens == [33, 3, 0, 64, 1]
     assert order == [3, 0, 1, 4, 2]
     for num_rows in (129, 1100):
         generator = torch.Generator().manual_seed(num_rows)
         lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)
         slots = torch.randperm(num_rows, generator=generator).int().to(device)
-        input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+        input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
         want = lengths[slots.long()].cpu()
         last = (want - 1).clamp(min=0)
         assert context_lens == want.tolist()
@@ -180,7 +180,7 @@ def check_gather_decode(device: str) -> None:
         is_used, lines = want > 0, slots.cpu()
         assert input_ids == torch.where(is_used, lines * 64 + last, 0).tolist()
         cached = (lines * 4 + last // 16) * 16 + last % 16
-        assert kv_slots == torch.where(is_used, cached, -1).tolist()
+        assert cache_offsets == torch.where(is_used, cached, -1).tolist()
         assert order == want.argsort(descending=True, stable=True).tolist()
 
 
@@ -190,8 +190,8 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
     block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
-    positions, kv_slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-    columns = (input_ids, positions, kv_slots, context_lens, order)
+    positions, cache_offsets = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    columns = (input_ids, positions, cache_offsets, context_lens, order)
     gather_decode(slots, lengths, tokens, block_table, 16, *columns)
     return [column.tolist() for column in columns]
 
