@@ -145,6 +145,7 @@ class Scheduler:
                 seq.request.params,
                 seq.request.seed,
                 seq.stop_token_ids,
+                seq.request.bad_words,
             )
         )
         self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
