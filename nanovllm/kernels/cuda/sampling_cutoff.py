@@ -228,6 +228,7 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
     row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
     floor = -float("inf")
     if (k > 0) | (p < 1.0):
@@ -243,29 +244,48 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
         is_all = tl.load(pivots + row) <= _lowest(peak, row_temperature)
         is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
         if (is_all | is_among) & (count <= CAPACITY):
-            key = tl.zeros((), tl.uint32)
             k = tl.minimum(k, count)
-            if k > 0:
-                key = _descend(_to_key(value), is_used.to(tl.int32), k, KEY_BITS)
-                total = tl.sum(tl.where(_to_key(value) >= key, mass, 0), 0)
-            if p < 1.0:
-                key = _descend(_to_key(value), mass, _limit(p, total), KEY_BITS)
-            floor = _from_key(key, KEY_BITS)
+            floor = _search_candidates(value, mass, is_used, k, p, total, KEY_BITS)
         else:
-            logits += row * stride
-            key = tl.zeros((), tl.uint32)
-            if k > 0:
-                key = _descend_row(
-                    logits, vocab_size, peak, row_temperature, k, True, KEY_BITS, BLOCK
-                )
-                total = _mass_from(logits, vocab_size, peak, row_temperature, key, BLOCK)
-            if p < 1.0:
-                limit = _limit(p, total)
-                key = _descend_row(
-                    logits, vocab_size, peak, row_temperature, limit, False, KEY_BITS, BLOCK
-                )
-            floor = _from_key(key, KEY_BITS)
+            floor = _search_row(
+                logits, vocab_size, peak, row_temperature, k, p, total, KEY_BITS, BLOCK
+            )
     tl.store(floors + row, floor)
+
+
+@triton.jit
+def _search_candidates(value, mass, is_used, k, p, total, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The floor of a row whose cut is among its candidates."""
+    key = tl.zeros((), tl.uint32)
+    if k > 0:
+        key = _descend(_to_key(value), is_used.to(tl.int32), k, KEY_BITS)
+        total = tl.sum(tl.where(_to_key(value) >= key, mass, 0), 0)
+    if p < 1.0:
+        key = _descend(_to_key(value), mass, _limit(p, total), KEY_BITS)
+    return _from_key(key, KEY_BITS)
+
+
+@triton.jit
+def _search_row(  # type: ignore[no-untyped-def]
+    logits,
+    vocab_size,
+    peak,
+    temperature,
+    k,
+    p,
+    total,
+    KEY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The floor of a row, sought among all its logits."""
+    key = tl.zeros((), tl.uint32)
+    if k > 0:
+        key = _descend_row(logits, vocab_size, peak, temperature, k, True, KEY_BITS, BLOCK)
+        total = _mass_from(logits, vocab_size, peak, temperature, key, BLOCK)
+    if p < 1.0:
+        limit = _limit(p, total)
+        key = _descend_row(logits, vocab_size, peak, temperature, limit, False, KEY_BITS, BLOCK)
+    return _from_key(key, KEY_BITS)
 
 
 @triton.jit
@@ -291,16 +311,16 @@ def _load_logits(logits, ids, vocab_size):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _lowest(peak, row_temperature):  # type: ignore[no-untyped-def]
+def _lowest(peak, temperature):  # type: ignore[no-untyped-def]
     """Below this logit, as masked tokens are, probabilities vanish in float32."""
-    return peak - 87.3 * row_temperature
+    return peak - 87.3 * temperature
 
 
 @triton.jit
-def _mass(value, peak, row_temperature):  # type: ignore[no-untyped-def]
+def _mass(value, peak, temperature):  # type: ignore[no-untyped-def]
     """A token's probability over that of the row's best, as an integer."""
     # The bound keeps 0 * inf out of it where the temperature is next to nothing.
-    weight = tl.exp2((value - peak) * tl.minimum(1.0 / row_temperature * LOG2_E, 1e30))
+    weight = tl.exp2((value - peak) * tl.minimum(1.0 / temperature * LOG2_E, 1e30))
     return (weight * MASS_ONE).to(tl.int64)
 
 
@@ -346,7 +366,7 @@ def _descend_row(  # type: ignore[no-untyped-def]
     logits,
     vocab_size,
     peak,
-    row_temperature,
+    temperature,
     target,
     IS_COUNT: tl.constexpr,
     KEY_BITS: tl.constexpr,
@@ -366,7 +386,7 @@ def _descend_row(  # type: ignore[no-untyped-def]
             if IS_COUNT:
                 mass = (start + lanes < vocab_size).to(tl.int64)
             else:
-                mass = _mass(value, peak, row_temperature)
+                mass = _mass(value, peak, temperature)
             keys = _to_key(value)
             above_low += tl.where(keys >= low, mass, 0)
             above_middle += tl.where(keys >= middle, mass, 0)
@@ -379,11 +399,11 @@ def _descend_row(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mass_from(logits, vocab_size, peak, row_temperature, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mass_from(logits, vocab_size, peak, temperature, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The mass of a row's tokens from a key upwards."""
     lanes = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab_size, BLOCK):
         value = _load_logits(logits, start + lanes, vocab_size)
-        mass += tl.where(_to_key(value) >= key, _mass(value, peak, row_temperature), 0)
+        mass += tl.where(_to_key(value) >= key, _mass(value, peak, temperature), 0)
     return tl.sum(mass, 0)
