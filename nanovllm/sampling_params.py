@@ -40,6 +40,7 @@ class SamplingParams:
     bad_words: Iterable[str] = ()  # never generated, with a space before them or without
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
+    priority: int = 0  # lower is served first
 
     def __post_init__(self) -> None:
         unwrap_numbers(self)
