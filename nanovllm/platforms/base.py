@@ -52,8 +52,8 @@ class Platform(Protocol):
     def has_room_for_copy(self, num_bytes: int) -> bool:
         """Whether weights of `num_bytes` may be kept in two layouts."""
 
-    def fill(self, slot: Tensor, rows: Tensor) -> None:
-        """Copy a piece of a stored weight into place and wait for it; any thread may call this."""
+    def fill(self, target: Tensor, rows: Tensor) -> None:
+        """Copy some rows of a stored weight and wait for them; any thread may call this."""
 
     def upload(self, array: np.ndarray) -> Tensor:
         """Return the array on the device, without waiting; it must not change afterwards."""

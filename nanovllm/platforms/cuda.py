@@ -152,12 +152,12 @@ class CudaPlatform:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         return False
 
-    def fill(self, slot: Tensor, rows: Tensor) -> None:
+    def fill(self, target: Tensor, rows: Tensor) -> None:
         with self.in_order():
-            pinned = torch.empty(slot.shape, dtype=slot.dtype, pin_memory=True)
+            pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
             # A copy straight from the file's pages would be staged by one thread of the driver.
             pinned.copy_(rows)
-            slot.copy_(pinned, non_blocking=True)
+            target.copy_(pinned, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
             copied.synchronize()  # before pinned is freed and handed out again

@@ -101,7 +101,7 @@ def check_tokens(root: Path) -> None:
 
 
 def check_logits(root: Path) -> None:
-    """One row, a few and more; the summands of a projection reach the norm, also of one row.
+    """One row, a few and more; the norm adds the partial sums of a projection, also of one row.
 
     A group of one rank, which adds up, gathers and broadcasts for itself, gives the same.
     """
