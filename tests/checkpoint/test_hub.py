@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("gguf")
@@ -19,9 +20,10 @@ pytest.importorskip("gguf")
 from nanovllm import LLM
 from nanovllm.bench.models import model_path
 from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.errors import ConfigError
 from tests.checkpoint.hub_server import TOKEN, Files, Hub, serve
-from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
+from tests.checkpoint.tiny_gguf import HEAD_DIM, HIDDEN, write_gguf
 from tests.checkpoints import TinyCheckpoint
 from tests.cli.terminal_process import ROOT
 
@@ -199,6 +201,45 @@ def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]])
     for answer, message in zip(answers, messages, strict=True):
         assert re.match(message, answer), answer
     assert set(hub.fetched()) == {"config.json", "generation_config.json"}
+
+
+def test_a_gguf_file_that_cannot_run_is_not_fetched(
+    hub: Hub, run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Its header says so, of which more is fetched until all of it is there."""
+    tokens = {"tokenizer.ggml.tokens": [f"token {i}" for i in range(1000)]}
+    metadata = {
+        "key": {"llama.new": 1},
+        "large": {"llama.feed_forward_length": 4_000_000, "llama.block_count": 4},
+    }
+    raw = {"type": {"blk.0.new": np.zeros(4, np.int8)}}
+    raw["good"] = {"rope_freqs.weight": np.ones(HEAD_DIM // 2, np.float32)}
+    files, header_bytes = {}, {}
+    for name in ("other", "key", "type", "large", "good"):
+        values = tokens | metadata.get(name, {})
+        path = write_gguf(tmp_path / f"{name}.gguf", metadata=values, raw=raw.get(name))
+        files[path.name], header_bytes[path.name] = path.read_bytes(), open_gguf(path).data_offset
+    files["other.gguf"] = files["other.gguf"].replace(b"llama", b"llamb")
+    hub.models["org/new"] = {"main": files}
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
+    calls = [{"model": f"org/new/{name}", **options} for name in files]
+    answers = run(
+        "from nanovllm.checkpoint import hub_gguf\nhub_gguf.FIRST_BYTES = 1024\n" + START,
+        json.dumps(calls),
+    )
+    messages = [
+        "UnsupportedModelError org/new/other.gguf has architecture 'llamb'",
+        "UnsupportedModelError org/new/key.gguf uses llama.new: not supported",
+        "UnsupportedModelError org/new/type.gguf: tensor blk.0.new has type I8",
+        "ConfigError org/new/large.gguf in .* does not fit",
+    ]
+    assert len(answers) == len(messages)
+    for answer, message in zip(answers, messages, strict=True):
+        assert re.match(message, answer), answer
+    assert hub.fetched() == ["good.gguf"]
+    assert len(hub.ranges) > 2 * len(files)
+    beyond = {name for name, first, _ in hub.ranges if first >= header_bytes[name]}
+    assert beyond == {"good.gguf"}  # whose factors belong to its config
 
 
 def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[Any]]) -> None:
