@@ -22,7 +22,7 @@ ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`width` numbers of a slot, or just one, and what a sequence that enters it brings for them."""
+    """`width` numbers of a slot, or one, and what a sequence that enters it brings for them."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
