@@ -58,8 +58,8 @@ class Platform(Protocol):
     def upload(self, array: np.ndarray) -> Tensor:
         """Return the array on the device, without waiting; it must not change afterwards."""
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        """Start the way of the tokens to the host."""
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        """Start the way of some tensors to the host."""
 
     def release(self) -> None:
         """Return memory to the device that nothing refers to any more."""

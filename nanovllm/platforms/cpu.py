@@ -69,8 +69,8 @@ class CpuPlatform:
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        return Pending(tokens.numpy)
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
     def release(self) -> None:
         pass

@@ -167,16 +167,16 @@ class CudaPlatform:
         pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        pinned.copy_(tokens, non_blocking=True)
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for target, tensor in zip(pinned, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
 
-        def wait() -> np.ndarray:
+        def wait() -> list[np.ndarray]:
             arrived.synchronize()
-            array: np.ndarray = pinned.numpy()
-            return array
+            return [tensor.numpy() for tensor in pinned]
 
         return Pending(wait)
 
