@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -50,8 +50,7 @@ class QKNormWeights:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
+class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long
     """Hidden states between two norms: the residual, and an update that is not added to it yet.
 
     The next norm adds them in the pass in which it reads them, and may overwrite both.
