@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.linear_variants import Shape, Variant, candidates, chosen, library
+from benchmarks.kernels.linear_variants import Shape, Variant, candidates, chosen, library
 
 SHAPES = {
     "summed": Shape(64, 1024, is_summed=True),

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_report.py: which parts run, in which processes, and for how long."""
+"""benchmarks/report/gpu_report.py: which parts run, in which processes, and for how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_report import (
+from benchmarks.report.gpu_report import (
     OWN_PROCESS,
     PARTS,
     bench_options,
@@ -44,9 +44,14 @@ def test_parts_of_one_model_share_an_engine_and_starts_have_their_own() -> None:
     assert [part.name for part in starts] == ["startup-0.6b"]
     assert [part.name for part in comparison] == ["compare-0.6b"]
     arguments = command(large, OPTIONS)[2:]
-    assert arguments[:4] == ["benchmarks.gpu_report", "--here", "--only", "nano-8b,bs1-8b,bs64-8b"]
+    assert arguments[:4] == [
+        "benchmarks.report.gpu_report",
+        "--here",
+        "--only",
+        "nano-8b,bs1-8b,bs64-8b",
+    ]
     assert command(starts, OPTIONS)[2:] == [
-        *("benchmarks.startup", "--model", "qwen3-0.6b"),
+        *("benchmarks.engine.startup", "--model", "qwen3-0.6b"),
         *("--json", "r.jsonl"),
     ]
 
@@ -90,7 +95,7 @@ def test_a_report_on_a_cpu(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     results.write_text('{"case": "of an earlier report"}\n')
     stand_in = ["--model", str(tmp_path), "--quick", "--repeats", "1", "--json", str(results)]
-    result = script("gpu_report", "--only", "nano-0.6b,bs8-0.6b,pre*", *stand_in)
+    result = script("report.gpu_report", "--only", "nano-0.6b,bs8-0.6b,pre*", *stand_in)
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in results.read_text().splitlines()]
     cases = ["nano-4-16", "bs8-16-4", "prefill-2-32", "cold-64", "cached-64"]
@@ -101,6 +106,6 @@ def test_a_report_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_report_that_fails_says_so(tmp_path: Path) -> None:
     options = ["--only", "nano-0.6b", "--model", str(tmp_path), "--json", str(tmp_path / "r.jsonl")]
-    result = script("gpu_report", *options)
+    result = script("report.gpu_report", *options)
     assert result.returncode == 1
     assert "FAILED, whole or in part: nano-0.6b: exit code" in result.stdout

@@ -1,4 +1,4 @@
-"""benchmarks/linear.py: shapes, configurations to try, floors; each way to project is right."""
+"""benchmarks/kernels/linear.py: shapes, configurations, floors; each way to project is right."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.linear import ROWS, floor, line, make_weights, shapes_by_name
-from benchmarks.linear_variants import (
+from benchmarks.kernels.linear import ROWS, floor, line, make_weights, shapes_by_name
+from benchmarks.kernels.linear_variants import (
     Shape,
     candidates,
     chosen,
@@ -90,13 +90,13 @@ def test_every_way_to_project_is_right() -> None:
 def test_it_needs_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    result = script("linear", "--rows", "1")
+    result = script("kernels.linear", "--rows", "1")
     assert result.returncode == 2
     assert "no CUDA device" in result.stderr
 
 
 def test_options() -> None:
-    result = script("linear", "--help")
+    result = script("kernels.linear", "--help")
     assert result.returncode == 0
     assert all(name in result.stdout for name in (*model_names(), "--sweep"))
     assert " ".join(map(str, ROWS)) in result.stdout

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare_transformers import Floor, Measured, split, table
-from benchmarks.first_minute import Run
-from benchmarks.peers import PEERS
-from benchmarks.plot import TITLES, draw, newest
-from benchmarks.startup import PHASES
-from benchmarks.trace import Activity, Trace, read_activities, report, summarise, trace_line
+from benchmarks.engine.first_minute import Run
+from benchmarks.engine.startup import PHASES
+from benchmarks.engine.trace import Activity, Trace, read_activities, report, summarise, trace_line
+from benchmarks.report.peers import PEERS
+from benchmarks.report.plot import TITLES, draw, newest
 from nanovllm.bench.report import Setup
 from nanovllm.bench.workloads import Workload
 from nanovllm.errors import ConfigError
@@ -24,13 +24,6 @@ from tests.cli.terminal_process import run_program
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_program("-m", f"benchmarks.{name}", *arguments)
-
-
-@pytest.mark.parametrize("name", ["throughput", "latency", "prefill", "prefix"])
-def test_entry_points(name: str) -> None:
-    result = script(name, "--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"usage: nanovllm bench {name} [options]")
 
 
 @pytest.mark.slow
@@ -65,7 +58,7 @@ def test_the_table_says_how_much_better() -> None:
 def test_startup_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = ["--device", "cpu", "--max-model-len=512", "--json", str(tmp_path / "starts.jsonl")]
-    result = script("startup", "--model", str(tmp_path), *options)
+    result = script("engine.startup", "--model", str(tmp_path), *options)
     assert (result.returncode, result.stderr) == (0, "")
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [start["case"] for start in starts] == ["start-cold", "start-warm"]
@@ -78,7 +71,7 @@ def test_startup_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_minute(tmp_path: Path) -> None:
-    result = script("first_minute", "--runs", "1", "--json", str(tmp_path / "minute.jsonl"))
+    result = script("engine.first_minute", "--runs", "1", "--json", str(tmp_path / "minute.jsonl"))
     assert result.returncode == 0, result.stderr
     (record,) = map(json.loads, (tmp_path / "minute.jsonl").read_text().splitlines())
     assert record["case"] == "first-minute"
@@ -94,7 +87,7 @@ def test_a_first_minute_is_held_against_two_bars() -> None:
 
 @pytest.mark.slow
 def test_loading_on_a_cpu() -> None:
-    result = script("loading", "--gigabytes", "0.2", "--shards", "2", "--dtype", "float32")
+    result = script("engine.loading", "--gigabytes", "0.2", "--shards", "2", "--dtype", "float32")
     assert (result.returncode, result.stderr) == (0, "")
     cold, warm = result.stdout.splitlines()
     assert cold.startswith("cold: 0.20 GB of files into 0.40 GB in ")
@@ -111,7 +104,7 @@ def test_the_trace_needs_a_gpu() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    result = script("trace")
+    result = script("engine.trace")
     assert result.returncode == 2
     assert "has no CUDA device" in result.stderr
 

@@ -1,4 +1,4 @@
-"""benchmarks/tables.py: the document's tables from results, and nothing else of it."""
+"""benchmarks/report/tables.py: the document's tables from results, and nothing else of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plot import newest
-from benchmarks.tables import BLOCK, TABLES, rewrite, split_row
+from benchmarks.report.plot import newest
+from benchmarks.report.tables import BLOCK, TABLES, rewrite, split_row
 from nanovllm.errors import ConfigError
 from tests.bench.test_scripts import script
 from tests.cli.terminal_process import ROOT
@@ -122,7 +122,7 @@ def test_the_script_and_the_chart_read_the_same_file(tmp_path: Path) -> None:
     records = [record("qwen3-0.6b", "nano", 28000.0), record("qwen3-0.6b", "trace-bs1", 2.5)]
     results.write_text("".join(json.dumps(each) + "\n" for each in records))
     document.write_text(block("qwen3-0.6b"))
-    result = script("tables", str(results), str(document))
+    result = script("report.tables", str(results), str(document))
     assert (result.returncode, result.stdout) == (0, f"{document}: rewritten\n")
     assert "| nano, tok/s | 28,000 | 19,391 |" in document.read_text()
     assert list(newest(str(results), "qwen3-0.6b")) == ["nano"]

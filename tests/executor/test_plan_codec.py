@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from benchmarks.plan_broadcast import decode_rows, long_prompts
+from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan
 from nanovllm.executor.plan_codec import decode_plan, encode_plan
 from nanovllm.sampling_params import SamplingParams

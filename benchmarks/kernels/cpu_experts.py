@@ -1,6 +1,6 @@
 """A layer of experts on the CPU: a loop over them, oneDNN for each, our kernels.
 
-    python -m benchmarks.cpu_experts [--experts 128] [--tokens 1 64 ...]
+    python -m benchmarks.kernels.cpu_experts [--experts 128] [--tokens 1 64 ...]
 
 Random weights in the shape of Qwen3-30B-A3B's layers, bf16 with all and float32 with half of the
 experts. Candidates take turns; medians count. "sum" is how long torch takes to add up the weights

@@ -1,6 +1,6 @@
 """What a user waits for: from the keystroke to the first token of `nanovllm generate`, and then.
 
-    python -m benchmarks.first_minute [--runs 3] [-- OPTIONS OF nanovllm generate]
+    python -m benchmarks.engine.first_minute [--runs 3] [-- OPTIONS OF nanovllm generate]
 
 Runs the real command behind a pipe, once to warm up (the kernels are compiled and kept then), and
 notes when each token's text arrives. The bars: the first within 6 s on two cores, and no later one

@@ -1,7 +1,7 @@
 """How fast weights load, and how much memory that takes beyond the weights themselves.
 
-    python -m benchmarks.loading [--gigabytes 1] [--shards 4] [--dtype float32] [--device cpu]
-        [--ranks 2]
+    python -m benchmarks.engine.loading [--gigabytes 1] [--shards 4] [--dtype float32]
+        [--device cpu] [--ranks 2]
 
 Writes a bf16 checkpoint of random weights into a temporary folder and loads it in fresh processes:
 cold, with the files out of the page cache where the system takes such advice, and warm. Memory is
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.startup import drop_from_memory
+from benchmarks.engine.startup import drop_from_memory
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.build import Build
@@ -99,9 +99,9 @@ def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
 
 
 def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
-    command = [sys.executable, "-m", "benchmarks.loading", "--measure", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.engine.loading", "--measure", str(folder)]
     command += ["--dtype", dtype, "--device", device, "--ranks", str(num_ranks)]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root)
     return Load(**json.loads(result.stdout.splitlines()[-1]))
 

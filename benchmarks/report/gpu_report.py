@@ -1,7 +1,7 @@
 """Measure everything that benchmarks/RESULTS.md has from a GPU, the most important first.
 
-    python -m benchmarks.gpu_report --json benchmarks/out/report.jsonl [--only nano-0.6b,'*-8b']
-    python -m benchmarks.tables benchmarks/out/report.jsonl
+    python -m benchmarks.report.gpu_report --json benchmarks/out/report.jsonl [--only nano-0.6b]
+    python -m benchmarks.report.tables benchmarks/out/report.jsonl
 
 Parts that need the same engine share a process, and no process outlives its limit: what it had
 measured by then is kept. Numbers are medians of --repeats passes, starts and traces single ones.
@@ -23,7 +23,7 @@ from fnmatch import fnmatch
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.records import Record, read_records
+from benchmarks.report.records import Record, read_records
 from nanovllm.bench import commands
 from nanovllm.bench.commands import Bench, open_llm
 from nanovllm.bench.options import at_least
@@ -66,7 +66,8 @@ PARTS = (
     Part("startup-0.6b", SMALL, "startup", 110),
     Part("compare-0.6b", SMALL, "compare_transformers", 150),
 )
-OWN_PROCESS = ("startup", "compare_transformers")
+SCRIPTS = {"startup": "engine.startup", "compare_transformers": "compare_transformers"}
+OWN_PROCESS = tuple(SCRIPTS)
 QUICK = {
     "throughput": "--num-seqs 4 --max-len 16",
     "latency": "--prompt-len 16 --new-tokens 4",
@@ -124,11 +125,18 @@ def groups(parts: list[Part]) -> list[list[Part]]:
 def command(group: list[Part], args: argparse.Namespace) -> list[str]:
     python = [sys.executable, "-m"]
     if (script := group[0].script) in OWN_PROCESS:
-        return [*python, f"benchmarks.{script}", "--model", group[0].model, "--json", args.json]
+        return [
+            *python,
+            f"benchmarks.{SCRIPTS[script]}",
+            "--model",
+            group[0].model,
+            "--json",
+            args.json,
+        ]
     names = ",".join(part.name for part in group)
     own = ["--here", "--only", names, "--json", args.json, "--repeats", str(args.repeats)]
     stand_in = ["--model", args.model] if args.model else []
-    return [*python, "benchmarks.gpu_report", *own, *stand_in, *["--quick"] * args.quick]
+    return [*python, "benchmarks.report.gpu_report", *own, *stand_in, *["--quick"] * args.quick]
 
 
 def run_limited(command: list[str], seconds: float) -> str | None:
@@ -180,7 +188,7 @@ def run_part(part: Part, bench: Bench, args: argparse.Namespace) -> Iterator[str
 
 
 def traces(bench: Bench, num_steps: int) -> Iterator[str]:
-    from benchmarks import trace  # needs torch
+    from benchmarks.engine import trace  # needs torch
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.json")

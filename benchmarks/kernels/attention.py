@@ -1,6 +1,6 @@
 """Sweep the paged attention kernels on a GPU: microseconds a layer, and TB/s or TFLOP/s.
 
-    python -m benchmarks.attention [--quick]
+    python -m benchmarks.kernels.attention [--quick]
 
 Layers take turns, each with a cache of its own, so that L2 holds nothing from the last one; all of
 them are one CUDA graph. The first configuration of each list is the one the engine would choose.
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only what the engine would choose")
     is_quick = parser.parse_args().quick
     if not torch.cuda.is_available():
-        print("benchmarks.attention needs a CUDA device, and there is none here")
+        print("benchmarks.kernels.attention needs a CUDA device, and there is none here")
         return
     deadline = time.monotonic() + MAX_SECONDS
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}", flush=True)

@@ -1,6 +1,6 @@
 """Projections on a GPU: microseconds of cuBLAS and of the engine's kernels, beside the floor.
 
-    python -m benchmarks.linear [--models qwen3-8b ...] [--rows 1 64 ...] [--sweep]
+    python -m benchmarks.kernels.linear [--models qwen3-8b ...] [--rows 1 64 ...] [--sweep]
 
 Times are medians over replays of a CUDA graph, in which so many weights take turns that the cache
 does not help. --sweep adds the best three other configurations: of one row 2x4096w8 (outputs x
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
-from benchmarks import replays
-from benchmarks.linear_variants import (
+from benchmarks.kernels import timing
+from benchmarks.kernels.linear_variants import (
     DTYPE,
     Shape,
     Variant,
@@ -153,7 +153,7 @@ def microseconds(
             y = variant.run(x, weights[index % len(weights)])
         return y
 
-    return replays.microseconds(project, platform) / num_calls
+    return timing.microseconds(project, platform) / num_calls
 
 
 def line(shape: Shape, num_rows: int, timings: Timings) -> str:

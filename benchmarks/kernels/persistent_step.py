@@ -1,6 +1,6 @@
 """The whole decode step of one sequence as one kernel: its time, beside its error.
 
-    python -m benchmarks.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000 32000
+    python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
 
 Weights and cache are random. The time is that of a replayed graph of ten steps, the median of three
 times ten replays; the error is that of the logits against float32 on the same device, with that of
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.replays import microseconds
+from benchmarks.kernels.timing import microseconds
 from nanovllm.bench.floors import Rates
 from nanovllm.bench.models import model_path
 from nanovllm.kernels.cuda.persistent_step import StepShape

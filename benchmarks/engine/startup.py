@@ -1,6 +1,6 @@
 """Seconds from the start of a process to its first token, with weights read from a local disk.
 
-    python -m benchmarks.startup [--model qwen3-0.6b]
+    python -m benchmarks.engine.startup [--model qwen3-0.6b]
 
 Writes a checkpoint of random weights into a temporary folder and starts twice: cold, with no
 kernel compiled and no weight in the page cache, and warm, with both. The bars are for a GPU.
@@ -105,7 +105,7 @@ def start_process(folder: Path) -> Start:
     }
     own = ["--measure", str(folder / "model"), "--began", repr(time.time())]
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.startup", *sys.argv[1:], *own],
+        [sys.executable, "-m", "benchmarks.engine.startup", *sys.argv[1:], *own],
         env={**os.environ, **caches},
         stdout=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """Where the time of a prefill step goes, kernel by kernel.
 
-    python -m benchmarks.profile_prefill [--model qwen3-0.6b]
+    python -m benchmarks.engine.profile_prefill [--model qwen3-0.6b]
 
 Needs CUDA.
 """

@@ -1,6 +1,6 @@
 """bfloat16 against float32 on this CPU: decoding, and a prompt of 1,000 tokens.
 
-    python -m benchmarks.cpu_dtypes
+    python -m benchmarks.engine.cpu_dtypes
 
 dtype="auto" keeps a checkpoint in bfloat16 where decoding gains and the prompt loses at most a
 tenth. The engines take turns; the best round of each counts, by the clock and by the time of the

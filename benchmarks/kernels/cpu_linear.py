@@ -1,6 +1,6 @@
 """Products with few rows on the CPU: torch's, by rows and with oneDNN's packed weight, and ours.
 
-    python -m benchmarks.cpu_linear
+    python -m benchmarks.kernels.cpu_linear
 
 Uses the shapes of SmolLM2's projections with random weights, all layers in turn, so that weights
 come from memory as they do in a decode step. Candidates take turns; the best round of each counts.

@@ -1,6 +1,6 @@
 """Time of the CUDA sampling kernels for each variant, replayed as a graph.
 
-    python -m benchmarks.sampling
+    python -m benchmarks.kernels.sampling
 
 `full` runs three kinds of rows: top_k, top_p on peaked logits (their cut lies among a row's largest
 few thousand) and top_p on flat ones (it does not). The floor is one reading of the logits.
@@ -50,7 +50,7 @@ CASES = (
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print("benchmarks.sampling times CUDA kernels, and there is no CUDA device here")
+        print("benchmarks.kernels.sampling times CUDA kernels, and there is no CUDA device here")
         return
     print(f"{torch.cuda.get_device_name()}, {VOCAB_SIZE:,} bfloat16 logits a row")
     for num_rows in (1, 64, 256):

@@ -1,6 +1,6 @@
 """Decoding on all threads against one, on idle cores and beside programs that keep them busy.
 
-    python -m benchmarks.cpu_busy_cores
+    python -m benchmarks.engine.cpu_busy_cores
 
 Where cores are busy, all threads should take at most 1.5 times as long as one. The engines take
 turns; the median round of each counts, as others' noise is what this is about.

@@ -1,6 +1,6 @@
 """A layer of experts on a GPU: microseconds of the engine's kernels, beside the floor.
 
-    python -m benchmarks.experts [--tokens 1 64 ...] [--shape 128 8 2048 768] [--sweep]
+    python -m benchmarks.kernels.experts [--tokens 1 64 ...] [--shape 128 8 2048 768] [--sweep]
 
 Times are medians over replays of a CUDA graph, in which layers take turns so that the cache does
 not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen; --sweep
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
-from benchmarks import replays
+from benchmarks.kernels import timing
 from nanovllm.bench.floors import Rates
 from nanovllm.bench.options import at_least
 from nanovllm.cli.exit_code import exit_code
@@ -161,7 +161,7 @@ def microseconds(variant: Variant, x: Tensor, layers: list[Layer], platform: Cud
             y = variant(x, layer)
         return y
 
-    return replays.microseconds(run, platform) / len(layers)
+    return timing.microseconds(run, platform) / len(layers)
 
 
 def floor(layer: Layer, routing: Routing) -> float:

@@ -1,6 +1,6 @@
 """Rewrite tables in Markdown files from results, so that no number is copied by hand.
 
-    python -m benchmarks.tables benchmarks/out/report.jsonl [benchmarks/RESULTS.md README.md]
+    python -m benchmarks.report.tables benchmarks/out/report.jsonl [benchmarks/RESULTS.md README.md]
 
 A table lies between <!-- table NAME --> and <!-- end of table -->. The newest result of each case
 counts; a table without any stays as it is, and a case without one keeps its number.
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import startup
-from benchmarks.peers import PEERS
-from benchmarks.records import Record, newest_by_case, read_records
+from benchmarks.engine import startup
+from benchmarks.report.peers import PEERS
+from benchmarks.report.records import Record, newest_by_case, read_records
 from nanovllm.bench.report import number
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
@@ -119,7 +119,7 @@ def prefix_table(records: list[Record], old: str) -> str | None:
         rows.append([f"{int(cold.split('-')[1]):,}", values[0], floors[0], values[1], floors[1]])
     header = ["shared tokens", "cold, ms", "floor", "cached, ms", "floor"]
     used = {case: found[case] for pair in cases for case in pair}
-    intro = "`python -m benchmarks.prefix`, Qwen3-0.6B, time to the first token:"
+    intro = "`nanovllm bench prefix`, Qwen3-0.6B, time to the first token:"
     return "\n".join([intro, "", *markdown(header, rows), "", origin(used, [])])
 
 
@@ -129,7 +129,7 @@ def start_table(records: list[Record], old: str) -> str | None:
     if not starts:
         return None
     table = startup.table({kind: record["spans"] for kind, record in starts.items()})
-    intro = "`python -m benchmarks.startup`, Qwen3-0.6B, weights read from a local disk:"
+    intro = "`python -m benchmarks.engine.startup`, Qwen3-0.6B, weights read from a local disk:"
     return "\n".join([intro, "", table, "", origin(starts, [])])
 
 
@@ -159,7 +159,7 @@ def trace_table(records: list[Record], old: str) -> str | None:
         rows.append([batch, *cells, f"{idle:.3f} ({record['value']:.1f}%)"])
     header = ["batch", "ms a step", "ms between steps", "profiled: ms busy", "ms idle"]
     intro = (
-        "`python -m benchmarks.trace`, Qwen3-0.6B: a step, the time between two by CUDA events,\n"
+        "`python -m benchmarks.engine.trace`, Qwen3-0.6B: a step, the time between two by events,\n"
         "and what the profiler sees, which itself slows down the host and the kernels:"
     )
     return "\n".join([intro, "", *markdown(header, rows), "", origin(traces, [])])

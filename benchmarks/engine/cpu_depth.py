@@ -1,6 +1,6 @@
 """Pipeline depth 0 against 1 on the CPU, where a step runs inside `submit`.
 
-    python -m benchmarks.cpu_depth
+    python -m benchmarks.engine.cpu_depth
 
 The platform's default is the faster one.
 """

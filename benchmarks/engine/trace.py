@@ -1,6 +1,6 @@
 """What the GPU does in a steady decode step: how long it is busy, with what, and when it waits.
 
-    python -m benchmarks.trace --batch 64 --out trace.json
+    python -m benchmarks.engine.trace --batch 64 --out trace.json
 
 Open the trace at https://ui.perfetto.dev. Needs a CUDA device.
 """

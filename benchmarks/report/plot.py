@@ -1,6 +1,6 @@
 """Draw results beside other engines': one panel per case, one bar per engine.
 
-    python -m benchmarks.plot benchmarks/out/results.jsonl --model qwen3-0.6b --out speed.svg
+    python -m benchmarks.report.plot benchmarks/out/results.jsonl --model qwen3-0.6b --out speed.svg
 
 The results are what --json of the other scripts appends; the newest of each case is drawn.
 Needs matplotlib (pip install matplotlib), which nothing else here does.
@@ -12,8 +12,8 @@ import argparse
 import sys
 from typing import Any
 
-from benchmarks.peers import PEERS
-from benchmarks.records import Record, newest_by_case, read_records
+from benchmarks.report.peers import PEERS
+from benchmarks.report.records import Record, newest_by_case, read_records
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
 
