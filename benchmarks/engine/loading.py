@@ -14,22 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.engine.startup import drop_from_memory
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.distributed.group import TPGroup
 from nanovllm.layers.build import Build
-from nanovllm.models.config_json import read_model_config
-from nanovllm.models.registry import build_model
+from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
 from nanovllm.worker.loader import load_weights, weight_slots
 
@@ -87,15 +87,30 @@ def main() -> int:
 def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
     """Write about so many bytes; the first and last tensors, by name, are the largest."""
     num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
-    config = CONFIG | {"num_hidden_layers": num_layers}
+    write_random_weights(folder, CONFIG | {"num_hidden_layers": num_layers}, num_shards)
+
+
+def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) -> None:
+    """Write a checkpoint in the config's shapes and dtype."""
     (folder / "config.json").write_text(json.dumps(config))
-    build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
-    slots = weight_slots(build_model(read_model_config(config), 64, build))
+    model_config = read_config(config)
+    dtype = getattr(torch, model_config.dtype)
+    build = Build(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
+    slots = weight_slots(build_model(model_config, 64, build))
     names = sorted(slots)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
-        tensors = {n: torch.randn(slots[n].shape, dtype=torch.bfloat16) for n in own}
+        tensors = {n: torch.empty(slots[n].shape, dtype=dtype).normal_(std=0.02) for n in own}
         save_file(tensors, folder / f"model-{i + 1:05}-of-{num_shards:05}.safetensors")
+
+
+def drop_from_memory(folder: Path) -> None:
+    """Have the files read from the disk again, where the system takes such advice."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
@@ -115,7 +130,7 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
     build = Build(platform.device, getattr(torch, dtype), None, None, first)  # type: ignore[arg-type]
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode(), platform.in_order():
-        model = build_model(read_model_config(checkpoint.config), 64, build)
+        model = build_model(read_config(checkpoint.config), 64, build)
         start = time.perf_counter()
         load_weights(model, checkpoint, platform)
         seconds = time.perf_counter() - start

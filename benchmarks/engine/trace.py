@@ -1,45 +1,39 @@
-"""What the GPU does in a steady decode step: how long it is busy, with what, and when it waits.
+"""What the GPU does in a step: how long it is busy, with what, and when it waits.
 
-    python -m benchmarks.engine.trace --batch 64 --out trace.json
+    python -m benchmarks.engine.trace --batch 1 64 256
+    python -m benchmarks.engine.trace --prefill --batch 16 --prompt-len 2048
 
-Open the trace at https://ui.perfetto.dev. Needs a CUDA device.
+Steady decode steps or, with --prefill, those that read prompts. Open the trace, of the last batch,
+at https://ui.perfetto.dev. Needs a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanovllm.bench.commands import open_llm
-from nanovllm.bench.options import add_engine_options, at_least
-from nanovllm.bench.report import Setup, append, installed
+from nanovllm import LLM
+from nanovllm.bench.report import check_writable, keep
 from nanovllm.bench.runner import add_workload, check_fits
-from nanovllm.bench.workloads import uniform
+from nanovllm.bench.workloads import Workload, uniform
+from nanovllm.cli.bench import open_llm
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.options import dashed
+from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging
-from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
-from nanovllm.worker.runner import PendingStep
-
-if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+from nanovllm.platforms.cuda import has_cuda
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-NUM_WARM_UP = 20
 NUM_SHOWN, NUM_GAPS = 15, 5
 
 
@@ -64,139 +58,72 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """A window of steady decode steps."""
-
-    num_seqs: int
-    num_steps: int
-    step_ms: float  # without the profiler
-    between_ms: float | None  # from a step's end to the next one's graph, without the profiler
-    profiled_ms: float
-    summary: Summary
+class Steps:
+    count: int
+    ms: float  # each, on average
 
 
 def main() -> int:
     args = parse_args()
     configure_logging(args.verbose)
-    if not torch.cuda.is_available():
+    if not has_cuda():
         raise ConfigError("the trace is of a GPU, and this machine has no CUDA device")
-    if args.json:
-        append(args.json, "")
+    check_writable(args.json)
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     with open_llm(args) as llm:
-        info = llm.engine.info
-        trace = record_trace(llm, args.batch, args.prompt_len, args.steps, args.out, args.host)
-    print(f"batch {args.batch}, {args.steps} steps: {heading(trace)}; trace in {args.out}")
-    print(report(trace.summary, args.steps))
-    if args.json:
-        setup = Setup(args.model, info.device, info.dtype, None, args.enforce_eager)
-        append(args.json, trace_line(setup, trace))
+        for num_seqs in args.batch:
+            trace(llm, num_seqs, args)
     return 0
 
 
-def record_trace(
-    llm: LLM, num_seqs: int, prompt_len: int, num_steps: int, path: str, has_host: bool = False
-) -> Trace:
-    """Time steady steps, then record as many to a file; the engine is left without sequences."""
+def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
+    """Time some steps, then record as many; the engine is left without sequences."""
+    max_tokens = 1 if args.prefill else 3 * args.steps + 10
     vocab_size = llm.engine.model_config.vocab_size
-    workload = uniform(vocab_size, num_seqs, prompt_len, 3 * num_steps + NUM_WARM_UP + 10)
+    workload = uniform(vocab_size, num_seqs, args.prompt_len, max_tokens)
     check_fits(llm, workload)
-    add_workload(llm, workload, uuid.uuid4().hex)
-    start_decoding(llm, workload.num_prompt_tokens)
-    bare = time_steps(llm, num_steps)
-    between = time_between_steps(llm, num_steps) if not llm.engine.config.enforce_eager else None
-    activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * has_host
+    for _ in range(2):  # once to warm up
+        begin(llm, workload, args.prefill)
+        bare = run_steps(llm, args)
+    begin(llm, workload, args.prefill)
+    activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * args.host
     with profile(activities=activities) as profiler:
-        profiled = time_steps(llm, num_steps)
-        torch.cuda.synchronize()
-    profiler.export_chrome_trace(path)
+        profiled = run_steps(llm, args)
+    profiler.export_chrome_trace(args.out)
     while not llm.engine.is_finished():
         llm.engine.step()
-    return Trace(num_seqs, num_steps, bare, between, profiled, summarise(read_activities(path)))
-
-
-def heading(trace: Trace) -> str:
-    times = f"{trace.step_ms:.3f} ms a step, {trace.profiled_ms:.3f} under the profiler"
-    if trace.between_ms is None:
-        return times
-    return f"{times}, {1000 * trace.between_ms:.1f} us between steps without it"
-
-
-def trace_line(setup: Setup, trace: Trace) -> str:
-    """A line of JSON like the other benchmarks': the share of time in which the GPU waits."""
-    summary = trace.summary
-    share = 100 * (1 - summary.busy / summary.window)
-    totals = {name: sum(times) for name, times in summary.kernels.items()}
-    record = {
-        "case": f"trace-bs{trace.num_seqs}",
-        "unit": "% idle",
-        "runs": [share],
-        "floor": None,
-        "value": share,
-        "step_ms": trace.step_ms,
-        "between_ms": trace.between_ms,
-        "profiled_ms": trace.profiled_ms,
-        "window_us": summary.window / trace.num_steps,
-        "busy_us": summary.busy / trace.num_steps,
-        "gaps_us": _per_step(_largest(summary.gaps, NUM_GAPS), trace.num_steps),
-        "kernels_us": _per_step(_largest(totals, NUM_SHOWN), trace.num_steps),
-        "advances_us": _per_step(_largest(summary.advances, NUM_SHOWN), trace.num_steps),
-        **asdict(setup),
-        "versions": installed(),
+    summary = summarise(read_activities(args.out))
+    print(f"batch {num_seqs}, {bare.count} steps: {bare.ms:.3f} ms each, {profiled.ms:.3f} under")
+    print(f"the profiler; trace in {args.out}\n{report(summary, profiled.count)}", flush=True)
+    idle = 100 * (1 - summary.busy / summary.window)
+    busy_ms, window_ms = (us / 1000 / profiled.count for us in (summary.busy, summary.window))
+    cells = {
+        "batch": f"{num_seqs}",
+        "ms a step": f"{bare.ms:.3f}",
+        "profiled: ms busy": f"{busy_ms:.3f}",
+        "ms idle": f"{window_ms - busy_ms:.3f} ({idle:.1f}%)",
     }
-    return json.dumps(record) + "\n"
+    case = f"trace-{'prefill' if args.prefill else 'decode'}-bs{num_seqs}"
+    about = {"model": args.model, "device": "cuda", "enforce_eager": args.enforce_eager}
+    keep(args.json, case=case, unit="% idle", runs=[idle], floor=None, cells=cells, **about)
 
 
-def start_decoding(llm: LLM, num_prompt_tokens: int) -> None:
-    """Step until every prompt has its first token, and some more."""
-    while num_prompt_tokens > 0:
-        num_prompt_tokens -= llm.engine.step().num_prefill_tokens
-    for _ in range(NUM_WARM_UP):
+def begin(llm: LLM, workload: Workload, is_prefill: bool) -> None:
+    """Let prompts wait, or all of them decode, as they do after an earlier call."""
+    if not llm.engine.is_finished():
+        return
+    add_workload(llm, workload, uuid.uuid4().hex)
+    num_left = 0 if is_prefill else workload.num_prompt_tokens
+    while num_left > 0:
+        num_left -= llm.engine.step().num_prefill_tokens
+
+
+def run_steps(llm: LLM, args: argparse.Namespace) -> Steps:
+    start, count = time.perf_counter(), 0
+    while not llm.engine.is_finished() if args.prefill else count < args.steps:
         llm.engine.step()
-
-
-def time_steps(llm: LLM, num_steps: int) -> float:
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        llm.engine.step()
-    return 1000 * (time.perf_counter() - start) / num_steps
-
-
-def time_between_steps(llm: LLM, num_steps: int) -> float:
-    """Return the mean milliseconds that the device waits for the next step, by its own events.
-
-    The first is recorded right before the graph: recorded earlier, an idle device would reach it
-    before the host has queued the work.
-    """
-    executor: Any = llm.engine.core.executor
-    runner = executor._worker.runner
-    graphs, run, begins, ends = runner.forward._graphs, runner.run, [], []
-
-    def record(events: list[torch.cuda.Event]) -> None:
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-
-    def run_model(replay: Callable[[], None]) -> None:
-        record(begins)
-        replay()
-
-    def run_step(plan: StepPlan) -> PendingStep:
-        pending: PendingStep = run(plan)
-        record(ends)
-        return pending
-
-    untimed = dict(graphs)
-    for size, graph in untimed.items():
-        graphs[size] = replace(graph, run_model=partial(run_model, graph.run_model))
-    runner.run = run_step
-    try:
-        time_steps(llm, num_steps)
-    finally:
-        del runner.run
-        graphs.update(untimed)
-    torch.cuda.synchronize()
-    return statistics.mean(
-        end.elapsed_time(begin) for end, begin in zip(ends, begins[1:], strict=False)
-    )
+        count += 1
+    return Steps(count, 1000 * (time.perf_counter() - start) / count)
 
 
 def read_activities(path: str) -> list[Activity]:
@@ -224,53 +151,49 @@ def summarise(activities: Iterable[Activity]) -> Summary:
         advances[activity.name] += max(activity.end - end, 0.0)
         end = max(end, activity.end)
     window = end - ordered[0].start
-    busy = window - sum(gaps.values())
-    return Summary(window, busy, dict(gaps), dict(kernels), dict(advances))
+    return Summary(window, window - sum(gaps.values()), dict(gaps), dict(kernels), dict(advances))
 
 
 def report(summary: Summary, num_steps: int) -> str:
     """A table of what takes the time of one step, as shares of the step."""
-    num_kernels = sum(map(len, summary.kernels.values()))
-    gap = summary.window - summary.busy
+
+    def line(total: float, name: str, num_calls: int | None = None) -> str:
+        calls = "" if num_calls is None else f"{num_calls / num_steps:.1f}"
+        share = total / summary.window
+        return f"{total / num_steps:>10.1f} {share:>6.1%} {calls:>10}  {name[:90]}"
+
+    def largest(totals: dict[str, float], count: int) -> list[tuple[str, float]]:
+        return sorted(totals.items(), key=lambda item: -item[1])[:count]
+
+    counts = {name: len(times) for name, times in summary.kernels.items()}
     lines = [
         f"{'us/step':>10} {'share':>6} {'calls/step':>10}",
-        _line(summary.busy, summary, num_steps, num_kernels, "GPU busy"),
-        _line(gap, summary, num_steps, None, "gaps between activities"),
+        line(summary.busy, "GPU busy", sum(counts.values())),
+        line(summary.window - summary.busy, "gaps between activities"),
+        *(line(total, f"  before {name}") for name, total in largest(summary.gaps, NUM_GAPS)),
     ]
-    for name, total in _largest(summary.gaps, NUM_GAPS):
-        lines.append(_line(total, summary, num_steps, None, f"  before {name}"))
     totals = {name: sum(times) for name, times in summary.kernels.items()}
     for title, times in (("time", totals), ("how much later they end", summary.advances)):
         lines.append(f"activities by {title}:")
-        for name, total in _largest(times, NUM_SHOWN):
-            lines.append(_line(total, summary, num_steps, len(summary.kernels[name]), name))
+        lines += [line(total, name, counts[name]) for name, total in largest(times, NUM_SHOWN)]
     return "\n".join(lines)
-
-
-def _largest(totals: dict[str, float], count: int) -> list[tuple[str, float]]:
-    return sorted(totals.items(), key=lambda item: -item[1])[:count]
-
-
-def _per_step(totals: list[tuple[str, float]], num_steps: int) -> dict[str, float]:
-    return {name: round(total / num_steps, 3) for name, total in totals}
-
-
-def _line(total: float, summary: Summary, num_steps: int, calls: int | None, name: str) -> str:
-    count = "" if calls is None else f"{calls / num_steps:.1f}"
-    share = total / summary.window
-    return f"{total / num_steps:>10.1f} {share:>6.1%} {count:>10}  {name[:90]}"
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--batch", type=at_least(1), default=64, help="prompts (default: %(default)s)")
-    add("--prompt-len", type=at_least(1), default=128, help="tokens (default: %(default)s)")
-    add("--steps", type=at_least(1), default=50, help="to record (default: %(default)s)")
-    add("--out", default="trace.json", help="the trace to write (default: %(default)s)")
+    add, count = parser.add_argument, at_least(1)
+    add("--batch", type=count, nargs="+", default=[64], help="prompts (default: 64)")
+    add("--prompt-len", type=count, default=128, help="tokens (default: %(default)s)")
+    add("--steps", type=count, default=50, help="of decoding to record (default: %(default)s)")
+    add("--prefill", action="store_true", help="record how prompts are read (default: decoding)")
+    add(
+        "--out",
+        default="benchmarks/out/trace.json",
+        help="the trace to write (default: %(default)s)",
+    )
     add("--host", action="store_true", help="record torch's operators too, which slows the host")
-    add("--json", metavar="FILE", help="append the summary as a line of JSON (default: none)")
-    add_engine_options(parser)
+    add("--json", metavar="FILE", help="append each summary as a line of JSON (default: none)")
+    add_engine_options(parser, "qwen3-0.6b", load_format="dummy")
     return parser.parse_args(dashed(sys.argv[1:]))
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernels.timing import take_turns
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import PackedExperts, Routing
@@ -83,8 +83,9 @@ def report(
     num_chosen = len(route(logits, routing)[0].unique())
     chosen = gate_up[:num_chosen], down[:num_chosen]
     reads = {"sum": lambda: [weight.view(torch.float32).sum() for weight in chosen]}
-    runs = {name: bind(run, x, logits) for name, run in candidates.items()}
-    times = medians(reads | runs)
+    runs = {name: partial(run, x, logits) for name, run in candidates.items()}
+    rounds = take_turns({**reads, **runs}, NUM_ROUNDS)
+    times = {name: statistics.median(seconds) for name, seconds in rounds.items()}
     cells = [f"{name} {seconds * 1e3:8.2f}" for name, seconds in times.items()]
     ratio = f"loop / ours {times['loop'] / times['ours']:5.2f}"
     speed = f"{sum(weight.nbytes for weight in chosen) / times['ours'] / 1e9:5.1f} GB/s"
@@ -92,21 +93,6 @@ def report(
         f"{str(dtype).removeprefix('torch.'):8s} {num_tokens:4d} tokens, {num_chosen:3d} experts"
     )
     print(f"{place}, ms: {'  '.join(cells)}   {ratio}   {speed}", flush=True)
-
-
-def bind(run: PackedExperts, x: Tensor, logits: Tensor) -> Callable[[], object]:
-    return lambda: run(x, logits)
-
-
-def medians(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each; they take turns, since other work on the machine comes and goes."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(NUM_ROUNDS):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def make(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -8,12 +8,12 @@ come from memory as they do in a decode step. Candidates take turns; the best ro
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.timing import take_turns
 from nanovllm.kernels import widened
 from nanovllm.kernels.cpu import ops as cpu_ops
 from nanovllm.kernels.cpu.program import Launcher
@@ -55,17 +55,16 @@ def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
 def report(models: dict[str, list[LinearFn]], weights: list[Tensor], num_rows: int) -> None:
     dtype = weights[0].dtype
     inputs = [torch.randn(num_rows, weight.shape[1]).to(dtype) for weight in weights]
-    best = dict.fromkeys(models, float("inf"))
-    for _ in range(NUM_ROUNDS):
-        for name, linears in models.items():
-            start = time.perf_counter()
-            for linear, x in zip(linears, inputs, strict=True):
-                linear(x)
-            best[name] = min(best[name], time.perf_counter() - start)
+    runs = {name: partial(run_all, linears, inputs) for name, linears in models.items()}
     num_bytes = sum(weight.nbytes for weight in weights)
-    for name, seconds in best.items():
-        speed = f"{seconds * 1e3:7.1f} ms, {num_bytes / seconds / 1e9:5.1f} GB/s of weights"
+    for name, times in take_turns(runs, NUM_ROUNDS).items():
+        speed = f"{min(times) * 1e3:7.1f} ms, {num_bytes / min(times) / 1e9:5.1f} GB/s of weights"
         print(f"{str(dtype).removeprefix('torch.'):8s} {num_rows:2d} rows  {name:13s} {speed}")
+
+
+def run_all(linears: list[LinearFn], inputs: list[Tensor]) -> None:
+    for linear, x in zip(linears, inputs, strict=True):
+        linear(x)
 
 
 if __name__ == "__main__":

@@ -10,82 +10,72 @@ inputs of a tile, warps), of more 16x64s8p2 (rows x inputs of a tile, stages, pa
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import triton
 from torch import Tensor
-from triton import TritonError
+from torch.nn import functional
 
-from benchmarks.kernels import timing
-from benchmarks.kernels.linear_variants import (
-    DTYPE,
-    Shape,
-    Variant,
-    candidates,
-    chosen,
-    compile_pool,
-    compile_variant,
-    first_line,
-    library,
-    shapes_of,
-)
-from nanovllm.bench.floors import Rates
+from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.bench.models import model_names, model_path
-from nanovllm.bench.options import at_least
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.errors import ConfigError
+from nanovllm.cli.options import at_least
+from nanovllm.config import ModelConfig
+from nanovllm.kernels.cuda import elementwise
+from nanovllm.kernels.cuda import linear_few_rows as few_rows
+from nanovllm.kernels.cuda import linear_one_row as skinny
+from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.models.config_json import read_model_config
-from nanovllm.platforms.cuda import CudaPlatform
 
 ROWS = [1, 8, 32, 64, 128, 256]
+DTYPE = torch.bfloat16
 MIN_BYTES, MIN_CALLS = 420_000_000, 8  # of the weights that take turns; in one graph
-NUM_SHOWN = 3
-MAX_ERROR = 0.02  # a variant's distance from cuBLAS, relative to its length
+TILE_ELEMENTS = (1024, 16384)  # of the weight that a program of one row holds: fewest, most
+NUM_STAGES = (3, 5, 8)
 
-Timings = dict[str, float]  # microseconds by variant
+Project = Callable[[Tensor, Tensor], Tensor]  # x [rows, in], weight [out, in]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    names: list[str]  # "qwen3-8b qkv", ...
-    shape: Shape
-    num_rows: int
-    variants: list[Variant]
-    failures: list[Future[str | None]]  # one a variant: why it could not be compiled
+class Shape:
+    """A weight [num_out, num_in]; a gated one holds gate and up."""
+
+    num_out: int
+    num_in: int
+    is_gated: bool = False
+    is_summed: bool = False  # a norm follows, which may be left to finish the sum
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_out * self.num_in * DTYPE.itemsize
 
 
 def main() -> int:
     args = parse_args()
-    if not torch.cuda.is_available():
-        raise ConfigError("these are kernels of a GPU, and this machine has no CUDA device")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}, us", flush=True)
-    platform = CudaPlatform(gpu_memory_utilization=1.0)
-    # Graphs share a pool of memory, which lasts as long as one of them does.
-    keeps_pool = platform.record(lambda: torch.zeros(1, device=platform.device))
-    pool = compile_pool()
-    try:
-        measure_all(plan(args, platform.device, pool), platform)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    del keeps_pool
-    return 0
-
-
-def plan(args: argparse.Namespace, device: torch.device, pool: ProcessPoolExecutor) -> list[Case]:
-    """List all cases, and start to compile their variants in that order."""
-    cases = []
+    timer = GpuTimer()
     for shape, names in shapes_by_name(args.models).items():
+        print(f"{shape.num_out} x {shape.num_in}: {', '.join(names)}")
+        weights = make_weights(shape, torch.device("cuda"))
         for num_rows in args.rows:
-            variants = [chosen(shape)]
-            if args.sweep:
-                variants += candidates(shape, num_rows, device)
-            jobs = [pool.submit(compile_variant, shape, num_rows, each) for each in variants]
-            cases.append(Case(names, shape, num_rows, variants, jobs))
-    return cases
+            x = torch.randn(num_rows, shape.num_in, device="cuda", dtype=DTYPE)
+            expected = library(shape, x, weights[0])
+            variants = {
+                name: [partial(run, x, weight) for weight in weights]
+                for name, run in projections(shape, x, args.sweep).items()
+            }
+            times = timer.measure(variants, expected)
+            label = f"{num_rows:>5} rows"
+            best = floor(shape.num_bytes, shape.num_bytes * num_rows)  # two operations an element
+            print(line(label, times, ("cuBLAS", "ours"), best), flush=True)
+    return 0
 
 
 def shapes_by_name(models: list[str]) -> dict[Shape, list[str]]:
@@ -98,81 +88,81 @@ def shapes_by_name(models: list[str]) -> dict[Shape, list[str]]:
     return names
 
 
-def measure_all(cases: list[Case], platform: CudaPlatform) -> None:
-    weights: list[Tensor] = []
-    shape = None
-    for case in cases:
-        if case.shape != shape:
-            shape = case.shape
-            weights.clear()  # before the next ones are made
-            weights += make_weights(shape, platform.device)
-            print(f"{shape}: {', '.join(case.names)}")
-        print(line(case.shape, case.num_rows, measure(case, weights, platform)), flush=True)
+def shapes_of(config: ModelConfig) -> dict[str, Shape]:
+    """The projections of a model by name."""
+    hidden_size, inner_size = config.hidden_size, config.intermediate_size
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    return {
+        "qkv": Shape(q_size + 2 * kv_size, hidden_size),
+        "o": Shape(hidden_size, q_size, is_summed=True),
+        "gate_up": Shape(2 * inner_size, hidden_size, is_gated=True),
+        "down": Shape(hidden_size, inner_size, is_summed=True),
+        "head": Shape(config.vocab_size, hidden_size),
+    }
 
 
 def make_weights(shape: Shape, device: torch.device) -> list[Tensor]:
-    num_weights = -(-MIN_BYTES // (shape.num_elements * DTYPE.itemsize))
+    num_weights = -(-MIN_BYTES // shape.num_bytes)
     size = shape.num_out, shape.num_in
-    return [torch.randn(size, device=device, dtype=DTYPE) for _ in range(num_weights)]
+    weights = [torch.randn(size, device=device, dtype=DTYPE) for _ in range(num_weights)]
+    return weights * -(-MIN_CALLS // num_weights)
 
 
-def measure(case: Case, weights: list[Tensor], platform: CudaPlatform) -> Timings:
-    """Time each variant that can be compiled and run, cuBLAS first; tell of the others."""
-    x = torch.randn(case.num_rows, case.shape.num_in, device=platform.device, dtype=DTYPE)
-    reference = library(case.shape)
-    expected = reference.run(x, weights[0])
-    timings = {reference.name: microseconds(reference, x, weights, platform)}
-    for variant, failure in zip(case.variants, case.failures, strict=True):
-        why = failure.result() or defect(variant, x, weights[0], expected)
-        if why is None:
-            timings[variant.name] = microseconds(variant, x, weights, platform)
-        else:
-            print(f"  {case.num_rows} rows, {variant.name}: {why}", file=sys.stderr)
-    return timings
+def projections(shape: Shape, x: Tensor, sweep: bool) -> dict[str, Project]:
+    found: dict[str, Project] = {"cuBLAS": partial(library, shape), "ours": partial(chosen, shape)}
+    if sweep:
+        found |= one_row_candidates(shape) if len(x) == 1 else few_rows_candidates(shape, x)
+    return found
 
 
-def defect(variant: Variant, x: Tensor, weight: Tensor, expected: Tensor) -> str | None:
-    """Why a variant cannot be timed: it does not fit the device, or its result is wrong."""
-    try:
-        y = variant.run(x, weight).float()
-    except TritonError as error:  # out of shared memory or registers
-        return first_line(error)
-    total = y if y.dim() == 2 else y.sum(0)
-    distance = float((total - expected).norm() / expected.float().norm())
-    return None if distance < MAX_ERROR else f"wrong by {distance:.1%}"
+def library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
+    y = functional.linear(x, weight)
+    return elementwise.gate(y, "silu") if shape.is_gated else y
 
 
-def microseconds(
-    variant: Variant, x: Tensor, weights: list[Tensor], platform: CudaPlatform
-) -> float:
-    """Median time of one projection, among others with other weights."""
-    num_calls = max(MIN_CALLS, len(weights))
-
-    def project() -> Tensor:
-        for index in range(num_calls):
-            y = variant.run(x, weights[index % len(weights)])
-        return y
-
-    return timing.microseconds(project, platform) / num_calls
+def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
+    """What the engine runs."""
+    activation = "silu" if shape.is_gated else None
+    packed = TritonOps().pack_linear(weight, None, activation, has_room=False)
+    if not shape.is_summed:
+        return packed(x)
+    residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)
+    summands = packed.summands(x, residual)
+    return residual if summands is None else summands
 
 
-def line(shape: Shape, num_rows: int, timings: Timings) -> str:
-    """One case: the two that are compared, the floor, and the best of the others."""
-    others = dict(timings)
-    cells = [f"{num_rows:>5} rows"]
-    for name in ("cuBLAS", "ours"):
-        took = others.pop(name, None)
-        cells.append(f"{name} {'-' if took is None else f'{took:.2f}':>8}")
-    cells.append(f"floor {floor(shape, num_rows):>8.2f}")
-    best = sorted(others.items(), key=lambda item: item[1])[:NUM_SHOWN]
-    return "   ".join([*cells, *(f"{name} {took:.2f}" for name, took in best)])
+def one_row_candidates(shape: Shape) -> Iterator[tuple[str, Project]]:
+    fewest, most = TILE_ELEMENTS
+    activation = "silu" if shape.is_gated else None
+    for config in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (4, 8)):
+        block_out, block_in, num_warps = config
+
+        def run(x: Tensor, weight: Tensor, config: tuple[int, int, int] = config) -> Tensor:
+            with patch.object(skinny, "skinny_config", lambda *_: config):
+                return skinny.skinny_linear(x, weight, None, activation=activation)[0]
+
+        is_useful = block_in <= triton.next_power_of_2(shape.num_in)
+        if is_useful and fewest <= block_out * block_in <= most:
+            yield f"{block_out}x{block_in}w{num_warps}", run
 
 
-def floor(shape: Shape, num_rows: int) -> float:
-    """Microseconds to read the weight or, with very many rows, to multiply it."""
-    rates = Rates()
-    read = shape.num_elements * DTYPE.itemsize / rates.bytes_per_second
-    return 1e6 * max(read, 2 * shape.num_elements * num_rows / rates.flops_per_second)
+def few_rows_candidates(shape: Shape, x: Tensor) -> Iterator[tuple[str, Project]]:
+    """Blocks that hold all rows or half of them; parts where the norm may finish the sum."""
+    activation = "silu" if shape.is_gated else None
+    whole = min(max(16, triton.next_power_of_2(len(x))), 128)
+    blocks = sorted({whole, max(16, whole // 2)})
+    parts = (1, 2, 4, 8) if shape.is_summed else (1,)
+    for num_parts, block, tile in itertools.product(parts, blocks, (64, 128)):
+        part_len = shape.num_in // num_parts
+        stage_bytes = (few_rows.LINES + block) * tile * DTYPE.itemsize
+        most = min(few_rows.shared_bytes(x.device) // stage_bytes, part_len // tile + 1)
+        default = few_rows.few_rows_config(len(x), part_len, x)
+        for num_stages in sorted({min(num_stages, most) for num_stages in NUM_STAGES}):
+            config = replace(default, num_rows=block, tile=tile, num_stages=num_stages)
+            options = {"activation": activation, "num_parts": num_parts, "config": config}
+            run = partial(few_rows.few_rows_linear, bias=None, **options)
+            yield f"{block}x{tile}s{num_stages}p{num_parts}", run
 
 
 def parse_args() -> argparse.Namespace:

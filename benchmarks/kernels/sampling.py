@@ -1,29 +1,28 @@
-"""Time of the CUDA sampling kernels for each variant, replayed as a graph.
+"""Sampling on a GPU: microseconds of each variant, beside the floor of one reading of the logits.
 
     python -m benchmarks.kernels.sampling
 
 `full` runs three kinds of rows: top_k, top_p on peaked logits (their cut lies among a row's largest
-few thousand) and top_p on flat ones (it does not). The floor is one reading of the logits.
+few thousand) and top_p on flat ones (it does not). Copies of the logits take turns.
 """
 
 from __future__ import annotations
 
-import statistics
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.sampling import (
-    SamplingTables,
-    sample_tokens,
-    sampling_workspace,
-)
+from benchmarks.kernels.timing import GpuTimer, floor, line
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.kernels.cuda.sampling import SamplingTables, sample_tokens, sampling_workspace
 from nanovllm.kernels.ops import SamplingVariant
 
 VOCAB_SIZE = 151_936
-BYTES_PER_MS = 4.28e9  # what a device copy moves on an H200
-NUM_REPLAYS = 20
+MIN_BYTES = 400_000_000  # of the logits that take turns: several times the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,62 +47,42 @@ CASES = (
 )
 
 
-def main() -> None:
-    if not torch.cuda.is_available():
-        print("benchmarks.kernels.sampling times CUDA kernels, and there is no CUDA device here")
-        return
-    print(f"{torch.cuda.get_device_name()}, {VOCAB_SIZE:,} bfloat16 logits a row")
+def main() -> int:
+    timer = GpuTimer()
     for num_rows in (1, 64, 256):
-        floor = num_rows * VOCAB_SIZE * 2 / BYTES_PER_MS
+        num_bytes = num_rows * VOCAB_SIZE * 2
+        generator = torch.Generator("cuda").manual_seed(0)
+        normal = torch.randn(num_rows, VOCAB_SIZE, device="cuda", generator=generator)
         for case in CASES:
-            took = time_case(case, num_rows)
-            print(f"{num_rows:4d} rows  {case.name:28s} {took:7.4f} ms  (floor {floor:.4f})")
+            logits = (normal * case.scale).bfloat16()
+            copies = [logits.clone() for _ in range(-(-MIN_BYTES // num_bytes))]
+            sample = sampler(case, num_rows)
+            took = timer.microseconds([partial(sample, each) for each in copies])
+            label = f"{num_rows:4d} rows  {case.name:28s}"
+            print(line(label, {"ours": took}, ("ours",), floor(num_bytes, 0)), flush=True)
+    return 0
 
 
-def time_case(case: Case, num_rows: int) -> float:
-    generator = torch.Generator("cuda").manual_seed(0)
-    logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda", generator=generator) * case.scale
-    logits = logits.bfloat16()
-    slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    tables = tables_of(case, num_rows)
-    out = torch.empty_like(slots)
-    workspace = sampling_workspace(num_rows, VOCAB_SIZE, "cuda")
-    spoiler = torch.empty(1 << 26, dtype=torch.int32, device="cuda")  # several times the L2 cache
-
-    def step() -> None:
-        sample_tokens(logits, slots, tables, slots, case.variant, out, workspace)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return statistics.median(time_replay(graph, spoiler) for _ in range(NUM_REPLAYS))
-
-
-def tables_of(case: Case, num_rows: int) -> SamplingTables:
+def sampler(case: Case, num_rows: int) -> Callable[[Tensor], Tensor]:
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device="cuda")
 
-    return SamplingTables(
+    tables = SamplingTables(
         column(case.temperature),
         column(case.top_k, torch.int32),
         column(case.top_p),
         column(case.min_p),
         torch.arange(num_rows, device="cuda"),
     )
+    slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    out, workspace = torch.empty_like(slots), sampling_workspace(num_rows, VOCAB_SIZE, "cuda")
 
+    def sample(logits: Tensor) -> Tensor:
+        sample_tokens(logits, slots, tables, slots, case.variant, out, workspace)
+        return out
 
-def time_replay(graph: torch.cuda.CUDAGraph, spoiler: Tensor) -> float:
-    """Milliseconds of one replay that finds none of its data in the cache."""
-    spoiler.zero_()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+    return sample
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))
