@@ -18,9 +18,11 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.kernels.cuda.sampling import SamplingTables, sample_tokens, sampling_workspace
-from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.kernels.cuda.sampling import sample_tokens, sampling_workspace
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import SamplingColumns
 
+FULL = Sampling.NOISE | Sampling.MIN_P | Sampling.TOP
 VOCAB_SIZE = 151_936
 MIN_BYTES = 400_000_000  # of the logits that take turns: several times the L2 cache
 
@@ -28,7 +30,7 @@ MIN_BYTES = 400_000_000  # of the logits that take turns: several times the L2 c
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    variant: SamplingVariant
+    asked: Sampling
     temperature: float = 0.6
     top_k: int = 0
     top_p: float = 1.0
@@ -37,13 +39,13 @@ class Case:
 
 
 CASES = (
-    Case("greedy", "greedy", temperature=0.0),
-    Case("plain", "plain"),
-    Case("min_p", "min_p", min_p=0.05),
-    Case("full, top_k 20, top_p 0.95", "full", top_k=20, top_p=0.95),
-    Case("full, top_p 0.95, peaked", "full", top_p=0.95),
-    Case("full, top_p 0.95, flat", "full", top_p=0.95, temperature=1.0, scale=1.0),
-    Case("full, nothing to cut", "full"),
+    Case("greedy", Sampling.GREEDY, temperature=0.0),
+    Case("plain", Sampling.NOISE),
+    Case("min_p", Sampling.NOISE | Sampling.MIN_P, min_p=0.05),
+    Case("full, top_k 20, top_p 0.95", FULL, top_k=20, top_p=0.95),
+    Case("full, top_p 0.95, peaked", FULL, top_p=0.95),
+    Case("full, top_p 0.95, flat", FULL, top_p=0.95, temperature=1.0, scale=1.0),
+    Case("full, nothing to cut", FULL),
 )
 
 
@@ -67,7 +69,7 @@ def sampler(case: Case, num_rows: int) -> Callable[[Tensor], Tensor]:
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device="cuda")
 
-    tables = SamplingTables(
+    columns = SamplingColumns(
         column(case.temperature),
         column(case.top_k, torch.int32),
         column(case.top_p),
@@ -78,7 +80,7 @@ def sampler(case: Case, num_rows: int) -> Callable[[Tensor], Tensor]:
     out, workspace = torch.empty_like(slots), sampling_workspace(num_rows, VOCAB_SIZE, "cuda")
 
     def sample(logits: Tensor) -> Tensor:
-        sample_tokens(logits, slots, tables, slots, case.variant, out, workspace)
+        sample_tokens(logits, slots, columns, slots, case.asked, out, workspace)
         return out
 
     return sample

@@ -15,14 +15,22 @@ from tqdm import tqdm
 from nanovllm.attention.base import DecodeRows, GraphedAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.elementwise import gather_decode
-from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
+from nanovllm.worker.batch import is_decode
 from nanovllm.worker.cuda.prefill_graphs import GraphedChunks
 from nanovllm.worker.cuda.sampler import TritonSampler
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.input_buffers import VARIANTS, is_decode
 
+# What is recorded, the simplest first; a batch that asks for less is served by the first of them
+# that has it all, one that asks for more by launching the sampler's kernels.
+RECORDED_SAMPLING = (
+    Sampling.GREEDY,
+    Sampling.NOISE,
+    Sampling.NOISE | Sampling.MIN_P,
+    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+)
 DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 
@@ -51,7 +59,7 @@ class StepGraphs:
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    samplers: dict[SamplingVariant, tuple[Callable[[], None], Tensor]]
+    samplers: dict[Sampling, tuple[Callable[[], None], Tensor]]
 
 
 class GraphedSteps:
@@ -72,9 +80,9 @@ class GraphedSteps:
         self.sampler = sampler
         self.platform = platform
         self.max_model_len = max_model_len
-        num_slots = eager.buffers.num_slots
+        num_slots = eager.tables.num_slots
         self.sizes = graph_sizes(num_slots)
-        self._padding = num_slots  # the tables' last line
+        self._padding = num_slots  # the tables' last row
         self._host_slots = np.full(num_slots, self._padding, np.int32)
         self._slots = platform.upload(self._host_slots)
         self._input_ids, self._context_lens, self._order = torch.zeros(
@@ -115,8 +123,11 @@ class GraphedSteps:
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         if logits.graph_size is None:
             return self.sampler(logits, plan)
-        variant = self.sampler.buffers.sampling_variant(plan)
-        replay, tokens = self._graphs[logits.graph_size].samplers[variant]
+        asked, samplers = self.eager.tables.sampling(plan), self._graphs[logits.graph_size].samplers
+        recorded = next((sampling for sampling in samplers if asked in sampling), None)
+        if recorded is None:
+            return self.sampler.sample(logits, asked)
+        replay, tokens = samplers[recorded]
         replay()
         # The copy to the host is queued behind this replay and before the next: nothing is lost.
         return tokens[: len(plan.slots)]
@@ -125,8 +136,8 @@ class GraphedSteps:
         run_model, logits = self.platform.record(partial(self._run_model, size))
         step = self._step_logits(logits, size, size)
         samplers = {
-            variant: self.platform.record(partial(self.sampler.sample, step, variant))
-            for variant in VARIANTS
+            sampling: self.platform.record(partial(self.sampler.sample, step, sampling))
+            for sampling in RECORDED_SAMPLING
         }
         run_whole = None
         if size == 1 and self.max_whole_context > 0:
@@ -149,29 +160,29 @@ class GraphedSteps:
             self._host_slots = host
 
     def _run_model(self, size: int) -> Tensor:
-        eager, buffers = self.eager, self.eager.buffers
+        eager, tables = self.eager, self.eager.tables
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
         inputs = self._input_ids[:size], self._positions[:size], self._kv_slots[:size]
         gather_decode(
             slots,
-            buffers.lengths,
-            buffers.tokens,
-            buffers.block_table,
-            buffers.block_size,
+            tables.lengths,
+            tables.tokens,
+            tables.block_table,
+            tables.block_size,
             *inputs,
             context_lens,
             order,
         )
-        rows = DecodeRows(buffers.block_table, slots, context_lens, order, self.max_model_len)
+        rows = DecodeRows(tables.block_table, slots, context_lens, order, self.max_model_len)
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
     def _run_whole(self, logits: Tensor) -> Tensor:
         """Run the one row as one kernel, which reads the tables itself."""
-        step, buffers = self.eager.model.step, self.eager.buffers
+        step, tables = self.eager.model.step, self.eager.tables
         assert step is not None
-        tables = buffers.lengths, buffers.tokens, buffers.block_table
-        step.run(self._slots[:1], *tables, *self._kv, logits, self._context_lens[:1])
+        state = tables.lengths, tables.tokens, tables.block_table
+        step.run(self._slots[:1], *state, *self._kv, logits, self._context_lens[:1])
         return logits
