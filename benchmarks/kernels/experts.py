@@ -1,21 +1,18 @@
 """A layer of experts on a GPU: microseconds of the engine's kernels, beside the floor.
 
-    python -m benchmarks.kernels.experts [--tokens 1 64 ...] [--shape 128 8 2048 768] [--sweep]
+    python -m benchmarks.kernels.experts [--tokens 1 64 ...] [--shape 128 8 2048 768]
 
 Times are medians over replays of a CUDA graph, in which layers take turns so that the cache does
-not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen; --sweep
-adds the best three other tiles of sorted pairs: 16x64x64w4s8 (rows x lines of the weight x inputs
-of a tile, warps, stages). The floor reads each expert that was chosen once, or multiplies.
+not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen. The floor
+reads each expert that was chosen once, or multiplies.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +21,7 @@ from torch import Tensor
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.kernels.cuda.experts_grouped import GroupedConfig, grouped_config, run_grouped
+from nanovllm.kernels.cuda.experts_grouped import run_grouped
 from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.ops import Routing
@@ -45,9 +42,6 @@ class Layer:
     down: Tensor
 
 
-Variant = Callable[[Tensor, Layer], Tensor]
-
-
 def main() -> int:
     args = parse_args()
     timer = GpuTimer()
@@ -61,14 +55,16 @@ def main() -> int:
         layers = [Layer(own, *each) for own, each in zip(logits, weights, strict=True)]
         first = layers[0]
         expected = run_experts(x, first.logits, first.gate_up, first.down, routing)
+        ways = {"ours": chosen, "sorted": grouped}
+        if num_tokens <= MAX_PAIR_TOKENS:
+            ways["pairs"] = pairs
         calls = {
-            name: [partial(run, x, layer) for layer in layers]
-            for name, run in variants(x, num_experts, routing, args.sweep).items()
+            name: [partial(run, x, layer, routing) for layer in layers]
+            for name, run in ways.items()
         }
         best = statistics.mean(layer_floor(layer, routing) for layer in layers)
         times = timer.measure(calls, expected)
-        label = f"{num_tokens:>5} tokens"
-        print(line(label, times, ("ours", "pairs", "sorted"), best), flush=True)
+        print(line(f"{num_tokens:>5} tokens", times, best), flush=True)
     return 0
 
 
@@ -78,38 +74,17 @@ def make_weights(num_experts: int, hidden: int, size: int) -> tuple[Tensor, Tens
     return gate_up.normal_(std=hidden**-0.5), down.normal_(std=size**-0.5)
 
 
-def variants(x: Tensor, num_experts: int, routing: Routing, sweep: bool) -> dict[str, Variant]:
-    def ours(x: Tensor, layer: Layer) -> Tensor:
-        return TritonOps().pack_experts(layer.gate_up, layer.down, routing)(x, layer.logits)
-
-    def pairs(x: Tensor, layer: Layer) -> Tensor:
-        ids, weights, _ = route(layer.logits, routing)
-        return run_pairs(x, ids, weights, layer.gate_up, layer.down)
-
-    def grouped(config: GroupedConfig | None, x: Tensor, layer: Layer) -> Tensor:
-        return run_grouped(x, layer.logits, layer.gate_up, layer.down, routing, config)
-
-    found: dict[str, Variant] = {"ours": ours, "sorted": partial(grouped, None)}
-    if len(x) <= MAX_PAIR_TOKENS:
-        found["pairs"] = pairs
-    near = grouped_config(len(x) * routing.top_k // num_experts, x)
-    for config in candidates(near) if sweep else ():
-        rows, lines, tile, num_warps, num_stages = astuple(config)
-        name = f"{rows}x{lines}x{tile}w{num_warps}s{num_stages}"
-        found[name] = partial(grouped, config)
-    return found
+def chosen(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    return TritonOps().pack_experts(layer.gate_up, layer.down, routing)(x, layer.logits)
 
 
-def candidates(near: GroupedConfig) -> list[GroupedConfig]:
-    """Tiles of half to twice the rows that fit into shared memory and registers."""
-    rows = [each for each in (16, 32, 64, 128) if 1 <= 2 * each // near.num_rows <= 4]
-    sizes = itertools.product(rows, (64, 128, 256), (64, 128), (4, 8), (3, 4, 6, 8))
-    return [
-        GroupedConfig(rows, lines, tile, num_warps, stages)
-        for rows, lines, tile, num_warps, stages in sizes
-        if (rows + lines) * tile * DTYPE.itemsize * stages <= 220 << 10
-        and 8 <= rows * lines // (32 * num_warps) <= 128  # sums that a thread holds
-    ]
+def pairs(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    ids, weights, _ = route(layer.logits, routing)
+    return run_pairs(x, ids, weights, layer.gate_up, layer.down)
+
+
+def grouped(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    return run_grouped(x, layer.logits, layer.gate_up, layer.down, routing, None)
 
 
 def layer_floor(layer: Layer, routing: Routing) -> float:
@@ -126,7 +101,6 @@ def parse_args() -> argparse.Namespace:
     add("--tokens", nargs="+", type=at_least(1), default=TOKENS, metavar="N", help=text)
     text = "experts, chosen, hidden size, expert size (default: Qwen3-30B-A3B's)"
     add("--shape", nargs=4, type=at_least(1), default=SHAPE, metavar="N", help=text)
-    add("--sweep", action="store_true", help="try other tiles too")
     return parser.parse_args()
 
 

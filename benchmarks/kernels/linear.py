@@ -1,26 +1,21 @@
 """Projections on a GPU: microseconds of cuBLAS and of the engine's kernels, beside the floor.
 
-    python -m benchmarks.kernels.linear [--models qwen3-8b ...] [--rows 1 64 ...] [--sweep]
+    python -m benchmarks.kernels.linear [--models qwen3-8b ...] [--rows 1 64 ...]
 
 Times are medians over replays of a CUDA graph, in which so many weights take turns that the cache
-does not help. --sweep adds the best three other configurations: of one row 2x4096w8 (outputs x
-inputs of a tile, warps), of more 16x64s8p2 (rows x inputs of a tile, stages, parts).
+does not help.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,18 +25,12 @@ from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import ModelConfig
 from nanovllm.kernels.cuda import elementwise
-from nanovllm.kernels.cuda import linear_few_rows as few_rows
-from nanovllm.kernels.cuda import linear_one_row as skinny
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.models.config_json import read_model_config
 
 ROWS = [1, 8, 32, 64, 128, 256]
 DTYPE = torch.bfloat16
 MIN_BYTES, MIN_CALLS = 420_000_000, 8  # of the weights that take turns; in one graph
-TILE_ELEMENTS = (1024, 16384)  # of the weight that a program of one row holds: fewest, most
-NUM_STAGES = (3, 5, 8)
-
-Project = Callable[[Tensor, Tensor], Tensor]  # x [rows, in], weight [out, in]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +55,15 @@ def main() -> int:
         weights = make_weights(shape, torch.device("cuda"))
         for num_rows in args.rows:
             x = torch.randn(num_rows, shape.num_in, device="cuda", dtype=DTYPE)
-            expected = library(shape, x, weights[0])
-            variants = {
-                name: [partial(run, x, weight) for weight in weights]
-                for name, run in projections(shape, x, args.sweep).items()
+            ways = {"cuBLAS": library, "ours": chosen}
+            calls = {
+                name: [partial(run, shape, x, weight) for weight in weights]
+                for name, run in ways.items()
             }
-            times = timer.measure(variants, expected)
+            times = timer.measure(calls, library(shape, x, weights[0]))
             label = f"{num_rows:>5} rows"
             best = floor(shape.num_bytes, shape.num_bytes * num_rows)  # two operations an element
-            print(line(label, times, ("cuBLAS", "ours"), best), flush=True)
+            print(line(label, times, best), flush=True)
     return 0
 
 
@@ -109,13 +98,6 @@ def make_weights(shape: Shape, device: torch.device) -> list[Tensor]:
     return weights * -(-MIN_CALLS // num_weights)
 
 
-def projections(shape: Shape, x: Tensor, sweep: bool) -> dict[str, Project]:
-    found: dict[str, Project] = {"cuBLAS": partial(library, shape), "ours": partial(chosen, shape)}
-    if sweep:
-        found |= one_row_candidates(shape) if len(x) == 1 else few_rows_candidates(shape, x)
-    return found
-
-
 def library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     y = functional.linear(x, weight)
     return elementwise.gate(y, "silu") if shape.is_gated else y
@@ -132,39 +114,6 @@ def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     return residual if summands is None else summands
 
 
-def one_row_candidates(shape: Shape) -> Iterator[tuple[str, Project]]:
-    fewest, most = TILE_ELEMENTS
-    activation = "silu" if shape.is_gated else None
-    for config in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (4, 8)):
-        block_out, block_in, num_warps = config
-
-        def run(x: Tensor, weight: Tensor, config: tuple[int, int, int] = config) -> Tensor:
-            with patch.object(skinny, "skinny_config", lambda *_: config):
-                return skinny.skinny_linear(x, weight, None, activation=activation)[0]
-
-        is_useful = block_in <= triton.next_power_of_2(shape.num_in)
-        if is_useful and fewest <= block_out * block_in <= most:
-            yield f"{block_out}x{block_in}w{num_warps}", run
-
-
-def few_rows_candidates(shape: Shape, x: Tensor) -> Iterator[tuple[str, Project]]:
-    """Blocks that hold all rows or half of them; parts where the norm may finish the sum."""
-    activation = "silu" if shape.is_gated else None
-    whole = min(max(16, triton.next_power_of_2(len(x))), 128)
-    blocks = sorted({whole, max(16, whole // 2)})
-    parts = (1, 2, 4, 8) if shape.is_summed else (1,)
-    for num_parts, block, tile in itertools.product(parts, blocks, (64, 128)):
-        part_len = shape.num_in // num_parts
-        stage_bytes = (few_rows.LINES + block) * tile * DTYPE.itemsize
-        most = min(few_rows.shared_bytes(x.device) // stage_bytes, part_len // tile + 1)
-        default = few_rows.few_rows_config(len(x), part_len, x)
-        for num_stages in sorted({min(num_stages, most) for num_stages in NUM_STAGES}):
-            config = replace(default, num_rows=block, tile=tile, num_stages=num_stages)
-            options = {"activation": activation, "num_parts": num_parts, "config": config}
-            run = partial(few_rows.few_rows_linear, bias=None, **options)
-            yield f"{block}x{tile}s{num_stages}p{num_parts}", run
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -173,7 +122,6 @@ def parse_args() -> argparse.Namespace:
     add("--models", nargs="+", choices=models, default=models, metavar="NAME", help=text)
     text = "rows of x (default: 1 8 32 64 128 256)"
     add("--rows", nargs="+", type=at_least(1), default=ROWS, metavar="N", help=text)
-    add("--sweep", action="store_true", help="try other configurations too")
     return parser.parse_args()
 
 

@@ -61,7 +61,7 @@ def main() -> int:
             sample = sampler(case, num_rows)
             took = timer.microseconds([partial(sample, each) for each in copies])
             label = f"{num_rows:4d} rows  {case.name:28s}"
-            print(line(label, {"ours": took}, ("ours",), floor(num_bytes, 0)), flush=True)
+            print(line(label, {"ours": took}, floor(num_bytes, 0)), flush=True)
     return 0
 
 

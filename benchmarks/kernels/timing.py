@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -16,7 +16,6 @@ from nanovllm.errors import ConfigError
 from nanovllm.platforms.cuda import CudaPlatform, has_cuda
 
 NUM_REPLAYS = 10
-NUM_SHOWN = 3
 MAX_ERROR = 0.02  # of a result that is not wrong: the distance by the length of what is right
 
 Run = Callable[[], Tensor]
@@ -81,12 +80,9 @@ def floor(num_bytes: float, num_flops: float) -> float:
     return 1e6 * max(num_bytes / rates.bytes_per_second, num_flops / rates.flops_per_second)
 
 
-def line(label: str, times: Mapping[str, float], usual: Iterable[str], best: float) -> str:
-    """A case: the variants that are always compared, the floor, and the best of the others."""
-    cells = [label, *(f"{name} {times.get(name, float('nan')):8.2f}" for name in usual)]
-    others = sorted((took, name) for name, took in times.items() if name not in usual)
-    cells += [f"floor {best:8.2f}", *(f"{name} {took:.2f}" for took, name in others[:NUM_SHOWN])]
-    return "   ".join(cells)
+def line(label: str, times: Mapping[str, float], best: float) -> str:
+    cells = [f"{name} {took:8.2f}" for name, took in {**times, "floor": best}.items()]
+    return "   ".join([label, *cells])
 
 
 def take_turns(

@@ -1,16 +1,11 @@
-"""benchmarks/report/: which parts run and for how long; tables and the chart from their results."""
+"""benchmarks/report/: tables and the chart are written from the results."""
 
 from __future__ import annotations
 
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.report import gpu_report
-from benchmarks.report.gpu_report import PARTS, run_limited, select
 from benchmarks.report.plot import draw
 from benchmarks.report.records import RESULTS, read_records
 from benchmarks.report.tables import BLOCK, TABLES, rewrite
@@ -69,40 +64,3 @@ def test_our_own_results() -> None:
     assert table("prefix", records) == ["old"]
     with pytest.raises(ConfigError, match=r"no table is called other, only qwen3-0.6b"):
         table("other", [])
-
-
-def test_parts_are_selected_by_name_or_pattern() -> None:
-    assert select(None) == list(PARTS)
-    assert select("*-8b,compare-0.6b") == ["compare-0.6b", "compare-8b", "steps-8b"]
-    with pytest.raises(ConfigError, match=r"--only bs2: there is no such part, only compare-0.6b"):
-        select("steps-8b,bs2")
-
-
-def test_a_process_is_stopped_with_all_it_started(tmp_path: Path) -> None:
-    file = tmp_path / "late"
-    child = f"import time; time.sleep(2); open({str(file)!r}, 'w')"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    assert run_limited([sys.executable, "-c", parent], 0.5) == "stopped after 0 s"
-    time.sleep(2)
-    assert not file.exists()
-    assert run_limited([sys.executable, "-c", ""], 20) is None
-
-
-def test_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Results of parts that end well or not are shown; those without time are not begun."""
-    line = '{"model": "m", "case": "bs1", "unit": "ms/step", "value": 1, "floor": 2, "runs": [1]}'
-    write = f"import sys; open(sys.argv[-1], 'a').write({line + chr(10)!r}); sys.exit(3)"
-    path = tmp_path / "results.jsonl"
-    program = tmp_path / "part.py"
-    program.write_text(write)
-    monkeypatch.setattr(gpu_report, "PARTS", {"one": str(program)})
-    monkeypatch.setattr(sys, "argv", ["gpu_report", "--json", str(path)])
-    assert gpu_report.main() == 1
-    output = capsys.readouterr().out
-    assert "| nanovllm | m | bs1 | 1.00 ms/step | 2.00 | 1.00 |" in output
-    assert "FAILED, whole or in part: one: exit code 3" in output
-    sys.argv += ["--max-seconds", "0"]
-    assert gpu_report.main() == 1
-    assert "one: no time was left" in capsys.readouterr().out

@@ -17,7 +17,6 @@ import bench
 from benchmarks.engine.first_minute import Run
 from benchmarks.engine.startup import PHASES
 from benchmarks.engine.trace import Activity, read_activities, report, summarise
-from benchmarks.report.gpu_report import PARTS
 from nanovllm.cli import build_parser
 from nanovllm.cli.options import dashed
 from nanovllm.errors import ConfigError
@@ -34,7 +33,9 @@ def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def documented() -> list[str]:
     """All commands in backquotes or in blocks of code, as they would be typed."""
-    commands = [f"python {command}" for command in PARTS.values()]
+    report = (ROOT / "benchmarks" / "report.sh").read_text().replace("\\\n", "")
+    commands = re.findall(r"^part \S+ (.*)", report, re.MULTILINE)
+    commands = [f"python {command}" for command in commands]
     for path in DOCUMENTS:
         text = path.read_text()
         pieces = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
