@@ -11,14 +11,16 @@ process of its own. On a CPU, whose speed comes and goes, they take turns; only 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from benchmarks.engines import ENGINES, EngineProcess, Options
+from benchmarks.engines import ENGINES, EngineProcess
+from benchmarks.report.records import markdown, shown
 from nanovllm.bench.floors import (
     ModelCost,
     Rates,
@@ -62,7 +64,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    dtype: str
     seconds: list[list[float]]  # by case, then by run
     peak_bytes: int
 
@@ -76,26 +77,17 @@ def main() -> int:
     cases = [make_case(name, args, config.vocab_size) for name in args.case]
     measured = measure_all(args, [case.workload for case in cases])
     device = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()
-    first = next(iter(measured.values()))
-    cost = model_cost(config, 4 if first.dtype == "float32" else 2)
+    cost = model_cost(config, 4 if args.dtype == "float32" else 2)
     rates = rates_of(device, args.bandwidth, args.tflops)
     floors = [floor(case, cost, rates) for case in cases]
     print(table(cases, measured, floors))
-    print(f"\n{footnote(args, cases, device, first.dtype)}")
+    print(f"\n{footnote(args, cases, device)}")
+    about = {"model": args.model, "device": args.device, "dtype": args.dtype}
     for name, result in measured.items():
+        about |= {"engine": name, "peak_bytes": result.peak_bytes}
         for case, seconds, best in zip(cases, result.seconds, floors, strict=True):
-            keep(
-                args.json,
-                case=case.name,
-                unit=case.unit,
-                runs=[case.value(each) for each in seconds],
-                floor=best,
-                engine=name,
-                model=args.model,
-                device=args.device,
-                dtype=result.dtype,
-                peak_bytes=result.peak_bytes,
-            )
+            runs = [case.value(each) for each in seconds]
+            keep(args.json, case=case.name, unit=case.unit, runs=runs, floor=best, **about)
     return 0
 
 
@@ -123,22 +115,22 @@ def sizes_of(name: str) -> list[int]:
 
 def measure_all(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Measured]:
     """Time every engine; on a GPU one after the other, since each may take all of its memory."""
-    names = ("model", "device", "dtype", "load_format", "tensor_parallel_size", "temperature")
-    options = Options(hf_batch=args.hf_batch, **{name: getattr(args, name) for name in names})
     groups = [args.engine] if args.device == "cpu" else [[name] for name in args.engine]
-    measured: dict[str, Measured] = {}
+    measured = {}
     for group in groups:
-        engines = {}
-        for name in group:
-            engines[name] = EngineProcess(name, options, workloads)
-            options = replace(options, dtype=engines[name].dtype)  # the first's choice is all's
-        seconds: dict[str, list[list[float]]] = {name: [[] for _ in workloads] for name in group}
-        for index in range(len(workloads)):
-            for _ in range(args.repeats):
-                for name, engine in engines.items():
-                    seconds[name][index].append(engine.run(index))
-        for name, engine in engines.items():
-            measured[name] = Measured(engine.dtype, seconds[name], engine.close())
+        with contextlib.ExitStack() as stack:
+            engines = {}
+            for name in group:
+                engines[name] = EngineProcess(name, args, workloads)
+                stack.callback(engines[name].hang_up)
+                args.dtype = engines[name].dtype  # the first's choice is all's
+            rounds = [
+                [[engine.run(index) for engine in engines.values()] for _ in range(args.repeats)]
+                for index in range(len(workloads))
+            ]  # seconds by case, round and engine
+            for position, (name, engine) in enumerate(engines.items()):
+                seconds = [[each[position] for each in case] for case in rounds]
+                measured[name] = Measured(seconds, engine.end())
     return measured
 
 
@@ -151,31 +143,32 @@ def floor(case: Case, cost: ModelCost, rates: Rates | None) -> float | None:
 
 def table(cases: list[Case], measured: dict[str, Measured], floors: list[float | None]) -> str:
     """Medians; in brackets, how many times better the first engine is than another."""
-    lines = [f"| | {' | '.join(measured)} | floor |", "|---" * (2 + len(measured)) + "|"]
+    header = ["", *measured, "floor"]
+    rows = []
     for index, (case, best) in enumerate(zip(cases, floors, strict=True)):
         seconds = [statistics.median(each.seconds[index]) for each in measured.values()]
-        cells = [number(case.value(each)) for each in seconds]
-        cells = bracketed(cells, [each / seconds[0] for each in seconds])
-        cells.append("" if best is None else number(best))
-        lines.append(f"| {case.name}, {case.unit} | {' | '.join(cells)} |")
+        cells = compared([case.value(each) for each in seconds], seconds)
+        rows.append([f"{case.name}, {case.unit}", *cells, shown(best)])
     peaks = [each.peak_bytes / 1e9 for each in measured.values()]
-    cells = bracketed([number(peak) for peak in peaks], [peak / peaks[0] for peak in peaks])
-    return "\n".join([*lines, f"| peak memory, GB | {' | '.join(cells)} | |"])
+    rows.append(["peak memory, GB", *compared(peaks, peaks), ""])
+    return markdown([dict(zip(header, row, strict=True)) for row in rows])
 
 
-def bracketed(cells: list[str], ratios: list[float]) -> list[str]:
-    others = [f"{cell} ({ratio:.2f}x)" for cell, ratio in zip(cells, ratios, strict=True)][1:]
-    return [cells[0], *others]
+def compared(values: list[float], costs: list[float]) -> list[str]:
+    others = [
+        f"{number(v)} ({cost / costs[0]:.2f}x)" for v, cost in zip(values, costs, strict=True)
+    ]
+    return [number(values[0]), *others[1:]]
 
 
-def footnote(args: argparse.Namespace, cases: list[Case], device: str, dtype: str) -> str:
+def footnote(args: argparse.Namespace, cases: list[Case], device: str) -> str:
     weights = "random weights" if args.load_format == "dummy" else "real weights"
     sizes = [
         f"{case.name}: {len(case.workload.prompts)} prompts, {case.workload.num_prompt_tokens:,} "
         f"tokens in, {case.workload.num_new_tokens:,} out."
         for case in cases
     ]
-    about = f"{args.model}, {weights}, {dtype}, {device}, {versions_text()}."
+    about = f"{args.model}, {weights}, {args.dtype}, {device}, {versions_text()}."
     return " ".join([about, *sizes, f"Medians of {args.repeats} whole runs after a warm-up."])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import resource
 import shutil
 import sys
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,17 +33,6 @@ NUM_WARM_UP_TOKENS = 8  # of each answer
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    model: str
-    device: str  # "cpu" or "cuda"
-    dtype: str
-    load_format: str
-    tensor_parallel_size: int
-    temperature: float
-    hf_batch: int | None  # prompts that transformers gets at once; None: all
-
-
-@dataclass(frozen=True, slots=True)
 class Engine:
     dtype: str
     run: Callable[[Workload], int]  # returns the number of new tokens
@@ -51,10 +42,10 @@ class Engine:
 class EngineProcess:
     """An engine in a fresh process: no other one's memory or compiled kernels are there."""
 
-    def __init__(self, name: str, options: Options, workloads: list[Workload]) -> None:
+    def __init__(self, name: str, args: argparse.Namespace, workloads: list[Workload]) -> None:
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
-        arguments = theirs, ENGINES[name], options, workloads
+        arguments = theirs, ENGINES[name], args, workloads
         self._process = context.Process(target=serve, args=arguments)
         self._process.start()
         theirs.close()
@@ -66,18 +57,21 @@ class EngineProcess:
         seconds: float = self._answer()
         return seconds
 
-    def close(self) -> int:
-        """End the process; return the most bytes that were in use."""
+    def end(self) -> int:
+        """Close the engine; return the most bytes that were in use."""
         self._connection.send(None)
         peak_bytes: int = self._answer()
-        self._process.join()
         return peak_bytes
+
+    def hang_up(self) -> None:
+        """Let the process end, whatever it waits for."""
+        self._connection.close()
+        self._process.join()
 
     def _answer(self) -> Any:
         try:
             answer = self._connection.recv()
         except EOFError:
-            self._process.join()
             raise SystemExit(1) from None  # it has said why
         if isinstance(answer, NanovllmError):
             raise answer
@@ -86,12 +80,12 @@ class EngineProcess:
 
 def serve(
     connection: Connection,
-    start: Callable[[Options, list[Workload]], Engine],
-    options: Options,
+    start: Callable[[argparse.Namespace, list[Workload]], Engine],
+    args: argparse.Namespace,
     workloads: list[Workload],
 ) -> None:
     try:
-        engine = start(options, workloads)
+        engine = start(args, workloads)
         for workload in workloads:
             max_tokens = [min(count, NUM_WARM_UP_TOKENS) for count in workload.max_tokens]
             engine.run(replace(workload, max_tokens=max_tokens))
@@ -101,9 +95,9 @@ def serve(
             num_tokens = engine.run(workloads[index])
             connection.send(time.perf_counter() - began)
             assert num_tokens == workloads[index].num_new_tokens, "an answer has the wrong length"
-        peak_bytes = bytes_in_use(options.device)  # on a GPU while the engine is there,
+        peak_bytes = bytes_in_use(args.device)  # on a GPU while the engine is there,
         engine.close()
-        connection.send(max(peak_bytes, bytes_in_use(options.device)))  # of its processes after
+        connection.send(max(peak_bytes, bytes_in_use(args.device)))  # of its processes after
     except NanovllmError as error:
         connection.send(error)
     except (EOFError, KeyboardInterrupt):
@@ -120,76 +114,63 @@ def bytes_in_use(device: str) -> int:
     return max(resource.getrusage(who).ru_maxrss for who in processes) * unit
 
 
-def start_nanovllm(options: Options, workloads: list[Workload]) -> Engine:
+def start_nanovllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
     """Slots and blocks are those that the workloads need, not all that memory allows."""
     block_size = EngineConfig("").kvcache_block_size
     num_blocks = max(sum(-(-n // block_size) for n in work.total_lens) for work in workloads)
     llm = LLM(
-        model_path(options.model),
-        device=options.device,
-        dtype=options.dtype,
-        load_format=options.load_format,
-        tensor_parallel_size=options.tensor_parallel_size,
-        skip_tokenizer_init=True,
-        max_model_len=max(max(work.total_lens) for work in workloads),
+        model_path(args.model),
+        device=args.device,
         max_num_seqs=max(len(work.prompts) for work in workloads),
         num_kvcache_blocks=num_blocks,
+        **shared_options(args, workloads),
     )
-
-    def run(workload: Workload) -> int:
-        params = sampling_params(SamplingParams, workload, options.temperature)
-        salt = uuid.uuid4().hex  # no pass finds another's prompts in the cache
-        outputs = llm.generate(workload.prompts, params, use_tqdm=False, cache_salt=salt)
-        return sum(len(output.token_ids) for output in outputs)
-
-    return Engine(llm.engine.info.dtype, run, llm.close)
+    generate = partial(run_generate, llm.generate, SamplingParams, args.temperature)
+    dtype = llm.engine.info.dtype
+    return Engine(dtype, lambda work: sum(len(x.token_ids) for x in generate(work)), llm.close)
 
 
-def start_vllm(options: Options, workloads: list[Workload]) -> Engine:
+def start_vllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
     from vllm import LLM as TheirLLM
     from vllm import SamplingParams as TheirParams
 
-    model, _ = ALIASES.get(options.model, (options.model, None))
+    model, _ = ALIASES.get(args.model, (args.model, None))
     if (config := Path(model_path(model))).suffix == ".json":  # it takes folders only
         model = tempfile.mkdtemp()
         shutil.copy(config, Path(model) / "config.json")
-    llm = TheirLLM(
-        model,
-        dtype=options.dtype,
-        load_format=options.load_format,
-        tensor_parallel_size=options.tensor_parallel_size,
-        skip_tokenizer_init=True,
-        max_model_len=max(max(work.total_lens) for work in workloads),
-    )
-
-    def run(workload: Workload) -> int:
-        params = sampling_params(TheirParams, workload, options.temperature, detokenize=False)
-        salt = uuid.uuid4().hex
-        prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in workload.prompts]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    return Engine(options.dtype, run)
+    llm = TheirLLM(model, **shared_options(args, workloads))
+    generate = partial(run_generate, llm.generate, TheirParams, args.temperature)
+    return Engine(args.dtype, lambda work: sum(len(x.outputs[0].token_ids) for x in generate(work)))
 
 
-def sampling_params(
-    params: type, workload: Workload, temperature: float, **options: bool
+def shared_options(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
+    """vLLM's options, prompts and sampling parameters are spelled as ours."""
+    names = ("dtype", "load_format", "tensor_parallel_size")
+    longest = max(max(work.total_lens) for work in workloads)
+    options = {name: getattr(args, name) for name in names}
+    return {**options, "skip_tokenizer_init": True, "max_model_len": longest}
+
+
+def run_generate(
+    generate: Callable[..., list[Any]], params: type, temperature: float, workload: Workload
 ) -> list[Any]:
-    """vLLM's SamplingParams and ours are spelled alike."""
-    options |= {"ignore_eos": True}
-    return [params(max_tokens=n, temperature=temperature, **options) for n in workload.max_tokens]
+    salt = uuid.uuid4().hex  # no pass finds another's prompts in the cache
+    prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in workload.prompts]
+    options = {"temperature": temperature, "ignore_eos": True}
+    settings = [params(max_tokens=count, **options) for count in workload.max_tokens]
+    return generate(prompts, settings, use_tqdm=False)
 
 
-def start_transformers(options: Options, workloads: list[Workload]) -> Engine:
+def start_transformers(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
     """Left-padded batches, each of which runs until its longest answer is done."""
-    model = load_transformers(options.model, options.device, options.dtype, options.load_format)
+    model = load_transformers(args.model, args.device, args.dtype, args.load_format)
 
     def run(workload: Workload) -> int:
-        size = options.hf_batch or len(workload.prompts)
+        size = args.hf_batch or len(workload.prompts)
         for first in range(0, len(workload.prompts), size):
             rows = slice(first, first + size)
             max_tokens = max(workload.max_tokens[rows])
-            generate_padded(model, workload.prompts[rows], max_tokens, options.temperature)
+            generate_padded(model, workload.prompts[rows], max_tokens, args.temperature)
         return workload.num_new_tokens  # what is computed beyond does not count
 
     return Engine(str(model.dtype).removeprefix("torch."), run)

@@ -28,6 +28,7 @@ HOST = (
     "engine.request",
     "engine.sequence",
     "engine.block_manager",
+    "engine.pacing",
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",

@@ -45,12 +45,12 @@ def test_the_table_says_how_much_better() -> None:
         bench.Case("bs1", "ms/step, whole run", Workload([[1]], [1]), num_units=100),
     ]
     measured = {
-        "nanovllm": bench.Measured("float32", [[1.0, 9.0, 0.5], [1.0]], 2_000_000_000),
-        "other": bench.Measured("float32", [[3.0], [2.0]], 1_000_000_000),
+        "nanovllm": bench.Measured([[1.0, 9.0, 0.5], [1.0]], 2_000_000_000),
+        "other": bench.Measured([[3.0], [2.0]], 1_000_000_000),
     }
     assert bench.table(cases, measured, [600.0, None]).splitlines()[2:] == [
         "| nano, tok/s | 300 | 100 (3.00x) | 600 |",
-        "| bs1, ms/step, whole run | 10.0 | 20.0 (2.00x) |  |",
+        "| bs1, ms/step, whole run | 10.0 | 20.0 (2.00x) | |",
         "| peak memory, GB | 2.00 | 1.00 (0.50x) | |",
     ]
 

@@ -1,4 +1,4 @@
-"""The four benchmarks: each builds a workload, times it and yields it beside its floor."""
+"""The benchmarks: each builds a workload, times it and yields it beside its floor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from nanovllm.bench.floors import Rates, decode_floor, model_cost, prefill_floor
 from nanovllm.bench.report import Result
-from nanovllm.bench.runner import Timing, measure, run_once
+from nanovllm.bench.runner import Timing, measure, run_arrivals, run_once
 from nanovllm.bench.workloads import Workload, mixed, mixed_name, shared_prefix, uniform
+from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -99,3 +100,22 @@ def prefix(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
             runs = [1000 * timing.first_token_seconds for timing in timings]
             floor = 1000 * bench.prefill_floor(pair[0], timings[0].num_cached_tokens)
             yield bench.result(f"{name}-{prefix_len}", "ms", runs, floor, timings)
+
+
+def arrivals(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
+    """Milliseconds that users wait for tokens, while requests arrive at random."""
+    import numpy as np  # which --help does without
+
+    workload = uniform(bench.vocab_size, args.num_seqs, args.prompt_len, args.new_tokens)
+    salts = [uuid.uuid4().hex for _ in range(args.repeats + 1)]
+    passes = [run_arrivals(bench.llm, workload, args.rate, salt) for salt in salts][1:]
+    if not all(waits.next for waits in passes):
+        raise ConfigError("no answer got two tokens before the last request: raise --num-seqs")
+    first_token = 1000 * statistics.median(passes[0].first)
+    for name, waits in (
+        ("ttft", [waits.first for waits in passes]),
+        ("itl", [waits.next for waits in passes]),
+    ):
+        for percent in (50, 99):
+            runs = [1000 * float(np.percentile(seconds, percent)) for seconds in waits]
+            yield Result(f"{name}-p{percent}@{args.rate:g}", "ms", runs, None, first_token)

@@ -32,6 +32,7 @@ examples:
   nanovllm bench latency --batch 1 64                one decode step, by batch size
   nanovllm bench prefill --model qwen3-8b            reading prompts
   nanovllm bench prefix                              prompts that begin alike
+  nanovllm bench arrivals --rate 40                  requests that come at random
   nanovllm bench throughput --model smollm2 --num-seqs 16 --max-len 128     enough for a CPU
 
 `nanovllm bench NAME --help` explains what is measured and every option."""
@@ -54,6 +55,11 @@ Count prompt tokens per second: 64 prompts of 2,048 tokens and one new token eac
 PREFIX = """\
 Time the first token of a prompt that the engine has never seen (cold), then of another that shares
 all but its last 20 tokens (cached), for some lengths of the shared part."""
+
+ARRIVALS = """\
+Let requests arrive at random (a Poisson process) and take percentiles of what users wait: from
+arrival to the first token (ttft), and from each token to the next, until the last request has come
+(itl). Prompts delay the answers that run beside them: --target-inter-token-ms sets how far."""
 
 if TYPE_CHECKING:
     Parsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -91,6 +97,13 @@ def add_parser(parsers: Parsers) -> None:
     examples = ["prefix", "prefix --prefix-len 500 --device cpu"]
     parser = _add_benchmark(names, commands.prefix, PREFIX, examples)
     _add_count(parser, "--prefix-len", [1000, 2000, 4000], "tokens that both prompts share")
+
+    examples = ["arrivals --model qwen3-8b --rate 40 --target-inter-token-ms 25"]
+    parser = _add_benchmark(names, commands.arrivals, ARRIVALS, examples)
+    _add_count(parser, "--rate", 10, "requests a second")
+    _add_count(parser, "--num-seqs", 400, "requests")
+    _add_count(parser, "--prompt-len", 512, "tokens in a prompt")
+    _add_count(parser, "--new-tokens", 128, "tokens in an answer")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -88,6 +88,13 @@ def add_engine_options(
     for name, text in _ENGINE_HELP.items():
         _add_option(engine, name, text, defaults[name])
     engine.add_argument(
+        "--target-inter-token-ms",
+        type=float,
+        metavar="X",
+        help="read prompts in pieces, so that the tokens of the answers beside them come no more "
+        "than this apart (default: read them at once)",
+    )
+    engine.add_argument(
         "--threads",
         type=at_least(1),
         metavar="N",
@@ -137,8 +144,8 @@ def add_sampling_options(
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
-    flags = ("enable_prefix_caching", "enforce_eager")
-    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *flags)
+    others = ("target_inter_token_ms", "enable_prefix_caching", "enforce_eager")
+    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *others)
     return EngineConfig(**{name: getattr(args, name) for name in names})
 
 

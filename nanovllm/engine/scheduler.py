@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
@@ -24,12 +25,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        pacer: Pacer | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
         self.blocks = blocks
+        self.pacer = pacer
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}  # oldest first; the newest is preempted first
         self._free_slots = list(reversed(range(max_num_seqs)))
@@ -50,10 +56,14 @@ class Scheduler:
         plan = draft.to_plan(self._released)
         self._released = []
         self._in_flight.append(draft.rows)
+        if self.pacer is not None:
+            self.pacer.begin()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Append the sampled tokens; return the sequences that finished or that stream."""
+        if self.pacer is not None:
+            self.pacer.end(plan)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         updated: list[Sequence] = []
@@ -91,7 +101,9 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by a row of this step, or its last token is in flight
-            end = min(num_tokens, seq.num_computed + draft.budget)
+            end = seq.num_computed + 1  # an answer's row, as most are
+            if end < num_tokens:
+                end = self._row_end(draft, seq)
             if end > seq.capacity and not self._grow(seq, end, draft):
                 continue
             self._add_row(draft, seq, end)
@@ -145,9 +157,27 @@ class Scheduler:
                 seq.request.params,
                 seq.request.seed,
                 seq.stop_token_ids,
+                seq.request.bad_words,
             )
         )
-        self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
+        self._add_row(draft, seq, self._row_end(draft, seq))
+
+    def _row_end(self, draft: _Draft, seq: Sequence) -> int:
+        """How far a row gets in this step.
+
+        Answers come first: a prompt that is cut short takes the rest of the budget, so no sequence
+        enters behind it, and it is the last of the running ones until it is read.
+        """
+        start = seq.num_computed
+        count = min(seq.num_tokens - start, draft.budget)
+        if self.pacer is None or count == 1 or draft.num_decode_tokens == 0:
+            return start + count
+        if draft.time is None:
+            draft.time = self.pacer.time_beside(draft.starts)
+        wanted, count = count, draft.time.take(start, count)
+        is_cut = count < wanted
+        draft.budget = min(draft.budget, count + (0 if is_cut else draft.time.num_tokens(0)))
+        return start + count
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
         """Run `seq` up to `end`; reaching its last token samples the next, pending until commit."""
@@ -204,6 +234,7 @@ class _Draft:
     """A plan while it is being made: plain lists, which are fastest to append to."""
 
     budget: int
+    time: StepTime | None = None  # for prompts; None: they have not come up, or need not hurry
     num_decode_tokens: int = 0
     rows: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
