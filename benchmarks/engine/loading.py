@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,6 @@ class Load:
 
 def main() -> int:
     args = parse_args()
-    if args.measure:
-        load = measure(Path(args.measure), args.dtype, args.device, args.ranks)
-        print(json.dumps(asdict(load)))
-        return 0
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name), args.gigabytes, args.shards)
         for kind in ("cold", "warm"):
@@ -114,11 +111,9 @@ def drop_from_memory(folder: Path) -> None:
 
 
 def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
-    command = [sys.executable, "-m", "benchmarks.engine.loading", "--measure", str(folder)]
-    command += ["--dtype", dtype, "--device", device, "--ranks", str(num_ranks)]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root)
-    return Load(**json.loads(result.stdout.splitlines()[-1]))
+    """A fresh process, whose peak is its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, folder, dtype, device, num_ranks).result()
 
 
 def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
@@ -153,7 +148,6 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", default="bfloat16", help="to load into (default: bfloat16, as stored)")
     add("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
     add("--ranks", type=int, default=1, help="that share the weights (default: 1)")
-    add("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

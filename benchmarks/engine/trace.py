@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,6 @@ NUM_SHOWN, NUM_GAPS = 15, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
-    """Something the GPU did; times in microseconds."""
-
-    name: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """Times in microseconds, over the whole window."""
 
@@ -54,13 +46,6 @@ class Summary:
     busy: float  # at least one activity runs
     gaps: dict[str, float]  # by the activity that ended them
     kernels: dict[str, list[float]]  # durations by name
-    advances: dict[str, float]  # by name, how much later they ended than what began before them
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    count: int
-    ms: float  # each, on average
 
 
 def main() -> int:
@@ -82,24 +67,22 @@ def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
     vocab_size = llm.engine.model_config.vocab_size
     workload = uniform(vocab_size, num_seqs, args.prompt_len, max_tokens)
     check_fits(llm, workload)
-    for _ in range(2):  # once to warm up
-        begin(llm, workload, args.prefill)
-        bare = run_steps(llm, args)
-    begin(llm, workload, args.prefill)
+    run_steps(llm, workload, args)  # warms up
+    bare_ms = statistics.mean(run_steps(llm, workload, args))
     activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * args.host
     with profile(activities=activities) as profiler:
-        profiled = run_steps(llm, args)
+        num_steps = len(run_steps(llm, workload, args))
     profiler.export_chrome_trace(args.out)
     while not llm.engine.is_finished():
         llm.engine.step()
-    summary = summarise(read_activities(args.out))
-    print(f"batch {num_seqs}, {bare.count} steps: {bare.ms:.3f} ms each, {profiled.ms:.3f} under")
-    print(f"the profiler; trace in {args.out}\n{report(summary, profiled.count)}", flush=True)
+    summary = summarise(json.loads(Path(args.out).read_text())["traceEvents"])
+    print(f"batch {num_seqs}, {num_steps} steps of {bare_ms:.3f} ms; trace in {args.out}")
+    print(report(summary, num_steps), flush=True)
     idle = 100 * (1 - summary.busy / summary.window)
-    busy_ms, window_ms = (us / 1000 / profiled.count for us in (summary.busy, summary.window))
+    busy_ms, window_ms = (us / 1000 / num_steps for us in (summary.busy, summary.window))
     cells = {
         "batch": f"{num_seqs}",
-        "ms a step": f"{bare.ms:.3f}",
+        "ms a step": f"{bare_ms:.3f}",
         "profiled: ms busy": f"{busy_ms:.3f}",
         "ms idle": f"{window_ms - busy_ms:.3f} ({idle:.1f}%)",
     }
@@ -108,75 +91,59 @@ def trace(llm: LLM, num_seqs: int, args: argparse.Namespace) -> None:
     keep(args.json, case=case, unit="% idle", runs=[idle], floor=None, cells=cells, **about)
 
 
-def begin(llm: LLM, workload: Workload, is_prefill: bool) -> None:
-    """Let prompts wait, or all of them decode, as they do after an earlier call."""
-    if not llm.engine.is_finished():
-        return
-    add_workload(llm, workload, uuid.uuid4().hex)
-    num_left = 0 if is_prefill else workload.num_prompt_tokens
-    while num_left > 0:
-        num_left -= llm.engine.step().num_prefill_tokens
+def run_steps(llm: LLM, workload: Workload, args: argparse.Namespace) -> list[float]:
+    """Return the milliseconds of steps that all read prompts, or that all decode."""
+    engine = llm.engine
+    if engine.is_finished():  # else they decode since the last call
+        add_workload(llm, workload, uuid.uuid4().hex)
+        num_left = 0 if args.prefill else workload.num_prompt_tokens
+        while num_left > 0:
+            num_left -= engine.step().num_prefill_tokens
+    times = [time.perf_counter()]
+    while not engine.is_finished() if args.prefill else len(times) <= args.steps:
+        engine.step()
+        times.append(time.perf_counter())
+    return [1000 * (after - before) for before, after in pairwise(times)]
 
 
-def run_steps(llm: LLM, args: argparse.Namespace) -> Steps:
-    start, count = time.perf_counter(), 0
-    while not llm.engine.is_finished() if args.prefill else count < args.steps:
-        llm.engine.step()
-        count += 1
-    return Steps(count, 1000 * (time.perf_counter() - start) / count)
-
-
-def read_activities(path: str) -> list[Activity]:
-    events: list[dict[str, Any]] = json.loads(Path(path).read_text())["traceEvents"]
-    return [
-        Activity(event["name"], event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("ph") == "X" and event.get("cat") in GPU_CATEGORIES
-    ]
-
-
-def summarise(activities: Iterable[Activity]) -> Summary:
+def summarise(events: list[dict[str, Any]]) -> Summary:
     """Add up what ran and the gaps between; activities that overlap count once as busy."""
-    ordered = sorted(activities, key=lambda activity: activity.start)
-    if not ordered:
+    activities = [
+        event for event in events if event.get("cat") in GPU_CATEGORIES and "dur" in event
+    ]
+    if not activities:
         raise ConfigError("the profiler saw no GPU activity; is another profiler attached?")
+    activities.sort(key=lambda event: event["ts"])
     gaps: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
-    advances: dict[str, float] = defaultdict(float)
-    end = ordered[0].start
-    for activity in ordered:
-        if activity.start > end:
-            gaps[activity.name] += activity.start - end
-        kernels[activity.name].append(activity.end - activity.start)
-        advances[activity.name] += max(activity.end - end, 0.0)
-        end = max(end, activity.end)
-    window = end - ordered[0].start
-    return Summary(window, window - sum(gaps.values()), dict(gaps), dict(kernels), dict(advances))
+    start = end = activities[0]["ts"]
+    for event in activities:
+        if event["ts"] > end:
+            gaps[event["name"]] += event["ts"] - end
+        kernels[event["name"]].append(event["dur"])
+        end = max(end, event["ts"] + event["dur"])
+    return Summary(end - start, end - start - sum(gaps.values()), dict(gaps), dict(kernels))
 
 
 def report(summary: Summary, num_steps: int) -> str:
     """A table of what takes the time of one step, as shares of the step."""
-
-    def line(total: float, name: str, num_calls: int | None = None) -> str:
-        calls = "" if num_calls is None else f"{num_calls / num_steps:.1f}"
-        share = total / summary.window
-        return f"{total / num_steps:>10.1f} {share:>6.1%} {calls:>10}  {name[:90]}"
-
-    def largest(totals: dict[str, float], count: int) -> list[tuple[str, float]]:
-        return sorted(totals.items(), key=lambda item: -item[1])[:count]
-
-    counts = {name: len(times) for name, times in summary.kernels.items()}
-    lines = [
-        f"{'us/step':>10} {'share':>6} {'calls/step':>10}",
-        line(summary.busy, "GPU busy", sum(counts.values())),
-        line(summary.window - summary.busy, "gaps between activities"),
-        *(line(total, f"  before {name}") for name, total in largest(summary.gaps, NUM_GAPS)),
+    num_kernels = sum(map(len, summary.kernels.values()))
+    rows = [
+        (summary.busy, f"{num_kernels / num_steps:.1f} GPU busy"),
+        (summary.window - summary.busy, "gaps between activities"),
     ]
-    totals = {name: sum(times) for name, times in summary.kernels.items()}
-    for title, times in (("time", totals), ("how much later they end", summary.advances)):
-        lines.append(f"activities by {title}:")
-        lines += [line(total, name, counts[name]) for name, total in largest(times, NUM_SHOWN)]
-    return "\n".join(lines)
+    gaps = [(total, f"  before {name}") for name, total in summary.gaps.items()]
+    rows += sorted(gaps, reverse=True)[:NUM_GAPS]
+    kernels = [
+        (sum(times), f"{len(times) / num_steps:.1f} {name}")
+        for name, times in summary.kernels.items()
+    ]
+    rows += sorted(kernels, reverse=True)[:NUM_SHOWN]
+    lines = [
+        f"{total / num_steps:>10.1f} {total / summary.window:>6.1%}  {name[:90]}"
+        for total, name in rows
+    ]
+    return "\n".join([f"{'us/step':>10} {'share':>6}  calls/step, name", *lines])
 
 
 def parse_args() -> argparse.Namespace:

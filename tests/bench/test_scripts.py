@@ -16,7 +16,7 @@ import torch
 import bench
 from benchmarks.engine.first_minute import Run
 from benchmarks.engine.startup import PHASES
-from benchmarks.engine.trace import Activity, read_activities, report, summarise
+from benchmarks.engine.trace import report, summarise
 from nanovllm.cli import build_parser
 from nanovllm.cli.options import dashed
 from nanovllm.errors import ConfigError
@@ -118,7 +118,7 @@ def test_loading_on_a_cpu() -> None:
     assert warm.startswith("warm: 0.20 GB of files into 0.40 GB in ")
 
 
-def test_busy_time_and_gaps(tmp_path: Path) -> None:
+def test_busy_time_and_gaps() -> None:
     events = [
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100.0, "dur": 40.0},
         {"ph": "X", "cat": "kernel", "name": "small", "ts": 110.0, "dur": 10.0},  # inside gemm
@@ -127,17 +127,12 @@ def test_busy_time_and_gaps(tmp_path: Path) -> None:
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 170.0, "dur": 30.0},
         {"ph": "i", "cat": "kernel", "name": "mark", "ts": 900.0},
     ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    summary = summarise(read_activities(str(path)))
+    summary = summarise(events)
     assert (summary.window, summary.busy, summary.gaps) == (100.0, 90.0, {"copy": 10.0})
     assert summary.kernels == {"gemm": [40.0, 30.0], "small": [10.0], "copy": [20.0]}
-    assert summary.advances == {"gemm": 70.0, "small": 0.0, "copy": 30.0}
     lines = [line.split() for line in report(summary, num_steps=2).splitlines()]
     assert lines[1] == ["45.0", "90.0%", "2.0", "GPU", "busy"]
     assert lines[3] == ["5.0", "10.0%", "before", "copy"]
-    assert lines[5] == ["35.0", "70.0%", "1.0", "gemm"]
-    assert lines[10] == ["15.0", "30.0%", "0.5", "copy"]
+    assert lines[4] == ["35.0", "70.0%", "1.0", "gemm"]
     with pytest.raises(ConfigError, match="no GPU activity"):
         summarise([])
-    assert summarise([Activity("a", 5.0, 7.0)]).busy == 2.0
