@@ -25,6 +25,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.bench.workloads import Workload, mixed, uniform
 from nanovllm.cli.options import at_least
 
+NUM_IDS = 10_000  # that prompts are drawn from
 CLOCKS = {"clock": time.perf_counter, "cores": time.process_time}
 
 
@@ -34,26 +35,22 @@ def main() -> None:
     if args.choice == "threads":
         compare_threads(args)
         return
-    values = ("float32", "bfloat16") if args.choice == "dtype" else (0, 1)
     engines = {
-        f"{args.choice} {value}": LLM(
-            args.model, **{args.choice: value}, enable_prefix_caching=False, max_model_len=1200
-        )
-        for value in values
+        value: LLM(args.model, **{args.choice: value}, enable_prefix_caching=False)
+        for value in {"dtype": ("float32", "bfloat16"), "depth": (0, 1)}[args.choice]
     }
-    vocab_size = next(iter(engines.values())).engine.model_config.vocab_size
     for name, workload in {
-        "a prompt of 1,000 tokens": uniform(vocab_size, 1, 1000, 1),
-        "64 tokens at batch 1": uniform(vocab_size, 1, 8, 64),
-        "16 requests of 16 to 128 tokens": mixed(vocab_size, 16, 128, 128, min_len=16),
+        "a prompt of 1,000 tokens": uniform(NUM_IDS, 1, 1000, 1),
+        "64 tokens at batch 1": uniform(NUM_IDS, 1, 8, 64),
+        "16 requests of 16 to 128 tokens": mixed(NUM_IDS, 16, 128, 128, min_len=16),
     }.items():
-        runs = {each: runner(llm, workload) for each, llm in engines.items()}
+        runs = {f"{args.choice} {value}": runner(llm, workload) for value, llm in engines.items()}
         report(name, runs, args.rounds)
 
 
 def compare_threads(args: argparse.Namespace) -> None:
     most = torch.get_num_threads()
-    workload = uniform(10_000, 1, 4, 100)
+    workload = uniform(NUM_IDS, 1, 4, 100)
     runs = {}
     for num_threads in (1, most):
         torch.set_num_threads(num_threads)
@@ -64,14 +61,11 @@ def compare_threads(args: argparse.Namespace) -> None:
 
 
 def runner(llm: LLM, workload: Workload, num_threads: int | None = None) -> Callable[[], None]:
-    params = [
-        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        for count in workload.max_tokens
-    ]
+    options = {"temperature": 0.0, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=count, **options) for count in workload.max_tokens]
 
     def run() -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads or torch.get_num_threads())
         llm.generate(workload.prompts, params, use_tqdm=False)
 
     return run
@@ -79,12 +73,11 @@ def runner(llm: LLM, workload: Workload, num_threads: int | None = None) -> Call
 
 def report(name: str, runs: dict[str, Callable[[], None]], num_rounds: int) -> None:
     for clock, read in CLOCKS.items():
-        rounds = take_turns(runs, num_rounds + 1, read)
-        times = [statistics.median(seconds[1:]) for seconds in rounds.values()]
-        shown = ", ".join(
-            f"{each} {took * 1e3:.0f} ms" for each, took in zip(runs, times, strict=True)
-        )
-        print(f"{name}, by the {clock}: {shown}; ratio {times[1] / times[0]:.2f}", flush=True)
+        rounds = take_turns(runs, num_rounds + 1, read)  # the first warms up
+        times = {each: 1000 * statistics.median(rounds[each][1:]) for each in runs}
+        shown = ", ".join(f"{each} {took:.0f} ms" for each, took in times.items())
+        first, second = times.values()
+        print(f"{name}, by the {clock}: {shown}; ratio {second / first:.2f}", flush=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from benchmarks.report.records import markdown
 from nanovllm.bench.report import check_writable, keep, versions_text
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
@@ -43,14 +42,6 @@ class Run:
     def meets_bars(self) -> bool:
         return self.first <= FIRST_BAR and self.stall <= GAP_BAR
 
-    def cells(self) -> dict[str, str]:
-        return {
-            "first text, s": f"{self.first:.2f}",
-            "median gap, s": f"{self.median_gap:.2f}",
-            "longest gap, in medians": f"{self.stall:.1f}",
-            "whole run, s": f"{self.total:.2f}",
-        }
-
 
 def main() -> int:
     args = parse_args()
@@ -58,14 +49,18 @@ def main() -> int:
     command = [sys.executable, "-m", "nanovllm", "generate", PROMPT, "--max-tokens", "100"]
     command += args.options
     measure(command)
-    runs = [measure(command) for _ in range(args.runs)]
-    for run in runs:
-        times = {"runs": [run.first], "floor": None, **asdict(run)}
-        keep(args.json, case="first-minute", unit="s", options=args.options, **times)
-    print(markdown([run.cells() for run in runs]))
+    runs = []
+    for _ in range(args.runs):
+        runs.append(run := measure(command))
+        print(
+            f"first text {run.first:.2f} s, median gap {run.median_gap:.2f} s, longest "
+            f"{run.stall:.1f} medians, whole run {run.total:.2f} s",
+            flush=True,
+        )
+        keep(args.json, case="first-minute", unit="s", runs=[run.first], floor=None, **asdict(run))
     median = statistics.median(run.first for run in runs)
     num_met = sum(run.meets_bars for run in runs)
-    print(f"\nfirst text after {median:.2f} s; {num_met} of {len(runs)} runs meet both bars")
+    print(f"first text after {median:.2f} s; {num_met} of {len(runs)} runs meet both bars")
     print(f"{os.cpu_count()} cores, {versions_text()}")
     return 0
 

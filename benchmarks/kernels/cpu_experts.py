@@ -77,21 +77,16 @@ def report(
     routing: Routing,
     num_tokens: int,
 ) -> None:
-    num_experts, dtype = len(down), down.dtype
-    x = torch.randn(num_tokens, HIDDEN).to(dtype)
-    logits = torch.randn(num_tokens, num_experts).to(dtype)
+    x, logits = (torch.randn(num_tokens, n).to(down.dtype) for n in (HIDDEN, len(down)))
     num_chosen = len(route(logits, routing)[0].unique())
     chosen = gate_up[:num_chosen], down[:num_chosen]
-    reads = {"sum": lambda: [weight.view(torch.float32).sum() for weight in chosen]}
     runs = {name: partial(run, x, logits) for name, run in candidates.items()}
-    rounds = take_turns({**reads, **runs}, NUM_ROUNDS)
-    times = {name: statistics.median(seconds) for name, seconds in rounds.items()}
+    runs["sum"] = lambda: [weight.view(torch.float32).sum() for weight in chosen]
+    times = {n: statistics.median(each) for n, each in take_turns(runs, NUM_ROUNDS).items()}
     cells = [f"{name} {seconds * 1e3:8.2f}" for name, seconds in times.items()]
     ratio = f"loop / ours {times['loop'] / times['ours']:5.2f}"
     speed = f"{sum(weight.nbytes for weight in chosen) / times['ours'] / 1e9:5.1f} GB/s"
-    place = (
-        f"{str(dtype).removeprefix('torch.'):8s} {num_tokens:4d} tokens, {num_chosen:3d} experts"
-    )
+    place = f"{down.dtype} {num_tokens:4d} tokens, {num_chosen:3d} experts"
     print(f"{place}, ms: {'  '.join(cells)}   {ratio}   {speed}", flush=True)
 
 
