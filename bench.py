@@ -163,13 +163,13 @@ def compared(values: list[float], costs: list[float]) -> list[str]:
 
 def footnote(args: argparse.Namespace, cases: list[Case], device: str) -> str:
     weights = "random weights" if args.load_format == "dummy" else "real weights"
-    sizes = [
-        f"{case.name}: {len(case.workload.prompts)} prompts, {case.workload.num_prompt_tokens:,} "
-        f"tokens in, {case.workload.num_new_tokens:,} out."
-        for case in cases
-    ]
-    about = f"{args.model}, {weights}, {args.dtype}, {device}, {versions_text()}."
-    return " ".join([about, *sizes, f"Medians of {args.repeats} whole runs after a warm-up."])
+    text = f"{args.model}, {weights}, {args.dtype}, {device}, {versions_text()}. Medians of "
+    text += f"{args.repeats} whole runs after a warm-up."
+    for case in cases:
+        work = case.workload
+        text += f" {case.name}: {len(work.prompts)} prompts, {work.num_prompt_tokens:,} tokens in, "
+        text += f"{work.num_new_tokens:,} out."
+    return text
 
 
 def parse_args() -> argparse.Namespace:

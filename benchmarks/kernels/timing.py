@@ -69,7 +69,7 @@ def defect(run: Run, expected: Tensor) -> str | None:
         y = run().float()
     except (TritonError, RuntimeError) as error:  # out of shared memory; the compiler's own
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    y = y.view(-1, *expected.shape).sum(0)  # of parts that are left to be summed
+    y = y.reshape(-1, *expected.shape).sum(0)  # of parts that are left to be summed
     distance = float((y - expected).norm() / expected.float().norm())
     return None if distance < MAX_ERROR else f"wrong by {distance:.1%}"
 

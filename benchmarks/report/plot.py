@@ -17,7 +17,6 @@ from nanovllm.errors import ConfigError
 
 OURS, THEIRS = "#2563eb", "#c3c9d4"
 WIDTH, HEIGHT, BAR, GAP = 190, 110, 36, 8  # of a panel, its tallest bar, a bar, and between bars
-TEXT = '<text x="{x}" y="{y}" font-size="{size}" text-anchor="middle">{text}</text>'
 
 
 def main() -> int:
@@ -49,24 +48,25 @@ def draw(records: list[Record], model: str) -> str:
 
 def draw_panel(left: int, title: str, bars: dict[str, Record]) -> list[str]:
     unit = next(iter(bars.values()))["unit"].partition(",")[0]
-    better = "more" if "tok/s" in unit else "less"
     center, tallest = left + WIDTH / 2, max(each["value"] for each in bars.values())
-    lines = [
-        TEXT.format(x=center, y=16, size=12, text=title),
-        TEXT.format(x=center, y=30, size=10, text=f"{unit}, {better} is better"),
-    ]
+    better = "more" if "tok/s" in unit else "less"
+    lines = [text(center, 16, 12, title), text(center, 30, 10, f"{unit}, {better} is better")]
     x = center - (len(bars) * (BAR + GAP) - GAP) / 2
-    for engine, each in sorted(bars.items(), key=lambda item: item[0] != "nanovllm"):
-        height = HEIGHT * each["value"] / tallest
-        top, middle = 46 + HEIGHT - height, x + BAR / 2
-        color = OURS if engine == "nanovllm" else THEIRS
+    for engine, each in bars.items():
+        height, middle = HEIGHT * each["value"] / tallest, x + BAR / 2
+        top, color = 46 + HEIGHT - height, OURS if engine == "nanovllm" else THEIRS
         place = f'x="{x:.0f}" y="{top:.1f}" width="{BAR}" height="{height:.1f}"'
         lines.append(f'<rect {place} fill="{color}"/>')
-        lines.append(TEXT.format(x=middle, y=f"{top - 3:.1f}", size=9, text=number(each["value"])))
+        lines.append(text(middle, top - 3, 9, number(each["value"])))
         for row, word in enumerate(engine.split(" ", 1)):
-            lines.append(TEXT.format(x=middle, y=58 + HEIGHT + 9 * row, size=8, text=word))
+            lines.append(text(middle, 58 + HEIGHT + 9 * row, 8, word))
         x += BAR + GAP
     return lines
+
+
+def text(x: float, y: float, size: int, content: str) -> str:
+    place = f'x="{x:.0f}" y="{y:.1f}" font-size="{size}" text-anchor="middle"'
+    return f"<text {place}>{content}</text>"
 
 
 if __name__ == "__main__":

@@ -70,13 +70,10 @@ def test_latency_beside_its_floor(folder: Path, capsys: pytest.CaptureFixture[st
     assert output.count("of what is possible") == 2
 
 
-def test_prefill(folder: Path) -> None:
+def test_prefill_and_prefix(folder: Path) -> None:
     (record,) = bench(folder, "prefill --num-seqs 2 --prompt-len 64 --repeats 1")
     assert (record["case"], record["unit"]) == ("prefill-2-64", "tok/s")
-
-
-def test_prefix(folder: Path) -> None:
-    records = bench(folder, "prefix --prefix-len 256 --repeats 1 --bandwidth 1 --tflops 1")
+    _, *records = bench(folder, "prefix --prefix-len 256 --repeats 1 --bandwidth 1 --tflops 1")
     assert [record["case"] for record in records] == ["cold-256", "cached-256"]
     assert records[1]["floor"] < records[0]["floor"]
 

@@ -109,15 +109,6 @@ def test_the_first_minute(tmp_path: Path) -> None:
     assert not Run(first=5.9, median_gap=0.1, longest_gap=0.4, total=9.0).meets_bars
 
 
-@pytest.mark.slow
-def test_loading_on_a_cpu() -> None:
-    result = script("engine.loading", "--gigabytes", "0.2", "--shards", "2", "--dtype", "float32")
-    assert (result.returncode, result.stderr) == (0, "")
-    cold, warm = result.stdout.splitlines()
-    assert cold.startswith("cold: 0.20 GB of files into 0.40 GB in ")
-    assert warm.startswith("warm: 0.20 GB of files into 0.40 GB in ")
-
-
 def test_busy_time_and_gaps() -> None:
     events = [
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100.0, "dur": 40.0},
