@@ -4,8 +4,8 @@
     python -m benchmarks.kernels.cpu_products experts   # a layer of Qwen3-30B-A3B's experts
 
 Weights are random. Projections of all layers run in turn, so that weights come from memory as they
-do in a decode step. Experts are all of them in bfloat16 and half of them in float32; beside them run
-a loop over experts as models are often written, and "sum": how long torch takes to add up the
+do in a decode step. Experts are all of them in bfloat16 and half of them in float32; beside them
+run a loop over experts as models are often written, and "sum": how long torch takes to add up the
 weights of those that were chosen, each of which has to be read once. Medians count.
 """
 

@@ -110,8 +110,8 @@ def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     if not shape.is_summed:
         return packed(x)
     residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)
-    summands = packed.summands(x, residual)
-    return residual if summands is None else summands
+    hidden = packed.add_to(residual, x)
+    return hidden.residual if hidden.update is None else hidden.update
 
 
 def parse_args() -> argparse.Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.pacing import Pacer, StepTime
-from nanovllm.engine.request import FinishReason
+from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.engine.waiting import Waiting
 from nanovllm.sampling_params import NO_TOKEN
 
 
@@ -36,15 +37,19 @@ class Scheduler:
         self.num_preemptions = 0
         self.blocks = blocks
         self.pacer = pacer
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self.running: dict[int, Sequence] = {}  # oldest first; the newest is preempted first
+        self.waiting = Waiting()
+        self.running: dict[
+            int, Sequence
+        ] = {}  # by priority, oldest first; the last is preempted first
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []
         self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
         self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
 
     def add(self, seq: Sequence) -> None:
-        self.waiting[seq.seq_id] = seq
+        self.waiting.add(seq)
+        if self.waiting.first() is seq:
+            self._num_free_to_admit = 0
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step: running sequences first, then as many waiting ones as fit."""
@@ -66,6 +71,7 @@ class Scheduler:
             self.pacer.end(plan)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
+        self._add_logprobs(sampled, result)
         updated: list[Sequence] = []
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
@@ -88,10 +94,14 @@ class Scheduler:
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting.values())
-        for seq in (*self.running.values(), *self.waiting.values()):
+        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting)
+        for seq in (*self.running.values(), *self.waiting):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
             assert seq.finish_reason is None
+
+    @property
+    def _last_running(self) -> Sequence:
+        return self.running[next(reversed(self.running))]
 
     def _schedule_running(self, draft: _Draft) -> None:
         # A row takes at least one token, so no more than the budget's worth need be looked at.
@@ -109,10 +119,10 @@ class Scheduler:
             self._add_row(draft, seq, end)
 
     def _grow(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
-        """Find `seq` its next blocks, preempting the newest sequences if need be, even itself."""
+        """Find `seq` its next blocks, preempting the last sequences if need be, even itself."""
         first_index = len(seq.block_ids)
         while (block_ids := self.blocks.allocate(seq, num_tokens)) is None:
-            victim = self.running[next(reversed(self.running))]
+            victim = self._last_running
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -123,8 +133,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Give up everything but the tokens; the sequence is recomputed when there is room."""
         self._leave_running(seq)
-        self.waiting[seq.seq_id] = seq
-        self.waiting.move_to_end(seq.seq_id, last=False)
+        self.waiting.add(seq, is_first=True)
         self._num_free_to_admit = 0
         self.num_preemptions += 1
 
@@ -132,19 +141,22 @@ class Scheduler:
         while self.waiting and draft.budget and self._free_slots:
             if self.blocks.num_free < self._num_free_to_admit:
                 return
-            seq = next(iter(self.waiting.values()))
+            seq = self.waiting.first()
             if seq.num_pending:  # preempted with its newest token still on the device
                 return
             num_needed = self.blocks.admit(seq)
             self._num_free_to_admit = num_needed or 0
             if num_needed is not None:
                 return
-            del self.waiting[seq.seq_id]
+            self.waiting.remove(seq)
             self._enter_running(seq, draft)
 
     def _enter_running(self, seq: Sequence, draft: _Draft) -> None:
         seq.slot = self._free_slots.pop()
+        is_last = not self.running or seq.priority >= self._last_running.priority
         self.running[seq.seq_id] = seq
+        if not is_last:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         if len(seq.token_ids) == seq.num_prompt_tokens:
             seq.num_cached = seq.num_computed
         token_ids = np.array(seq.token_ids, np.int32)
@@ -213,10 +225,22 @@ class Scheduler:
         elif num_tokens >= seq.max_len:
             self._end(seq, "length")
 
+    def _add_logprobs(self, sampled: list[Sequence], result: StepResult) -> None:
+        columns = (result.logprob_ids, result.logprobs, result.ranks)
+        known = [column.tolist() for column in columns if column is not None]
+        if not known:
+            return
+        asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
+        rows = zip(asking, *known, strict=True)
+        for seq, token_ids, logprobs, rank in rows:
+            if seq.finish_reason is None:
+                end = 1 + (seq.request.params.logprobs or 0)
+                seq.logprobs.append(TokenLogprobs(token_ids[:end], logprobs[:end], rank))
+
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         if seq.slot == NO_SLOT:
-            del self.waiting[seq.seq_id]
+            self.waiting.remove(seq)
             self._num_free_to_admit = 0  # the head may have changed
         else:
             self._leave_running(seq)

@@ -26,7 +26,7 @@ class Column:
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
-    width: int | None = None  # None: one, and the table has no second dimension
+    width: int | None = None
 
     @property
     def num_words(self) -> int:
