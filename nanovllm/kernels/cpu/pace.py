@@ -15,7 +15,7 @@ class Pace:
     """Chooses between all threads and one, by what the last runs took.
 
     A thread that has lost its core for a moment makes all others wait, in every kernel anew: then
-    one thread alone is several times faster. benchmarks/cpu_busy_cores.py measures it.
+    one thread alone is several times faster. benchmarks/engine/cpu_choices.py measures it.
     """
 
     def __init__(self, num_threads: int) -> None:
