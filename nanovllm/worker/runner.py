@@ -36,6 +36,8 @@ class ModelRunner:
         """Queue a step; the tables already hold what the next one will read."""
         for part in (self.tables, self.edits, self.logprobs, self.prompt_logprobs):
             part.update(plan)
+        if plan.block_copies:
+            self.eager.copy_blocks(plan)
         results: dict[str, Tensor] = {}
         if rows := self.prompt_logprobs.wanted(plan):
             logits, scores = self.prompt_logprobs.run(plan, rows)
