@@ -60,6 +60,11 @@ class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass tak
     # [tokens, hidden], or the partial sums of a split-K product: float32 [splits, tokens, hidden].
     update: Tensor | None = None
 
+    def select(self, tokens: Tensor) -> Hidden:
+        """Copy the states of some tokens."""
+        update = None if self.update is None else self.update.index_select(-2, tokens)
+        return Hidden(self.residual.index_select(0, tokens), update)
+
 
 class PackedLinear(Protocol):
     """A projection as the device runs it."""
