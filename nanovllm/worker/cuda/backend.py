@@ -83,8 +83,8 @@ class CudaBackend:
         stamp.touch()
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        tables, platform = eager.tables, self.platform
-        edits, sampler = LogitsEdits(platform), self.sampler(tables)
+        tables = eager.tables
+        edits, sampler = LogitsEdits(tables), self.sampler(tables)
         attention = self._graphed_attention()
         if attention is None:
             return ModelRunner(tables, edits, eager, sampler)

@@ -1,13 +1,14 @@
 """Cases for the paged attention kernels, and a script that runs small ones where Triton runs.
 
-TRITON_INTERPRET=1 python -m tests.kernels.cuda.interpreted.paged_attention_cases decode|prefill|tma
+TRITON_INTERPRET=1 python -m tests.interpreted \\
+    tests.kernels.cuda.interpreted.paged_attention_cases
 """
 
 from __future__ import annotations
 
 import math
 import random
-import sys
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, paged_prefill
 from nanovllm.kernels.cuda.attention_tma import tma_prefill
 from nanovllm.kernels.torch_ops import reference_attention
 
+KINDS = ("decode", "prefill", "tma")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 GARBAGE = {torch.float32: 1e30, torch.float16: 6e4, torch.bfloat16: 1e30}
 GROUPS = (1, 2, 4, 7, 8, 16, 20)
@@ -257,17 +259,14 @@ def edge_cases(kind: str) -> list[Case]:
 
 
 def main() -> None:
-    kind = sys.argv[1]
     torch.set_num_threads(1)
     dtypes = [torch.float32, torch.float32, torch.float16]
-    cases = edge_cases(kind) + sample(kind, 14, dtypes, SMALL)  # every group twice
-    for case in cases:
-        try:
+    for kind in KINDS:
+        for case in edge_cases(kind) + sample(kind, 14, dtypes, SMALL):  # every group twice
+            start = time.process_time()
+            print(kind, case, flush=True)
             verify(case, kind, "cpu")
-        except Exception:
-            print(f"{kind} failed for {case}", file=sys.stderr)
-            raise
-    print(f"{len(cases)} cases")
+            print(f"    {time.process_time() - start:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
