@@ -92,9 +92,10 @@ class StepTime:
             return 0
         slope = self._per_token + self._per_key + self._per_pair * (start + 0.5)
         root = slope + math.sqrt(slope**2 + 2 * self._per_pair * seconds)
-        if root * self._num_tokens < 2 * seconds:
-            return max(0, self._num_tokens)
-        return max(0, min(self._num_tokens, int(2 * seconds / root)))
+        has_time_for_all = (
+            root * self._num_tokens <= 2 * seconds
+        )  # root is 0 while nothing is known
+        return max(0, self._num_tokens if has_time_for_all else int(2 * seconds / root))
 
 
 class Pacer:
