@@ -25,7 +25,7 @@ MAX_GROWTH = 2  # times the tokens of the largest step so far: beyond, nothing i
 
 _NUM_CLASSES = 32  # of steps, by the power of two that their prompt tokens reach
 _NEWEST_SHARE = 0.05  # of a step in what is known of its class: some twenty count
-_LOWER_AIM, _RAISE_AIM = 0.98, 1.0004  # in balance when one full step in fifty is too long
+_LOWER_AIM, _RAISE_AIM = 0.95, 1.001  # in balance when one full step in fifty is too long
 _AIMS = 0.5, 1.5
 
 Sizes = npt.NDArray[np.float64]  # [4]: 1, tokens, keys, pairs
