@@ -8,6 +8,15 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token, whatever was then sampled."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    decoded_token: str | None  # None without a tokenizer
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput(Mapping[str, Any]):
     """The answer to one prompt; also a mapping, as in `output["text"]` or `dict(output)`."""
 
@@ -21,6 +30,10 @@ class RequestOutput(Mapping[str, Any]):
     time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
+    # If asked for: of every token, by token id; the token itself first, then the likeliest ones.
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)
@@ -36,6 +49,16 @@ class RequestOutput(Mapping[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """How likely the model finds a continuation of a prompt."""
+
+    logprob: float  # of all its tokens
+    token_logprobs: list[float]
+    token_ids: list[int]
+    is_greedy: bool  # whether each token is the likeliest
+
+
+@dataclass(frozen=True, slots=True)
 class StreamPiece:
     """New text and tokens of one streamed request; `output` is set on its last piece."""
 
@@ -43,6 +66,7 @@ class StreamPiece:
     text: str
     token_ids: list[int]
     output: RequestOutput | None
+    logprobs: list[dict[int, Logprob]] | None = None  # of token_ids, if asked for
     index: int = 0  # of the prompt among those given to `LLM.stream`
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
 
+MAX_LOGPROBS = 100  # a position
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
@@ -41,6 +42,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
     priority: int = 0  # lower is served first
+    logprobs: int | None = None  # of each output token, and of so many of the likeliest
+    prompt_logprobs: int | None = None  # the same of each prompt token
 
     def __post_init__(self) -> None:
         unwrap_numbers(self)
@@ -61,7 +64,8 @@ class SamplingParams:
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; for greedy use temperature=0")
         self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for no limit")
-        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        fits = self.max_tokens >= (1 if self.prompt_logprobs is None else 0)
+        self._require("max_tokens", fits, "at least 1, or 0 with prompt_logprobs")
         fits = 0 <= self.min_tokens <= self.max_tokens
         self._require("min_tokens", fits, f"in [0, max_tokens={self.max_tokens}]")
         is_64_bit = self.seed is None or -(2**63) <= self.seed < 2**64
@@ -83,6 +87,9 @@ class SamplingParams:
         is_valid = allowed is None or min(allowed, default=-1) >= 0
         self._require("allowed_token_ids", is_valid, "at least one id, none below 0")
         self._require("bad_words", all(self.bad_words), "non-empty strings")
+        for name in ("logprobs", "prompt_logprobs"):
+            is_valid = getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS
+            self._require(name, is_valid, f"in [0, {MAX_LOGPROBS}]")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 

@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Live:
     is_streaming: bool
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+    new_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of those
 
 
 class Front:
@@ -75,7 +76,7 @@ class Front:
         self._check_params(params)
         if cache_salt is not None:
             check_text("cache_salt", cache_salt)
-        text, token_ids = self._encode(prompt)
+        token_ids = self.token_ids_of(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         detokenizer = None
@@ -92,14 +93,17 @@ class Front:
             cache_salt,
             is_streaming=is_streaming or detokenizer is not None,
         )
-        return Live(request, text, is_streaming, detokenizer)
+        return Live(request, prompt if isinstance(prompt, str) else None, is_streaming, detokenizer)
 
     def collect(
         self, step: CoreStep, finish: Callable[[int, FinishReason], Ending | None]
     ) -> StepOutput:
         """Turn what a step of the core brought into text; `finish` ends what a stop string ends."""
         endings = {ending.seq_id: ending for ending in step.endings}
-        for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
+        columns = step.seq_ids, step.token_ids, step.logprobs
+        for seq_id, token_id, logprobs in zip(*columns, strict=True):
+            if logprobs is not None:
+                self.live[seq_id].new_logprobs.append(self._as_dict(logprobs))
             if self.push(self.live[seq_id], token_id):
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
                 assert ending is not None
@@ -126,6 +130,13 @@ class Front:
         else:
             tokenizer = self.tokenizer
             text = "" if tokenizer is None else decode(tokenizer, token_ids, request.params)
+        logprobs = cumulative = None
+        if request.params.logprobs is not None:
+            logprobs = [self._as_dict(each) for each in ending.logprobs]
+            cumulative = sum(each.logprobs[0] for each in ending.logprobs)
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *map(self._as_dict, ending.prompt_logprobs)]
         first = ending.first_token_time
         return RequestOutput(
             seq_id=ending.seq_id,
@@ -138,7 +149,22 @@ class Front:
             time_to_first_token=first - request.arrival_time if first else 0.0,
             duration=ending.end_time - request.arrival_time,
             error=why_broken(request.params) if ending.finish_reason == "error" else None,
+            logprobs=logprobs,
+            cumulative_logprob=cumulative,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
+        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
+        entries = {}
+        for token_id, logprob, rank in zip(
+            logprobs.token_ids, logprobs.logprobs, ranks, strict=True
+        ):
+            if token_id not in entries:
+                text = None if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+                entries[token_id] = Logprob(logprob, rank, text)
+        return entries
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Tokenise text. Safe in any thread."""
@@ -147,22 +173,22 @@ class Front:
             ids: list[int] = self.tokenizer.encode(text, **options)
         return ids
 
-    def _encode(self, prompt: str | list[int]) -> tuple[str | None, array[int]]:
+    def token_ids_of(self, prompt: str | list[int], **options: Any) -> array[int]:
+        """Check a prompt and tokenise it, if it is a text. Safe in any thread."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
                 )
             check_text("the prompt", prompt)
-            ids = self.encode(prompt)
+            ids = self.encode(prompt, **options)
         elif isinstance(prompt, list):
             ids = prompt
         else:
             raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
         if not ids:
             raise RequestError("the prompt is empty; give it at least one token")
-        token_ids = to_token_ids(ids, self._vocab_size)
-        return (prompt if isinstance(prompt, str) else None), token_ids
+        return to_token_ids(ids, self._vocab_size)
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -207,7 +233,8 @@ def _piece(live: Live, outputs: dict[int, RequestOutput]) -> StreamPiece:
     token_ids, live.new_token_ids = live.new_token_ids, []
     text = live.detokenizer.take() if live.detokenizer is not None else ""
     seq_id = live.request.seq_id
-    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id))
+    logprobs, live.new_logprobs = live.new_logprobs, []
+    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id), logprobs or None)
 
 
 def check_text(name: str, text: object) -> None:

@@ -28,6 +28,20 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one position: its own token first, then the likeliest ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of its own token, from 1
+
+    def cut(self, num_best: int | None) -> TokenLogprobs:
+        """Keep no more of the likeliest than were asked for; others of the step may want more."""
+        end = 1 + (num_best or 0)
+        return TokenLogprobs(self.token_ids[:end], self.logprobs[:end], self.rank)
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """A sequence is over: all that it generated, and why it ended."""
 
@@ -37,6 +51,8 @@ class Ending:
     num_cached_tokens: int
     first_token_time: float  # 0.0 when there was no token
     end_time: float
+    logprobs: list[TokenLogprobs]  # of every token, if they were asked for
+    prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +65,6 @@ class CoreStep:
     seq_ids: list[int]
     token_ids: list[int]
     endings: list[Ending]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0

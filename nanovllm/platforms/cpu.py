@@ -25,7 +25,7 @@ class CpuPlatform:
     """Runs each step inside `submit`, so a pipeline deeper than 0 would only delay results."""
 
     device = torch.device("cpu")
-    depth = 0  # benchmarks/cpu_depth.py
+    depth = 0  # benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
 
     def __init__(self, num_ranks: int = 1, features: CpuFeatures | None = None) -> None:
@@ -63,14 +63,14 @@ class CpuPlatform:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
-    def fill(self, slot: Tensor, rows: Tensor) -> None:
-        slot.copy_(rows)
+    def fill(self, target: Tensor, rows: Tensor) -> None:
+        target.copy_(rows)
 
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        return Pending(tokens.numpy)
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
     def release(self) -> None:
         pass

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from benchmarks.plan_broadcast import decode_rows, long_prompts
+from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.executor.codec import decode_plan, decode_result, encode_plan, encode_result
 from nanovllm.sampling_params import SamplingParams
@@ -26,6 +26,13 @@ def test_results(shape: tuple[int, int]) -> None:
         assert got.tokens.dtype == np.int32
         assert got.tokens.shape == shape
         assert got.tokens.tolist() == tokens.tolist()
+        assert got.ranks is None
+    sent = StepResult(tokens, tokens + 1, (tokens / 7).astype(np.float32), tokens[:, 0])
+    got = decode_result(bytearray(b"".join(encode_result(sent))))
+    for field in fields(StepResult):
+        mine, theirs = getattr(sent, field.name), getattr(got, field.name)
+        assert mine.dtype == theirs.dtype
+        assert mine.tolist() == theirs.tolist()
 
 
 def assert_equal(plan: StepPlan, other: StepPlan) -> None:

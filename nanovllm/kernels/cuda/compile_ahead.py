@@ -62,7 +62,7 @@ def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
             for _ in range(num_processes):
                 processes.append(_start_process())
                 pool.submit(_feed, processes[-1], kernels)
-            _collect(work, kernels)
+            _collect(work, kernels, knobs.runtime)
         except BaseException:
             for process in processes:
                 process.kill()
@@ -125,26 +125,29 @@ def _feed(process: subprocess.Popen[str], kernels: Kernels) -> None:
                 return
 
 
-def _collect(work: Callable[[], object], kernels: Kernels) -> None:
-    """Run `work` in this thread without its launches, and note each kernel once."""
+def _collect(work: Callable[[], object], kernels: Kernels, hooks: Any) -> None:
+    """Run `work` in this thread without its launches, and note each kernel once.
+
+    Triton has one set of hooks for a process, so ours leaves other threads' launches alone.
+    """
     device = driver.active.get_current_target()
     target = [device.backend, device.arch, device.warp_size]
     thread, seen = threading.get_ident(), set()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         if threading.get_ident() != thread:
-            return False  # another engine's, which needs it now
+            return False
         specialization = compile["specialization_data"]
         if specialization not in seen:
             seen.add(specialization)
             kernels.put(json.dumps([fn.module, fn.name, target, specialization]))
         return True  # do not compile, and hence do not launch
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    before, hooks.jit_cache_hook = hooks.jit_cache_hook, note
     try:
         work()
     finally:
-        knobs.runtime.jit_cache_hook = before
+        hooks.jit_cache_hook = before
 
 
 def _by_path(paths: list[list[int]], values: Any) -> dict[tuple[int, ...], Any]:

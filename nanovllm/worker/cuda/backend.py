@@ -20,7 +20,6 @@ from nanovllm.worker.cuda.decode_graphs import GraphedSteps, graph_bytes
 from nanovllm.worker.cuda.prefill_graphs import GraphedChunks, chunk_sizes
 from nanovllm.worker.cuda.sampler import TritonSampler
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.logits_edits import LogitsEdits
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
 
@@ -80,19 +79,18 @@ class CudaBackend:
             return
         logger.warning("Compiling the CUDA kernels: 10 to 30 seconds, once on this machine")
         compile_ahead(lambda: self._every_step(largest_step()), num_processes)
+        stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.touch()
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        tables = eager.tables
-        edits, sampler = LogitsEdits(tables), self.sampler(tables)
-        attention = self._graphed_attention()
+        sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
-            return ModelRunner(tables, edits, eager, sampler)
+            return ModelRunner(eager, eager, sampler)
         graphed = self._graphed_steps(eager, attention, sampler)
         graphed.capture_first()
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(tables, edits, graphed, graphed.sample, check)
+        return ModelRunner(eager, graphed, graphed.sample, check)
 
     def _every_step(self, eager: EagerForward) -> None:
         if (attention := self._graphed_attention()) is not None:

@@ -1,0 +1,157 @@
+"""How fast weights load, and how much memory that takes beyond the weights themselves.
+
+    python -m benchmarks.engine.loading [--gigabytes 1] [--shards 4] [--dtype float32]
+        [--device cpu] [--ranks 2]
+
+Writes a bf16 checkpoint of random weights into a temporary folder and loads it in fresh processes:
+cold, with the files out of the page cache where the system takes such advice, and warm. Memory is
+what the process holds (VmRSS before the model is made, VmHWM, its peak, when the last weight is in
+place). Pages of a mapped file count as long as they are mapped, although the system may take them.
+With --ranks, the first of several ranks loads its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.layers.build import Build
+from nanovllm.models.registry import build_model, read_config
+from nanovllm.platforms import create_platform
+from nanovllm.worker.loader import expected_tensors, load_weights
+
+GB = 1e9
+HIDDEN, VOCAB = 1024, 32_000
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 4 * HIDDEN,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+LAYER_BYTES = 2 * (4 * HIDDEN**2 + 3 * 4 * HIDDEN**2 + 2 * HIDDEN)
+OTHER_BYTES = 2 * (2 * VOCAB * HIDDEN + HIDDEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    file_bytes: int
+    weight_bytes: int  # in the dtype and on the device they were loaded to
+    seconds: float
+    held_bytes: int  # by the process before
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        beyond = (self.peak_bytes - self.file_bytes) / GB
+        return (
+            f"{self.file_bytes / GB:.2f} GB of files into {self.weight_bytes / GB:.2f} GB in "
+            f"{self.seconds:.2f} s: {self.file_bytes / GB / self.seconds:.2f} GB/s; "
+            f"peak {self.peak_bytes / GB:.2f} GB, which is {beyond:.2f} more than the files "
+            f"({self.held_bytes / GB:.2f} before loading)"
+        )
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        write_checkpoint(Path(name), args.gigabytes, args.shards)
+        for kind in ("cold", "warm"):
+            if kind == "cold":
+                drop_from_memory(Path(name))
+            load = load_in_process(Path(name), args.dtype, args.device, args.ranks)
+            print(f"{kind}: {load}", flush=True)
+    return 0
+
+
+def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
+    """Write about so many bytes; the first and last tensors, by name, are the largest."""
+    num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
+    write_random_weights(folder, CONFIG | {"num_hidden_layers": num_layers}, num_shards)
+
+
+def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) -> None:
+    """Write a checkpoint in the config's shapes and dtype."""
+    (folder / "config.json").write_text(json.dumps(config))
+    model_config = read_config(config)
+    dtype = getattr(torch, model_config.dtype)
+    build = Build(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
+    expected = expected_tensors(build_model(model_config, 64, build))
+    names = sorted(expected)
+    for i in range(num_shards):
+        own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
+        tensors = {n: torch.empty(expected[n].shape, dtype=dtype).normal_(std=0.02) for n in own}
+        save_file(tensors, folder / f"model-{i + 1:05}-of-{num_shards:05}.safetensors")
+
+
+def drop_from_memory(folder: Path) -> None:
+    """Have the files read from the disk again, where the system takes such advice."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
+    """A fresh process, whose peak is its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, folder, dtype, device, num_ranks).result()
+
+
+def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
+    checkpoint, platform = (
+        find_checkpoint(str(folder), need_tokenizer=False),
+        create_platform(device),
+    )
+    first = TPGroup(0, num_ranks)
+    build = Build(platform.device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first)
+    held_bytes = resident_bytes("VmRSS")
+    with torch.inference_mode(), platform.in_order():
+        model = build_model(read_config(checkpoint.config), 64, build)
+        weight_bytes = sum(tensor.nbytes for tensor in expected_tensors(model).values())
+        start = time.perf_counter()
+        load_weights(model, checkpoint, platform)
+        seconds = time.perf_counter() - start
+    file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
+    return Load(file_bytes, weight_bytes, seconds, held_bytes, resident_bytes("VmHWM"))
+
+
+def resident_bytes(name: str) -> int:
+    """Not from getrusage, whose peak a process inherits from the one that started it."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[name].split()[0]) * 1024
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=1.0, help="size of the files (default: 1)")
+    add("--shards", type=int, default=4, help="number of files (default: 4)")
+    add("--dtype", default="bfloat16", help="to load into (default: bfloat16, as stored)")
+    add("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
+    add("--ranks", type=int, default=1, help="that share the weights (default: 1)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What scheduling costs in Python per row and step, with an executor that does nothing.
+
+    python -m benchmarks.engine.scheduler_cost
+
+A step is schedule + submit + commit at depth 1; the bar is 3 us per row at 256 and at 1,024 rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+
+import numpy as np
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.sampling_params import SamplingParams
+
+NUM_STEPS = 100
+
+
+class InstantExecutor:
+    """Every row samples token 5, at once."""
+
+    def start(self) -> ExecutorInfo:
+        return ExecutorInfo(0, 1, "none", "none")
+
+    def submit(self, plan: StepPlan) -> InstantExecutor:
+        self._num_sampled = int(np.count_nonzero(plan.num_logits))
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(np.full((self._num_sampled, 1), 5, np.int32))
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> None:
+    for num_rows in (64, 256, 1024):
+        print(f"{num_rows:5d} rows: {microseconds_per_row(num_rows):.2f} us per row and step")
+
+
+def microseconds_per_row(num_rows: int) -> float:
+    """Median over rounds of steady decode, blocks growing and prefixes being hashed on the way."""
+    scheduler = Scheduler(BlockManager(64 * num_rows, 32, True), num_rows, 16384)
+    core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
+    params = SamplingParams(max_tokens=2000)
+    for seq_id in range(num_rows):
+        prompt = array("i", [seq_id + 1] * 16)
+        core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
+    for _ in range(5):
+        core.step()
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            core.step()
+        rounds.append((time.perf_counter() - start) / NUM_STEPS / num_rows)
+    return statistics.median(rounds) * 1e6
+
+
+if __name__ == "__main__":
+    main()
