@@ -77,10 +77,20 @@ class GraphedChunks:
         self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
         self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
 
-    def capture(self, size: ChunkSize) -> None:
-        """Record a size, with columns of zeros: no sequence is there yet that they could harm."""
-        replay, logits = self.platform.record(partial(self._run_model, size))
-        self._graphs[size] = replay, self.platform.borrow(logits)
+    def run_every_size(self) -> None:
+        for size in self.sizes:
+            self._run_model(size)
+
+    def graph(self, size: ChunkSize) -> tuple[Callable[[], None], Tensor]:
+        """Return the graph of a size and its logits; it is recorded when it is first asked for.
+
+        Recording runs what the columns say: a step, which may run twice, or, before any sequence is
+        there, zeros, which harm none.
+        """
+        if size not in self._graphs:
+            replay, logits = self.platform.record(partial(self._run_model, size))
+            self._graphs[size] = replay, self.platform.borrow(logits)
+        return self._graphs[size]
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:
         """Run a step, or return None if it is too large."""
@@ -89,7 +99,7 @@ class GraphedChunks:
             return None
         columns = chunk_columns(size, plan, self.num_slots)
         self._columns[: len(columns)].copy_(self.platform.upload(columns))
-        replay, logits = self._graphs[size]
+        replay, logits = self.graph(size)
         replay()
         return self.eager.step_logits(logits[: int((plan.num_logits > 0).sum())], plan)
 

@@ -140,7 +140,7 @@ def test_padded_steps_equal_transformers(
         with torch.inference_mode():
             chunks = GraphedChunks(eager, attention, platform, max_tokens, 128)
             for size in chunks.sizes[::-1]:
-                chunks.capture(size)
+                chunks.graph(size)
         num_chunks = 0
 
         def forward(plan: StepPlan) -> StepLogits:
