@@ -89,7 +89,7 @@ def test_min_tokens_rule_out_stop_tokens(tiny: Any, device: str, max_num_seqs: i
     """Greedy, beside rows without a minimum, as transformers does it with min_new_tokens."""
     checkpoint, prompts = tiny("qwen3"), make_prompts()[:10]
     stop_token_ids = list(range(0, VOCAB_SIZE, 2))
-    minimums = [0, 1, 5, 11, 20, 0, 3, 7, 2, 19]
+    minimums = [0, 1, 5, 11, MAX_TOKENS, 0, 3, 7, 2, MAX_TOKENS - 1]
     params = [
         SamplingParams(
             temperature=0,
