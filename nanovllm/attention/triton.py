@@ -106,8 +106,10 @@ class TritonAttention:
         zeros are written; prompts [4, rows] slot, first token, number of tokens, which may be 0,
         and context length.
         """
-        slots, tokens, context_lens = singles
-        decode = SingleRows(slots, context_lens, tokens, None, max_context)
+        decode = None
+        if singles.shape[1]:
+            slots, tokens, context_lens = singles
+            decode = SingleRows(slots, context_lens, tokens, None, max_context)
         slots, query_starts, query_lens, context_lens = prompts
         prefill = PrefillRows(
             slots, query_starts, query_lens, context_lens, max_query_len, max_context
@@ -167,6 +169,19 @@ class TritonAttention:
             begun = torch.empty(len(q) * num_heads * (head_dim + 2), device=q.device)
             attend_shared(q, cache.k, cache.v, block_table, groups, members, begun, spec.scale)
         paged_decode(
-            *(q, cache.k, cache.v, block_table, rows.slots, rows.context_lens, rows.query_index),
-            *(out, spec.scale, spec.window, num_splits, partial, rows.order, lens, begun),
+            q,
+            cache.k,
+            cache.v,
+            block_table,
+            rows.slots,
+            rows.context_lens,
+            rows.query_index,
+            out,
+            spec.scale,
+            spec.window,
+            num_splits,
+            partial,
+            rows.order,
+            lens,
+            begun,
         )

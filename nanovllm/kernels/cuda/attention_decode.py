@@ -224,11 +224,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _first_key(length, shared_lens, row, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first key that is left to attend to."""
-    if shared_lens is None:
-        first = window_start(length - 1, WINDOW)
-    else:
-        first = tl.load(shared_lens + row)
-    return first
+    return window_start(length - 1, WINDOW) if shared_lens is None else tl.load(shared_lens + row)
 
 
 @triton.jit

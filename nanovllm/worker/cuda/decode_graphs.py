@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.attention.base import DecodeRows, GraphedAttention
+from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
+from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.elementwise import gather_decode
 from nanovllm.kernels.ops import SamplingVariant
@@ -20,6 +21,7 @@ from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.cuda.prefill_graphs import GraphedChunks
 from nanovllm.worker.cuda.sampler import TritonSampler
+from nanovllm.worker.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.input_buffers import VARIANTS, is_decode
 
@@ -50,6 +52,7 @@ class StepGraphs:
 
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
+    run_shared: Callable[[], None] | None  # the same for rows that share their first keys
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
     samplers: dict[SamplingVariant, tuple[Callable[[], None], Tensor]]
 
@@ -88,6 +91,10 @@ class GraphedSteps:
         is_whole = step is not None and step.suits(*self._kv)
         self.max_whole_context = step.max_context if step is not None and is_whole else 0
         self._graphs: dict[int, StepGraphs] = {}
+        buffers = eager.buffers
+        self._shared = SharedPrefixes(
+            platform, num_slots, buffers.block_table.shape[1], buffers.block_size
+        )
 
     def capture(self, show_progress: bool) -> None:
         """Record every size, those with the most logits first: the others use their memory."""
@@ -98,6 +105,7 @@ class GraphedSteps:
             capture()
 
     def __call__(self, plan: StepPlan) -> StepLogits:
+        self._shared.enter(plan.new_rows)
         if not is_decode(plan):
             step = None if self.chunks is None else self.chunks(plan)
             return self.eager(plan) if step is None else step
@@ -105,11 +113,12 @@ class GraphedSteps:
         self._send_slots(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
         graphs = self._graphs[size]
-        run_whole = graphs.run_whole
-        if run_whole is None or plan.starts[0] >= self.max_whole_context:
-            graphs.run_model()
+        if graphs.run_whole is not None and plan.starts[0] < self.max_whole_context:
+            graphs.run_whole()
+        elif graphs.run_shared is not None and self._shared.find(plan.slots):
+            graphs.run_shared()
         else:
-            run_whole()
+            graphs.run_model()
         return self._step_logits(graphs.logits, num_rows, size)
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
@@ -128,12 +137,14 @@ class GraphedSteps:
             variant: self.platform.record(partial(self.sampler.sample, step, variant))
             for variant in VARIANTS
         }
-        run_whole = None
+        run_whole = run_shared = None
         if size == 1 and self.max_whole_context > 0:
             run_whole, _ = self.platform.record(partial(self._run_whole, logits))
+        if size >= MIN_ROWS and isinstance(self.attention, TritonAttention):
+            run_shared, _ = self.platform.record(partial(self._run_shared, size, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
-        self._graphs[size] = StepGraphs(run_model, run_whole, logits, samplers)
+        self._graphs[size] = StepGraphs(run_model, run_whole, run_shared, logits, samplers)
 
     def _step_logits(self, logits: Tensor, num_rows: int, size: int) -> StepLogits:
         return StepLogits(
@@ -145,10 +156,13 @@ class GraphedSteps:
         host = np.full_like(self._host_slots, self._padding)
         host[: len(slots)] = slots
         if not np.array_equal(host, self._host_slots):
-            self._slots.copy_(self.platform.upload(host))
+            self.platform.send(host, self._slots)
             self._host_slots = host
 
-    def _run_model(self, size: int) -> Tensor:
+    def _run_shared(self, size: int, logits: Tensor) -> Tensor:
+        return logits.copy_(self._run_model(size, self._shared.rows(size)))
+
+    def _run_model(self, size: int, shared: SharedRows | None = None) -> Tensor:
         eager, buffers = self.eager, self.eager.buffers
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
@@ -164,7 +178,9 @@ class GraphedSteps:
             context_lens,
             order,
         )
-        rows = DecodeRows(buffers.block_table, slots, context_lens, order, self.max_model_len)
+        rows = DecodeRows(
+            buffers.block_table, slots, context_lens, order, self.max_model_len, shared
+        )
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 

@@ -1,6 +1,6 @@
 """Cases for the paged attention kernels, and a script that runs small ones where Triton runs.
 
-TRITON_INTERPRET=1 python -m tests.kernels.cuda.interpreted.paged_attention_cases decode|prefill|tma|shared
+TRITON_INTERPRET=1 python -m tests.kernels.cuda.interpreted.paged_attention_cases decode
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def edge_cases(kind: str) -> list[Case]:
             Case(((0, 0), (0, 1))),
         ]
     if kind == "shared":
-        rows = tuple((length - 1, 1) for length in EDGES[::2]) + ((0, 0),)
+        rows = (*((length - 1, 1) for length in EDGES[::2]), (0, 0))
         several = Case(rows, num_kv_heads=1, block_size=16, num_shared=2)
         small = PrefillConfig(lines=16, tile=16, num_warps=4, num_stages=2, pairs=1)
         return [
