@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.sampling import (
-    SamplingTables,
-    sample_tokens,
-    sampling_workspace,
-)
-from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.kernels.cuda.sampling import sample_tokens, sampling_workspace
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import SamplingColumns
 
+FULL = Sampling.NOISE | Sampling.MIN_P | Sampling.TOP
 VOCAB_SIZE = 151_936
 BYTES_PER_MS = 4.28e9  # what a device copy moves on an H200
 NUM_REPLAYS = 20
@@ -29,7 +27,7 @@ NUM_REPLAYS = 20
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    variant: SamplingVariant
+    asked: Sampling
     temperature: float = 0.6
     top_k: int = 0
     top_p: float = 1.0
@@ -38,13 +36,13 @@ class Case:
 
 
 CASES = (
-    Case("greedy", "greedy", temperature=0.0),
-    Case("plain", "plain"),
-    Case("min_p", "min_p", min_p=0.05),
-    Case("full, top_k 20, top_p 0.95", "full", top_k=20, top_p=0.95),
-    Case("full, top_p 0.95, peaked", "full", top_p=0.95),
-    Case("full, top_p 0.95, flat", "full", top_p=0.95, temperature=1.0, scale=1.0),
-    Case("full, nothing to cut", "full"),
+    Case("greedy", Sampling.GREEDY, temperature=0.0),
+    Case("plain", Sampling.NOISE),
+    Case("min_p", Sampling.NOISE | Sampling.MIN_P, min_p=0.05),
+    Case("full, top_k 20, top_p 0.95", FULL, top_k=20, top_p=0.95),
+    Case("full, top_p 0.95, peaked", FULL, top_p=0.95),
+    Case("full, top_p 0.95, flat", FULL, top_p=0.95, temperature=1.0, scale=1.0),
+    Case("full, nothing to cut", FULL),
 )
 
 
@@ -65,13 +63,13 @@ def time_case(case: Case, num_rows: int) -> float:
     logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda", generator=generator) * case.scale
     logits = logits.bfloat16()
     slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    tables = tables_of(case, num_rows)
+    columns = columns_of(case, num_rows)
     out = torch.empty_like(slots)
     workspace = sampling_workspace(num_rows, VOCAB_SIZE, "cuda")
     spoiler = torch.empty(1 << 26, dtype=torch.int32, device="cuda")  # several times the L2 cache
 
     def step() -> None:
-        sample_tokens(logits, slots, tables, slots, case.variant, out, workspace)
+        sample_tokens(logits, slots, columns, slots, case.asked, out, workspace)
 
     step()
     torch.cuda.synchronize()
@@ -81,11 +79,11 @@ def time_case(case: Case, num_rows: int) -> float:
     return statistics.median(time_replay(graph, spoiler) for _ in range(NUM_REPLAYS))
 
 
-def tables_of(case: Case, num_rows: int) -> SamplingTables:
+def columns_of(case: Case, num_rows: int) -> SamplingColumns:
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device="cuda")
 
-    return SamplingTables(
+    return SamplingColumns(
         column(case.temperature),
         column(case.top_k, torch.int32),
         column(case.top_p),

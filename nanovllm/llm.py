@@ -15,7 +15,8 @@ from tqdm import tqdm
 from nanovllm.chat_template import ChatTemplate
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_thread import EngineThread, Job
-from nanovllm.engine.llm_engine import Live, LLMEngine, check_text
+from nanovllm.engine.front import Live, check_text
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.prompts import (
@@ -114,7 +115,7 @@ class LLM:
                 check_text("a message", text)
             except RequestError as error:
                 raise at_index(error, "messages", index, len(conversations)) from error
-            prompts.append(self.engine.encode(text, add_special_tokens=False))
+            prompts.append(self.engine.front.encode(text, add_special_tokens=False))
         return prompts
 
     def add_request(

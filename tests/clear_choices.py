@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.layers.sampler import SamplingColumns, sample
+from nanovllm.kernels.torch_sampling import SamplingColumns, sample
 from tests.checkpoints import MIN_GAP, TinyCheckpoint
 
 NUM_MOVES = 20
@@ -23,25 +23,25 @@ def assert_clear(
         best, second = logits.topk(2).values.unbind(-1)
         gap = (best - second).min().item()
         assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another prompt"
-    columns = columns_of(params, range(len(prompt), len(prompt) + len(answer)))
+    columns = columns_of(params, len(answer))
+    positions = torch.arange(len(prompt), len(prompt) + len(answer))
     generator = torch.Generator().manual_seed(0)
     for _ in range(NUM_MOVES):
         move = MIN_GAP * (torch.rand(logits.shape, generator=generator) - 0.5)
-        assert sample(logits + move, columns).tolist() == answer, "choose another seed"
+        assert sample(logits + move, columns, positions).tolist() == answer, "choose another seed"
 
 
-def columns_of(params: SamplingParams, positions: range) -> SamplingColumns:
+def columns_of(params: SamplingParams, num_rows: int) -> SamplingColumns:
     """What the sampler is given for one request's tokens."""
 
     def repeat(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((len(positions),), value, dtype=dtype)
+        return torch.full((num_rows,), value, dtype=dtype)
 
     assert params.seed is not None
     return SamplingColumns(
         temperature=repeat(params.temperature, torch.float32),
-        top_k=repeat(max(params.top_k, 0), torch.int64),
+        top_k=repeat(max(params.top_k, 0), torch.int32),
         top_p=repeat(params.top_p, torch.float32),
         min_p=repeat(params.min_p, torch.float32),
         seed=repeat(params.seed, torch.int64),
-        position=torch.tensor(positions),
     )

@@ -43,7 +43,7 @@ def run_interpreted(*arguments: str) -> str:
 def runner_of(llm: LLM) -> Any:
     """The model runner: tests put something before or after its forward."""
     executor: Any = llm.engine.core.executor
-    return executor._worker.runner
+    return executor.worker.runner
 
 
 class RunAgain:

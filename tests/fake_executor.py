@@ -70,7 +70,7 @@ class FakeExecutor:
                 token = predict([int(self.kv[self._address(slot, p)]) for p in range(end)])
                 self.tokens[slot][end] = token
                 sampled.append(token)
-        return Done(StepResult(np.array(sampled, np.int32)))
+        return Done(StepResult(np.array(sampled, np.int32)[:, None]))
 
     def _update_tables(self, plan: StepPlan) -> None:
         for row in plan.new_rows:

@@ -16,13 +16,13 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors < validation < sampling_params, outputs < prompts, chat_template, config
+    errors, pending < validation < sampling_params, outputs < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker < executor < engine.core < engine.llm_engine
     < engine.engine_thread, engine.async_engine
     < llm < server, bench < cli < __main__
 """
-LEAVES = ("errors", "validation", "sampling_params", "outputs", "prompts", "config")
+LEAVES = ("errors", "pending", "validation", "sampling_params", "outputs", "prompts", "config")
 # The scheduling files know counts and token ids only: the leaves and each other.
 HOST = (
     "engine.request",
@@ -31,6 +31,7 @@ HOST = (
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",
+    "engine.front",
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {

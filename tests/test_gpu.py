@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
+from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import Forward, StepLogits
-from nanovllm.worker.input_buffers import is_decode
 from tests.checkpoints import VARIANTS, TinyCheckpoint
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
@@ -188,7 +188,7 @@ def test_aborts_leave_the_others_alone(tiny: Any, mode: str) -> None:
 
 def slow_down(llm: LLM) -> None:
     """Let the device begin every step late."""
-    buffers = runner_of(llm).buffers
+    buffers = runner_of(llm).tables
     update = buffers.update
 
     def update_late(plan: StepPlan) -> None:

@@ -79,7 +79,7 @@ class Churn:
         scheduler.check()
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
         assert not self.live
-        assert not self.llm.engine._live
+        assert not self.llm.engine.front.live
         return usage()
 
     def _request(self) -> tuple[list[int], SamplingParams]:

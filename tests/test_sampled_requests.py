@@ -12,7 +12,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import DEVICES
-from tests.layers.test_sampler import Row, chi_square, chi_square_limit, reference
+from tests.kernels.test_torch_sampling import Row, chi_square, chi_square_limit, reference
 from tests.test_equals_transformers import MAX_TOKENS, make_prompts
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), DEVICES]

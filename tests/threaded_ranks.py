@@ -15,13 +15,15 @@ import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.distributed.group import connect
+from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.engine import llm_engine
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.worker.backend import Backend, create_backend
 from nanovllm.worker.worker import Worker
 
 TIMEOUT = timedelta(seconds=60)
 T = TypeVar("T")
+MakeBackend = Callable[[EngineConfig, ModelConfig, TPGroup], Backend]
 
 
 class Ranks:
@@ -64,14 +66,16 @@ class ThreadedExecutor:
         checkpoint: Checkpoint,
         size: int,
         backend: str = "gloo",
+        make_backend: MakeBackend = create_backend,
     ) -> None:
         self.ranks = Ranks(size, backend)
 
         def make(rank: int) -> Worker:
-            return Worker(config, model_config, checkpoint, self.ranks.groups[rank])
+            backend = make_backend(config, model_config, self.ranks.groups[rank])
+            return Worker(config, model_config, checkpoint, backend)
 
         self.workers = self.ranks.run(make)
-        self._worker = self.workers[0]
+        self.worker = self.workers[0]
 
     def start(self) -> ExecutorInfo:
         infos = self.ranks.run(lambda rank: self.workers[rank].start())
@@ -83,12 +87,14 @@ class ThreadedExecutor:
 
     def close(self) -> None:
         self.ranks.close()
-        self._worker.platform.release()
+        self.worker.platform.release()
 
 
 @contextmanager
-def engines_of(size: int, backend: str = "gloo") -> Iterator[None]:
+def engines_of(
+    size: int, backend: str = "gloo", make_backend: MakeBackend = create_backend
+) -> Iterator[None]:
     """Make engines run on several ranks."""
-    executor = partial(ThreadedExecutor, size=size, backend=backend)
-    with mock.patch.object(llm_engine, "LocalExecutor", executor):
+    executor = partial(ThreadedExecutor, size=size, backend=backend, make_backend=make_backend)
+    with mock.patch.object(llm_engine, "create_executor", executor):
         yield

@@ -8,9 +8,10 @@ from collections import deque
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.executor.base import Executor, Pending
+from nanovllm.executor.base import Executor
+from nanovllm.pending import Pending
 
 
 class EngineCore:
@@ -29,7 +30,7 @@ class EngineCore:
         pool_len = scheduler.blocks.num_blocks * scheduler.blocks.block_size
         self.max_len = min(max_model_len, pool_len)
         self._sequences: dict[int, Sequence] = {}
-        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Pending[StepResult]]] = deque()
         self._failure: str | None = None
 
     @property
@@ -89,7 +90,7 @@ class EngineCore:
         if self._failure is not None:
             raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
 
-    def _commit(self, plan: StepPlan, pending: Pending) -> CoreStep:
+    def _commit(self, plan: StepPlan, pending: Pending[StepResult]) -> CoreStep:
         updated = self.scheduler.commit(plan, pending.result())
         streaming = [seq for seq in updated if seq.is_streaming and seq.finish_reason != "error"]
         return CoreStep(

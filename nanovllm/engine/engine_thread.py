@@ -19,7 +19,8 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
-from nanovllm.engine.llm_engine import CLOSED, Live, LLMEngine
+from nanovllm.engine.front import Live
+from nanovllm.engine.llm_engine import CLOSED, LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 

@@ -54,30 +54,16 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Append the sampled tokens; return the sequences that finished or that stream."""
+        rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
+        sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         updated: list[Sequence] = []
-        tokens = iter(result.tokens.tolist())
-        for seq, is_sampled in zip(
-            self._in_flight.popleft(), plan.num_logits.tolist(), strict=True
-        ):
-            if not is_sampled:
-                continue
-            token_id = next(tokens)
+        for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
                 continue
-            if token_id == NO_TOKEN:
-                self._end(seq, "error")
-                updated.append(seq)
-                continue
-            seq.token_ids.append(token_id)
-            num_tokens = len(seq.token_ids)
-            if num_tokens == seq.num_prompt_tokens + 1:
-                seq.first_token_time = time.perf_counter()
-            if seq.num_computed >= seq.next_full_len:
-                self.blocks.register(seq)
-            if token_id in seq.stop_token_ids:
-                self._end(seq, "stop")
-            elif num_tokens >= seq.max_len:
-                self._end(seq, "length")
+            for token_id in token_ids:
+                self._append(seq, token_id)
+                if seq.finish_reason is not None:
+                    break
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
         return updated
@@ -180,6 +166,22 @@ class Scheduler:
             seq.num_tokens += 1
         if end >= seq.next_full_len:
             self.blocks.register(seq)
+
+    def _append(self, seq: Sequence, token_id: int) -> None:
+        """Add a sampled token to its sequence, which may end by it."""
+        if token_id == NO_TOKEN:
+            self._end(seq, "error")
+            return
+        seq.token_ids.append(token_id)
+        num_tokens = len(seq.token_ids)
+        if num_tokens == seq.num_prompt_tokens + 1:
+            seq.first_token_time = time.perf_counter()
+        if seq.num_computed >= seq.next_full_len:
+            self.blocks.register(seq)
+        if token_id in seq.stop_token_ids:
+            self._end(seq, "stop")
+        elif num_tokens >= seq.max_len:
+            self._end(seq, "length")
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason

@@ -57,9 +57,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled tokens or NO_TOKEN, one for each row with num_logits > 0, in row order."""
+    """What the rows with num_logits > 0 sampled, in row order; every field is an array."""
 
-    tokens: IntColumn
+    tokens: IntColumn  # [rows, tokens that each row gained]; NO_TOKEN: its logits are no numbers
 
 
 @dataclass(frozen=True, slots=True)

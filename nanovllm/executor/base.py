@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
-
-
-class Pending(Protocol):
-    """A step that was launched."""
-
-    def result(self) -> StepResult:
-        """Wait for the step's tokens."""
+from nanovllm.pending import Pending
 
 
 class Executor(Protocol):
@@ -20,7 +14,7 @@ class Executor(Protocol):
     def start(self) -> ExecutorInfo:
         """Build the workers and say what they found."""
 
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
         """Launch a step without waiting for it."""
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from nanovllm.executor.plan_codec import Section
+from nanovllm.executor.codec import Section
 
 _HEADER = struct.Struct("<BQ")  # kind, bytes that follow
 _FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)  # an error, even where SIGPIPE would end the program

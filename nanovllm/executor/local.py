@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, StepPlan
-from nanovllm.executor.base import Pending
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.pending import Pending
 from nanovllm.worker.worker import Worker
 
 
 class LocalExecutor:
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
-    ) -> None:
-        self._worker: Worker | None = Worker(config, model_config, checkpoint)
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker | None = worker  # None: closed
 
     def start(self) -> ExecutorInfo:
-        assert self._worker is not None
-        return self._worker.start()
+        assert self.worker is not None
+        return self.worker.start()
 
-    def submit(self, plan: StepPlan) -> Pending:
-        assert self._worker is not None, "submit after close"
-        return self._worker.run(plan)
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        assert self.worker is not None, "submit after close"
+        return self.worker.run(plan)
 
     def close(self) -> None:
-        if self._worker is not None:
-            platform, self._worker = self._worker.platform, None
+        if self.worker is not None:
+            platform, self.worker = self.worker.platform, None
             platform.release()

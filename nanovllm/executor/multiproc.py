@@ -7,29 +7,19 @@ import logging
 import pickle
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
-from nanovllm.executor.base import Pending
-from nanovllm.executor.plan_codec import encode_plan
+from nanovllm.executor.codec import decode_result, encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
-from nanovllm.executor.worker_processes import Reply, WorkerProcesses
+from nanovllm.executor.worker_processes import WorkerProcesses
+from nanovllm.pending import Pending
 from nanovllm.platforms.ranks import check_num_ranks
-
-
-@dataclass(frozen=True, slots=True)
-class PendingReply:
-    reply: Reply
-
-    def result(self) -> StepResult:
-        return StepResult(np.frombuffer(self.reply.wait(), np.int32))
 
 
 class MultiprocExecutor:
@@ -63,15 +53,15 @@ class MultiprocExecutor:
             num_ranks = self._task.config.tensor_parallel_size
             self._workers.spawn(num_ranks)
             replies = self._workers.send([pickle.dumps(self._task)], num_ranks)
-            infos = [ExecutorInfo(**json.loads(reply.wait())) for reply in replies]
+            infos = [ExecutorInfo(**json.loads(reply.result())) for reply in replies]
         except BaseException:  # Ctrl-C while the model loads
             self.close()
             raise
         return infos[0]  # they agreed
 
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
         (reply,) = self._workers.send(encode_plan(plan))
-        return PendingReply(reply)
+        return Pending(lambda: decode_result(reply.result()))
 
     def close(self) -> None:
         self._workers.close()

@@ -8,11 +8,14 @@ from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.distributed.store import TIMEOUT, join_store
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.platforms.ranks import claim_device
+from nanovllm.worker.backend import create_backend
 from nanovllm.worker.worker import Worker
 
 
 def build_worker(task: WorkerTask, rank: int) -> RankWorker:
-    return Worker(task.config, task.model_config, task.checkpoint, join_group(task, rank))
+    group = join_group(task, rank)
+    backend = create_backend(task.config, task.model_config, group)
+    return Worker(task.config, task.model_config, task.checkpoint, backend)
 
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:

@@ -21,14 +21,12 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
-import numpy as np
-
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, StepPlan
-from nanovllm.executor.base import Pending
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
 from nanovllm.executor.channel import Channel, Kind, pack
-from nanovllm.executor.plan_codec import decode_plan
+from nanovllm.executor.codec import decode_plan, encode_result
+from nanovllm.pending import Pending
 
 
 class RankWorker(Protocol):
@@ -37,7 +35,7 @@ class RankWorker(Protocol):
     def start(self) -> ExecutorInfo:
         """Build model and cache."""
 
-    def run(self, plan: StepPlan) -> Pending:
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Launch a step."""
 
 
@@ -104,7 +102,7 @@ def _serve(rank: int, channel: Channel) -> None:
     gc.freeze()  # a full collection would walk all that was imported, amid a step
     channel.send(pack(Kind.REPLY, [json.dumps(asdict(info)).encode()]))
 
-    launched: SimpleQueue[Pending] = SimpleQueue()
+    launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
         # A thread of its own, so that the next step is launched while this one is waited for.
         threading.Thread(target=_answer, args=(launched, channel), daemon=True).start()
@@ -114,11 +112,10 @@ def _serve(rank: int, channel: Channel) -> None:
             launched.put(pending)
 
 
-def _answer(launched: SimpleQueue[Pending], channel: Channel) -> None:
+def _answer(launched: SimpleQueue[Pending[StepResult]], channel: Channel) -> None:
     with _reporting(channel):
         while True:
-            tokens = launched.get().result().tokens
-            channel.send(pack(Kind.REPLY, [tokens.astype(np.int32).tobytes()]))
+            channel.send(pack(Kind.REPLY, encode_result(launched.get().result())))
 
 
 def _forward_logs(rank: int, channel: Channel, level: int) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +25,7 @@ from queue import SimpleQueue
 from nanovllm import errors
 from nanovllm.errors import EngineError, NanovllmError, WorkerError
 from nanovllm.executor.channel import Channel, Kind, pack
-from nanovllm.executor.plan_codec import Section
+from nanovllm.executor.codec import Section
 
 # Not the user's script, which would run again in every worker.
 _BOOT = (
@@ -33,6 +34,7 @@ _BOOT = (
 )
 PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
 FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
+Reply = Future[bytearray]
 GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
 POLL_SECONDS = 1.0  # between looks at processes whose end of the socket may outlive them
@@ -62,7 +64,7 @@ class WorkerProcesses:
     def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
         """Send every worker the same, without waiting; the first `num_replies` ranks answer."""
         self.raise_if_failed()
-        task = Broadcast(pack(Kind.TASK, sections), [Reply(self) for _ in range(num_replies)])
+        task = Broadcast(pack(Kind.TASK, sections), [Reply() for _ in range(num_replies)])
         self._outbox.put(task)
         self.raise_if_failed()  # or else the task is ahead of the end, and its replies are failed
         return task.replies
@@ -105,7 +107,8 @@ class WorkerProcesses:
         for worker in self._workers:
             worker.channel.close()
             for reply in worker.awaited:
-                reply.set(None)
+                assert self._failure is not None, "channels close after a failure"
+                reply.set_exception(self._failure.error())
 
     def _receive_all(self) -> None:
         failure = Failure("the engine can no longer listen to its workers", "WorkerError")
@@ -154,26 +157,6 @@ class Failure:
         error = kind(self.message)
         error.__cause__ = WorkerError(self.traceback) if self.traceback else None
         return error
-
-
-class Reply:
-    """A worker's answer, once it is there."""
-
-    def __init__(self, workers: WorkerProcesses) -> None:
-        self._workers = workers
-        self._is_over = threading.Event()
-        self._body: bytearray | None = None
-
-    def wait(self) -> bytearray:
-        self._is_over.wait()
-        if self._body is None:
-            self._workers.raise_if_failed()
-        assert self._body is not None
-        return self._body
-
-    def set(self, body: bytearray | None) -> None:
-        self._body = body
-        self._is_over.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +208,7 @@ def receive(worker: WorkerProcess) -> Failure | None:
     if message is None:
         return death(worker)
     if message.kind is Kind.REPLY:
-        worker.awaited.popleft().set(message.body)
+        worker.awaited.popleft().set_result(message.body)
         return None
     entry = json.loads(message.body)
     if message.kind is Kind.LOG:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntFlag
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from nanovllm.kernels.cpu.program import Launcher
 
 LinearFn = Callable[[Tensor], Tensor]
-# greedy: no row draws; plain: no row cuts; min_p: rows cut by min_p at most; full: by anything.
-SamplingVariant = Literal["greedy", "plain", "min_p", "full"]
 Activation = Literal["silu", "gelu_tanh"]
 
 # Each is x * sigmoid(x * (a + b * x**2)); tanh(y) is 2 * sigmoid(2 * y) - 1.
@@ -23,6 +22,15 @@ ACTIVATIONS: dict[Activation, tuple[float, float]] = {
     "silu": (1.0, 0.0),
     "gelu_tanh": (GELU_SCALE, GELU_SCALE * 0.044715),
 }
+
+
+class Sampling(IntFlag):
+    """What a batch asks of its sampler, whatever one of its rows asks for."""
+
+    GREEDY = 0
+    NOISE = 1  # a temperature
+    MIN_P = 2
+    TOP = 4  # top_k or top_p
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-class PendingTokens(Protocol):
-    """Tokens on their way to the host."""
-
-    def result(self) -> np.ndarray:
-        """Wait for them."""
+from nanovllm.pending import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class Platform(Protocol):
     def upload(self, array: np.ndarray) -> Tensor:
         """Return the array on the device, without waiting; it must not change afterwards."""
 
-    def fetch(self, tokens: Tensor) -> PendingTokens:
+    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
         """Start the way of the tokens to the host."""
 
     def release(self) -> None:

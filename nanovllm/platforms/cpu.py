@@ -6,28 +6,19 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.pending import Pending
 from nanovllm.platforms.base import Memory
 from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class HostTokens:
-    tokens: Tensor
-
-    def result(self) -> np.ndarray:
-        array: np.ndarray = self.tokens.numpy()
-        return array
 
 
 class CpuPlatform:
@@ -78,8 +69,8 @@ class CpuPlatform:
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def fetch(self, tokens: Tensor) -> HostTokens:
-        return HostTokens(tokens)
+    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
+        return Pending(tokens.numpy)
 
     def release(self) -> None:
         pass

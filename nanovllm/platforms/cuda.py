@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
+from nanovllm.pending import Pending
 from nanovllm.platforms.base import Memory
 
 logger = logging.getLogger(__name__)
@@ -39,17 +40,6 @@ def use_device(index: int) -> None:
 def pin(array: np.ndarray) -> Tensor:
     """Copy an array to memory that is not handed out again before the copies from it are done."""
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedTokens:
-    tokens: Tensor  # pinned
-    arrived: torch.cuda.Event
-
-    def result(self) -> np.ndarray:
-        self.arrived.synchronize()
-        array: np.ndarray = self.tokens.numpy()
-        return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +174,18 @@ class CudaPlatform:
         """Copy an array to the beginning of a tensor, without waiting."""
         target[: len(array)].copy_(pin(array), non_blocking=True)
 
-    def fetch(self, tokens: Tensor) -> FetchedTokens:
+    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
         pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         pinned.copy_(tokens, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return FetchedTokens(pinned, arrived)
+
+        def wait() -> np.ndarray:
+            arrived.synchronize()
+            array: np.ndarray = pinned.numpy()
+            return array
+
+        return Pending(wait)
 
     def release(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
 from nanovllm.engine.step import StepPlan
+from nanovllm.layers.build import ForwardBatch
 from nanovllm.models.decoder import DecoderModel
-from nanovllm.worker.input_buffers import InputBuffers, sampled_rows
+from nanovllm.worker.batch import make_batch, sampled_rows
+from nanovllm.worker.tables import SlotTables
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """One line per sampled row, in row order."""
+    """One row for each sampled row of the plan, in its order."""
 
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
@@ -30,15 +32,17 @@ Forward = Callable[[StepPlan], StepLogits]
 @dataclass(frozen=True, slots=True)
 class EagerForward:
     model: DecoderModel
-    buffers: InputBuffers
+    tables: SlotTables
     attention: AttentionBackend
     caches: list[LayerCache]
     dtype: torch.dtype
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        batch = self.buffers.batch(plan, self.attention, self.dtype, self.caches)
-        return self.step_logits(self.model(batch), plan)
+        return self.step_logits(self.model(self.batch(plan)), plan)
+
+    def batch(self, plan: StepPlan) -> ForwardBatch:
+        return make_batch(plan, self.tables, self.attention, self.dtype, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
-        slots, positions = map(self.buffers.platform.upload, sampled_rows(plan))
+        slots, positions = map(self.tables.platform.upload, sampled_rows(plan))
         return StepLogits(values, slots, positions)

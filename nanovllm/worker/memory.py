@@ -19,11 +19,12 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.ranks import check_num_ranks, is_cuda
+from nanovllm.worker.backend import choose_dtype
 from nanovllm.worker.kv_cache import kv_cache_spec
+from nanovllm.worker.tables import slot_columns
 
 GIB = 1 << 30
 HOST_BYTES = 200  # of what the scheduler knows of a block or a slot
-COLUMNS = 14  # of a slot, beside its tokens and blocks; test_tables_are_counted guards it
 REMEDIES = {
     "weights": "use a smaller model, a dtype of 16 bits or, on GPUs, a larger tensor_parallel_size",
     "tables": "lower max_num_seqs or max_model_len",
@@ -102,15 +103,15 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
     max_len = min(config.max_model_len, model.max_position_embeddings)
     num_ropes = len({layer.rope for layer in model.layers})
-    columns = max_len + max_len // config.kvcache_block_size + COLUMNS
+    columns = slot_columns(max_len, config.kvcache_block_size).values()
+    slot_bytes = 4 * sum(column.num_words for column in columns) + HOST_BYTES
     spec = kv_cache_spec(config, model, build.dtype, build.group)
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_len)
     logits = min(config.max_num_seqs, num_tokens) * model.vocab_size
     activations = num_tokens * _elements_per_token(model, build.group.size)
     return Needs(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
-        tables=config.max_num_seqs * (4 * columns + HOST_BYTES)
-        + num_ropes * max_len * model.head_dim * 4,
+        tables=config.max_num_seqs * slot_bytes + num_ropes * max_len * model.head_dim * 4,
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
         step=(activations + logits) * build.dtype.itemsize,
     )
@@ -128,10 +129,3 @@ def is_shortage(error: Exception) -> bool:
     """Whether an allocation failed; torch has no type of its own for those of a CPU."""
     is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return is_known or "DefaultCPUAllocator" in str(error)
-
-
-def choose_dtype(asked: str, checkpoint_dtype: str, platform: Platform) -> torch.dtype:
-    if asked == "auto":
-        return platform.choose_dtype(checkpoint_dtype)
-    dtype: torch.dtype = getattr(torch, asked)
-    return dtype

@@ -1,4 +1,4 @@
-"""A worker: builds platform, model and cache for one device, then serves plans.
+"""A worker: builds model and cache on one device, then serves plans.
 
 The workers of a group get the same plans in the same order, and each runs its share of the model.
 """
@@ -14,21 +14,19 @@ from torch import nn
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.distributed.group import ALONE, TPGroup
-from nanovllm.engine.step import ExecutorInfo, StepPlan
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
-from nanovllm.platforms import create_platform
+from nanovllm.pending import Pending
 from nanovllm.platforms.base import Platform
-from nanovllm.worker.backends import Backend, create_backend
+from nanovllm.worker.backend import Backend
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
-from nanovllm.worker.memory import check_memory, choose_dtype, is_shortage
-from nanovllm.worker.runner import PendingStep
+from nanovllm.worker.memory import check_memory, is_shortage
+from nanovllm.worker.tables import SlotTables
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +37,13 @@ class Worker:
         config: EngineConfig,
         model_config: ModelConfig,
         checkpoint: Checkpoint,
-        group: TPGroup = ALONE,
+        backend: Backend,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.checkpoint = checkpoint
-        self.group = group
-        self.platform = create_platform(config.device, config.gpu_memory_utilization, group.size)
+        self.backend = backend
+        self.platform, self.group = backend.platform, backend.group
 
     def start(self) -> ExecutorInfo:
         try:
@@ -60,14 +58,13 @@ class Worker:
                 f"or stop other processes ({error!s:.200})"
             ) from error
 
-    def run(self, plan: StepPlan) -> PendingStep:
+    def run(self, plan: StepPlan) -> Pending[StepResult]:
         with torch.inference_mode(), self.platform.in_order():
             return self.runner.run(plan)
 
     def _start(self) -> ExecutorInfo:
-        config, platform, group = self.config, self.platform, self.group
-        dtype = choose_dtype(config.dtype, self.model_config.dtype, platform)
-        backend = create_backend(platform, config, self.model_config.vocab_size, dtype, group)
+        config, platform, group, backend = self.config, self.platform, self.group, self.backend
+        dtype = backend.dtype
         build = Build(platform.device, dtype, backend.attention, backend.ops, group)
         check_memory(config, self.model_config, platform, build)
         self._agree(0)  # no rank loads before all have looked at what is free
@@ -81,10 +78,10 @@ class Worker:
             model.pack_step()
 
         spec = kv_cache_spec(config, self.model_config, dtype, group)
-        platform.profile(lambda: self._largest_step(backend, model, spec))
+        platform.profile(lambda: self._largest_step(model, spec))
         num_blocks = self._agree(choose_num_blocks(config, spec, platform))
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        eager = EagerForward(model, self._buffers(), backend.attention, caches, dtype)
+        eager = EagerForward(model, self._tables(), backend.attention, caches, dtype)
         self.runner = backend.runner(eager)
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(
@@ -98,21 +95,21 @@ class Worker:
             logger.info("KV cache: %d blocks, as another rank has no room for more", smallest)
         return smallest
 
-    def _buffers(self) -> InputBuffers:
+    def _tables(self) -> SlotTables:
         config = self.config
-        return InputBuffers(
+        return SlotTables(
             self.platform, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
         )
 
-    def _largest_step(self, backend: Backend, model: DecoderModel, spec: KVCacheSpec) -> None:
+    def _largest_step(self, model: DecoderModel, spec: KVCacheSpec) -> None:
         """Run as many tokens, and sample as many rows, as a step may have; they share blocks."""
         config, platform = self.config, self.platform
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
         num_blocks = -(-row_len // spec.block_size)
         cache = platform.allocate_cache(num_blocks * spec.block_bytes)
-        buffers = self._buffers()
-        buffers.block_table[:, :num_blocks] = torch.arange(num_blocks, device=platform.device)
+        tables = self._tables()
+        tables.block_table[:, :num_blocks] = torch.arange(num_blocks, device=platform.device)
         column = np.ones(num_rows, np.int32)
         plan = StepPlan(
             slots=np.arange(num_rows, dtype=np.int32),
@@ -125,8 +122,8 @@ class Worker:
             num_decode_tokens=0,
         )
         caches = spec.views(cache, num_blocks)
-        eager = EagerForward(model, buffers, backend.attention, caches, spec.dtype)
-        backend.sampler(buffers)(eager(plan), plan)
+        eager = EagerForward(model, tables, self.backend.attention, caches, spec.dtype)
+        self.backend.sampler(tables)(eager(plan), plan)
 
 
 def pack_weights(model: nn.Module, platform: Platform) -> None:

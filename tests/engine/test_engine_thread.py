@@ -62,7 +62,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine._live
+    assert not llm.engine.front.live
     assert not llm._thread._jobs
     assert not llm._thread._owners
     assert not llm._thread._tickets
@@ -235,14 +235,14 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
 ) -> None:
     with make_llm(path) as llm:
         want = generate(llm)
-        real, calls = llm.engine._push, itertools.count()
+        real, calls = llm.engine.front.push, itertools.count()
 
         def push(live: Any, token_id: int) -> bool:
             if next(calls) == 3:
                 raise IndexError("no such piece")
             return real(live, token_id)
 
-        monkeypatch.setattr(llm.engine, "_push", push)
+        monkeypatch.setattr(llm.engine.front, "push", push)
         with pytest.raises(IndexError, match="no such piece"):
             list(llm.stream(PROMPTS, GREEDY))
         assert generate(llm) == want

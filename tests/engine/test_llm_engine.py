@@ -79,7 +79,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert not llm.engine._live
+    assert not llm.engine.front.live
     assert not llm._thread._jobs
 
 

@@ -21,8 +21,8 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import cpu
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import worker
-from nanovllm.worker.input_buffers import InputBuffers
 from nanovllm.worker.memory import count_needs
+from nanovllm.worker.tables import SlotTables
 from tests.checkpoints import TinyCheckpoint
 from tests.models.test_configs import CONFIGS, saved
 from tests.threaded_ranks import engines_of
@@ -60,9 +60,9 @@ def test_weights_are_counted_exactly(name: str) -> None:
 def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     config = EngineConfig("m", max_num_seqs=num_slots, max_model_len=max_len)
     model = read_config(saved("llama"))
-    buffers = InputBuffers(CpuPlatform(), num_slots, max_len, config.kvcache_block_size)
+    tables = SlotTables(CpuPlatform(), num_slots, max_len, config.kvcache_block_size)
     ropes = build_model(model, max_len, build(TPGroup())).model.ropes
-    held = buffers._state.nbytes + ropes[0].nbytes
+    held = tables.words.nbytes + ropes[0].nbytes
     assert held <= count_needs(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
 
 

@@ -17,9 +17,9 @@ pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
+from nanovllm.worker.batch import is_decode
+from nanovllm.worker.cpu.recorded_forward import RecordedForward
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.input_buffers import is_decode
-from nanovllm.worker.recorded_forward import RecordedForward
 from nanovllm.worker.runner import ModelRunner
 from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
@@ -60,7 +60,7 @@ def generate(llm: LLM, params: list[SamplingParams] = GREEDY) -> list[list[int]]
 
 def runner_of(llm: LLM) -> ModelRunner:
     executor: Any = llm.engine.core.executor
-    runner: ModelRunner = executor._worker.runner
+    runner: ModelRunner = executor.worker.runner
     return runner
 
 
@@ -150,7 +150,7 @@ import sys
 from nanovllm import LLM, SamplingParams
 with LLM(sys.argv[1], skip_tokenizer_init=True) as llm:
     executor = llm.engine.core.executor
-    assert list(executor._worker.runner.forward._steps) == [1], "the second token would wait"
+    assert list(executor.worker.runner.forward._steps) == [1], "the second token would wait"
     before = set(sys.modules)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.5, max_tokens=4), use_tqdm=False)
 names = ("torch._dynamo", "torch._inductor", "sympy")

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm import sampling_params
+from nanovllm.kernels import torch_sampling
 from nanovllm.kernels.cuda.sampling_cutoff import (
     CAPACITY,
     GROUP_SIZE,
@@ -22,29 +23,19 @@ from nanovllm.kernels.cuda.sampling_cutoff import (
     find_peaks,
     row_peak,
 )
-from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import SamplingColumns
 
 NO_TOKEN = tl.constexpr(sampling_params.NO_TOKEN)
 MIN_BLOCK = 1024
-ID_FACTOR = tl.constexpr(0x9E3779B1)
-FIRST_FACTOR = tl.constexpr(0x7FEB352D)
-SECOND_FACTOR = tl.constexpr(0x846CA68B)
-STEP = tl.constexpr(0x9E3779B97F4A7C15)
-MIX_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-MIX_SECOND = tl.constexpr(0x94D049BB133111EB)
-LARGEST_UNIFORM = tl.constexpr(1 - 2.0**-24)
+ID_FACTOR = tl.constexpr(torch_sampling.ID_FACTOR)
+FIRST_FACTOR = tl.constexpr(torch_sampling.FIRST_FACTOR)
+SECOND_FACTOR = tl.constexpr(torch_sampling.SECOND_FACTOR)
+STEP = tl.constexpr(torch_sampling.STEP % 2**64)
+MIX_FIRST = tl.constexpr(torch_sampling.MIX_FIRST % 2**64)
+MIX_SECOND = tl.constexpr(torch_sampling.MIX_SECOND % 2**64)
+LARGEST_UNIFORM = tl.constexpr(torch_sampling.LARGEST_UNIFORM)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingTables:
-    """Parameters on the device, one line per slot."""
-
-    temperature: Tensor  # float32; 0 is greedy
-    top_k: Tensor  # int32; 0: no limit
-    top_p: Tensor  # float32
-    min_p: Tensor  # float32
-    seed: Tensor  # int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """What the kernels of one call tell each other; one entry, or line of entries, per row."""
+    """What the kernels of one call tell each other; one entry, or several, per row."""
 
     scores: Tensor  # float32 [rows, splits]: the best of each split
     ids: Tensor  # int32 [rows, splits]
@@ -95,16 +86,16 @@ def sampling_workspace(
 def sample_tokens(
     logits: Tensor,
     slots: Tensor,
-    tables: SamplingTables,
+    columns: SamplingColumns,
     context_lens: Tensor,
-    variant: SamplingVariant,
+    asked: Sampling,
     out: Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """Write one token per row of logits [rows, vocab_size] to out; context_lens are positions.
+    """Write what torch_sampling.sample_by_noise returns to out [rows].
 
-    A row with NaN or infinity, or without any token that may be chosen, gets NO_TOKEN.
-    `variant` may offer more than the rows need: their tokens are the same.
+    `columns` has the parameters of slots, context_lens are positions. `asked` may name more than
+    the rows ask for: their tokens are the same.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be neighbours"
@@ -112,10 +103,11 @@ def sample_tokens(
     if num_rows == 0:
         return
     split = split_vocabulary(num_rows, vocab_size)
-    if variant in ("min_p", "full"):
-        find_peaks(logits, workspace, split, groups=variant == "full")
-    if variant == "full":
-        find_floors(logits, slots, tables, workspace, split)
+    has_min_p, has_top = Sampling.MIN_P in asked, Sampling.TOP in asked
+    if has_min_p or has_top:
+        find_peaks(logits, workspace, split, groups=has_top)
+    if has_top:
+        find_floors(logits, slots, columns, workspace, split)
     max_splits = workspace.scores.shape[1]
     sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
     _draw_kernel[(num_rows, split.num_splits)](
@@ -125,18 +117,18 @@ def sample_tokens(
         logits.stride(0),
         slots,
         context_lens,
-        tables.temperature,
-        tables.min_p,
-        tables.seed,
+        columns.temperature,
+        columns.min_p,
+        columns.seed,
         workspace.peaks,
         workspace.floors,
         vocab_size,
         split.num_tiles,
         split.num_splits,
         **sizes,
-        HAS_NOISE=variant != "greedy",
-        HAS_MIN_P=variant in ("min_p", "full"),
-        HAS_FLOOR=variant == "full",
+        HAS_NOISE=Sampling.NOISE in asked,
+        HAS_MIN_P=has_min_p,
+        HAS_FLOOR=has_top,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
         num_warps=4,
@@ -155,92 +147,12 @@ def split_vocabulary(num_rows: int, vocab_size: int) -> Split:
 
 
 def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-    """Append each row's token to its slot's line; the last line belongs to padding and stays."""
+    """Append each row's token to its slot's; the last slot belongs to padding and stays."""
     num_rows = len(out)
     if num_rows:
         _advance_kernel[(triton.cdiv(num_rows, 256),)](
             out, slots, tokens, tokens.stride(0), lengths, num_rows, *tokens.shape, BLOCK=256
         )
-
-
-def reference_sample(
-    logits: Tensor,
-    slots: Tensor,
-    tables: SamplingTables,
-    context_lens: Tensor,
-    variant: SamplingVariant,
-) -> Tensor:
-    """What sample_tokens writes to out."""
-    lines = slots.long()
-    value = logits.float()
-    temperature = tables.temperature[lines]
-    is_kept = torch.ones_like(value, dtype=torch.bool)
-    if variant in ("min_p", "full"):
-        reach = temperature * tables.min_p[lines].log()
-        reach = torch.where(tables.min_p[lines] > 0, reach, -torch.inf)
-        is_kept &= value - value.amax(-1, keepdim=True) >= reach[:, None]
-    if variant == "full":
-        floors = reference_floors(value, temperature, tables.top_k[lines], tables.top_p[lines])
-        is_kept &= value >= floors[:, None]
-    if variant != "greedy":
-        bits = reference_noise(tables.seed[lines], context_lens.long(), logits.shape[1])
-        value = value - LN_2.value * temperature[:, None] * reference_log_exponential(bits)
-    score = value.masked_fill(~is_kept, -torch.inf)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    is_best = score == score.amax(-1, keepdim=True)
-    tokens = torch.where(is_best, ids, logits.shape[1]).amin(-1)
-    return torch.where(logits.amax(-1).isfinite(), tokens, sampling_params.NO_TOKEN).int()
-
-
-def reference_floors(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The floors of sampling_cutoff.py, from a sort; parameters are one per row."""
-    vocab_size = logits.shape[1]
-    ordered = logits.float().sort(dim=-1, descending=True).values
-    is_limited = (top_k > 0) & (top_k < vocab_size)
-    last = torch.where(is_limited, top_k, vocab_size).long()[:, None] - 1
-    is_left = ordered >= ordered.gather(-1, last)
-    shifted = ordered - ordered[:, :1]
-    mass = torch.exp(shifted / temperature[:, None]).double() * is_left
-    mass_before = mass.cumsum(-1) - mass
-    limit = top_p.double() * mass.sum(-1)
-    num_kept = ((mass_before < limit[:, None]) & is_left).sum(-1).clamp(min=1)
-    last = torch.where(top_p < 1, num_kept - 1, last[:, 0])
-    floors = ordered.gather(-1, last[:, None]).squeeze(1)
-    is_cut = (temperature > 0) & (is_limited | (top_p < 1))
-    return torch.where(is_cut, floors, -torch.inf)
-
-
-def reference_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits for every vocabulary id [rows, vocab_size], as int64."""
-
-    def mix(bits: Tensor) -> Tensor:
-        bits = (bits ^ _shift_right(bits, 30)) * _signed(MIX_FIRST.value)
-        bits = (bits ^ _shift_right(bits, 27)) * _signed(MIX_SECOND.value)
-        return bits ^ _shift_right(bits, 31)
-
-    step = _signed(STEP.value)
-    key = mix(mix(seed + step) + position * step)[:, None]
-    ids = torch.arange(vocab_size, device=seed.device)
-    bits = (ids * ID_FACTOR.value + (key & 0xFFFFFFFF)) & 0xFFFFFFFF
-    bits ^= bits >> 16
-    bits = (bits * FIRST_FACTOR.value + _shift_right(key, 32)) & 0xFFFFFFFF
-    bits ^= bits >> 15
-    bits = (bits * SECOND_FACTOR.value) & 0xFFFFFFFF
-    return bits ^ (bits >> 16)
-
-
-def reference_log_exponential(bits: Tensor) -> Tensor:
-    """log2 of exponential noise: the largest logit / temperature - ln 2 * this is the one drawn."""
-    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=LARGEST_UNIFORM.value)
-    return torch.log2(-LOG2_E.value * torch.log1p(-uniform))
-
-
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def _signed(bits: int) -> int:
-    return bits - 2**64 if bits >= 2**63 else bits
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_splits"])
@@ -271,12 +183,12 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     slot = tl.load(slots + row)
-    heat = tl.load(temperature + slot)
-    scale = -LN_2 * heat
+    row_temperature = tl.load(temperature + slot)
+    scale = -LN_2 * row_temperature
     key = _row_key(tl.load(seed + slot), tl.load(context_lens + row))
     floor = tl.load(floors + row) if HAS_FLOOR else -float("inf")
     peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK) if HAS_MIN_P else 0.0
-    reach = _reach(heat, tl.load(min_p + slot))
+    reach = _reach(row_temperature, tl.load(min_p + slot)) if HAS_MIN_P else -float("inf")
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_id = split * num_tiles * BLOCK + lanes
@@ -285,7 +197,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
         score = value.to(tl.float32)
         score = tl.where(score == score, score, float("inf"))  # NaN
-        if HAS_MIN_P:
+        if HAS_MIN_P or HAS_FLOOR:
             is_kept = (score >= floor) & (score - peak >= reach) | (score == float("inf"))
             score = tl.where(is_kept, score, -float("inf"))
             # Most tiles hold nothing that is kept, and noise is what costs time.
@@ -299,9 +211,9 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
             best = tl.where(is_better, score, best)
             best_id = tl.where(is_better, ids, best_id)
     top = tl.max(best, 0)
-    place = row * MAX_SPLITS + split
-    tl.store(scores + place, top)
-    tl.store(best_ids + place, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0))
+    offset = row * MAX_SPLITS + split
+    tl.store(scores + offset, top)
+    tl.store(best_ids + offset, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -310,10 +222,10 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS_BLOCK)
-    places = row.to(tl.int64) * MAX_SPLITS + splits
+    offsets = row.to(tl.int64) * MAX_SPLITS + splits
     is_inside = splits < num_splits
-    score = tl.load(scores + places, mask=is_inside, other=-float("inf"))
-    best_id = tl.load(ids + places, mask=is_inside, other=0x7FFFFFFF)
+    score = tl.load(scores + offsets, mask=is_inside, other=-float("inf"))
+    best_id = tl.load(ids + offsets, mask=is_inside, other=0x7FFFFFFF)
     top = tl.max(score, 0)
     token = tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), 0)
     tl.store(out + row, tl.where(tl.abs(top) == float("inf"), NO_TOKEN, token))
@@ -335,9 +247,9 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _reach(heat, min_p):  # type: ignore[no-untyped-def]
+def _reach(temperature, min_p):  # type: ignore[no-untyped-def]
     """How far below the best logit min_p keeps tokens, as a negative number."""
-    return tl.where(min_p > 0.0, heat * tl.log(tl.maximum(min_p, 1.2e-38)), -float("inf"))
+    return tl.where(min_p > 0.0, temperature * tl.log(tl.maximum(min_p, 1.2e-38)), -float("inf"))
 
 
 @triton.jit

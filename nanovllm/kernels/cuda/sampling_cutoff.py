@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.cuda.sampling import SamplingTables, SamplingWorkspace, Split
+    from nanovllm.kernels.cuda.sampling import SamplingWorkspace, Split
+    from nanovllm.kernels.torch_sampling import SamplingColumns
 
 GROUP_SIZE = 32  # neighbouring ids whose largest logit helps to choose the candidates
 CAPACITY = 4096  # candidates of a row
@@ -47,13 +48,13 @@ def find_peaks(logits: Tensor, workspace: SamplingWorkspace, split: Split, group
 def find_floors(
     logits: Tensor,
     slots: Tensor,
-    tables: SamplingTables,
+    columns: SamplingColumns,
     workspace: SamplingWorkspace,
     split: Split,
 ) -> None:
     """Note each row's smallest kept logit, after find_peaks; -inf where nothing is cut."""
     num_rows, vocab_size = logits.shape
-    parameters = (slots, tables.temperature, tables.top_k, tables.top_p)
+    parameters = (slots, columns.temperature, columns.top_k, columns.top_p)
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
     max_splits = workspace.peaks.shape[1]
     sizes = {

@@ -16,15 +16,23 @@ from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.elementwise import gather_decode
-from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
+from nanovllm.worker.batch import is_decode
 from nanovllm.worker.cuda.prefill_graphs import GraphedChunks
 from nanovllm.worker.cuda.sampler import TritonSampler
 from nanovllm.worker.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.input_buffers import VARIANTS, is_decode
 
+# What is recorded, the simplest first; a batch that asks for less is served by the first of them
+# that has it all, one that asks for more by launching the sampler's kernels.
+RECORDED_SAMPLING = (
+    Sampling.GREEDY,
+    Sampling.NOISE,
+    Sampling.NOISE | Sampling.MIN_P,
+    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+)
 DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 
@@ -52,9 +60,8 @@ class StepGraphs:
 
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
-    run_shared: Callable[[], None] | None  # the same for rows that share their first keys
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    samplers: dict[SamplingVariant, tuple[Callable[[], None], Tensor]]
+    samplers: dict[Sampling, tuple[Callable[[], None], Tensor]]
 
 
 class GraphedSteps:
@@ -75,9 +82,9 @@ class GraphedSteps:
         self.sampler = sampler
         self.platform = platform
         self.max_model_len = max_model_len
-        num_slots = eager.buffers.num_slots
+        num_slots = eager.tables.num_slots
         self.sizes = graph_sizes(num_slots)
-        self._padding = num_slots  # the tables' last line
+        self._padding = num_slots  # the tables' last row
         self._host_slots = np.full(num_slots, self._padding, np.int32)
         self._slots = platform.upload(self._host_slots)
         self._input_ids, self._context_lens, self._order = torch.zeros(
@@ -91,14 +98,17 @@ class GraphedSteps:
         is_whole = step is not None and step.suits(*self._kv)
         self.max_whole_context = step.max_context if step is not None and is_whole else 0
         self._graphs: dict[int, StepGraphs] = {}
-        buffers = eager.buffers
-        self._shared = SharedPrefixes(
-            platform, num_slots, buffers.block_table.shape[1], buffers.block_size
-        )
+        # The model for rows that share their first keys, and its logits.
+        self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        max_blocks, block_size = eager.tables.block_table.shape[1], eager.tables.block_size
+        self._shared = SharedPrefixes(platform, num_slots, max_blocks, block_size)
 
     def capture(self, show_progress: bool) -> None:
         """Record every size, those with the most logits first: the others use their memory."""
         captures = [partial(self._capture, size) for size in self.sizes[::-1]]
+        if isinstance(self.attention, TritonAttention):
+            sizes = [size for size in self.sizes[::-1] if size >= MIN_ROWS]
+            captures += [partial(self._capture_shared, size) for size in sizes]
         if self.chunks is not None:
             captures += [partial(self.chunks.capture, size) for size in self.chunks.sizes[::-1]]
         for capture in tqdm(captures, "Capturing graphs", disable=not show_progress, leave=False):
@@ -115,8 +125,10 @@ class GraphedSteps:
         graphs = self._graphs[size]
         if graphs.run_whole is not None and plan.starts[0] < self.max_whole_context:
             graphs.run_whole()
-        elif graphs.run_shared is not None and self._shared.find(plan.slots):
-            graphs.run_shared()
+        elif size in self._shared_graphs and self._shared.find(plan.slots):
+            run_shared, logits = self._shared_graphs[size]
+            run_shared()
+            return self._step_logits(logits, num_rows, None)
         else:
             graphs.run_model()
         return self._step_logits(graphs.logits, num_rows, size)
@@ -124,8 +136,11 @@ class GraphedSteps:
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         if logits.graph_size is None:
             return self.sampler(logits, plan)
-        variant = self.sampler.buffers.sampling_variant(plan)
-        replay, tokens = self._graphs[logits.graph_size].samplers[variant]
+        asked, samplers = self.eager.tables.sampling(plan), self._graphs[logits.graph_size].samplers
+        recorded = next((sampling for sampling in samplers if asked in sampling), None)
+        if recorded is None:
+            return self.sampler.sample(logits, asked)
+        replay, tokens = samplers[recorded]
         replay()
         # The copy to the host is queued behind this replay and before the next: nothing is lost.
         return tokens[: len(plan.slots)]
@@ -134,19 +149,22 @@ class GraphedSteps:
         run_model, logits = self.platform.record(partial(self._run_model, size))
         step = self._step_logits(logits, size, size)
         samplers = {
-            variant: self.platform.record(partial(self.sampler.sample, step, variant))
-            for variant in VARIANTS
+            sampling: self.platform.record(partial(self.sampler.sample, step, sampling))
+            for sampling in RECORDED_SAMPLING
         }
-        run_whole = run_shared = None
+        run_whole = None
         if size == 1 and self.max_whole_context > 0:
             run_whole, _ = self.platform.record(partial(self._run_whole, logits))
-        if size >= MIN_ROWS and isinstance(self.attention, TritonAttention):
-            run_shared, _ = self.platform.record(partial(self._run_shared, size, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
-        self._graphs[size] = StepGraphs(run_model, run_whole, run_shared, logits, samplers)
+        self._graphs[size] = StepGraphs(run_model, run_whole, logits, samplers)
 
-    def _step_logits(self, logits: Tensor, num_rows: int, size: int) -> StepLogits:
+    def _capture_shared(self, size: int) -> None:
+        rows = self._shared.rows(size)
+        replay, logits = self.platform.record(partial(self._run_model, size, rows))
+        self._shared_graphs[size] = replay, self.platform.borrow(logits)
+
+    def _step_logits(self, logits: Tensor, num_rows: int, size: int | None) -> StepLogits:
         return StepLogits(
             logits[:num_rows], self._slots[:num_rows], self._context_lens[:num_rows], size
         )
@@ -159,35 +177,32 @@ class GraphedSteps:
             self.platform.send(host, self._slots)
             self._host_slots = host
 
-    def _run_shared(self, size: int, logits: Tensor) -> Tensor:
-        return logits.copy_(self._run_model(size, self._shared.rows(size)))
-
     def _run_model(self, size: int, shared: SharedRows | None = None) -> Tensor:
-        eager, buffers = self.eager, self.eager.buffers
+        eager, tables = self.eager, self.eager.tables
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
         inputs = self._input_ids[:size], self._positions[:size], self._kv_slots[:size]
         gather_decode(
             slots,
-            buffers.lengths,
-            buffers.tokens,
-            buffers.block_table,
-            buffers.block_size,
+            tables.lengths,
+            tables.tokens,
+            tables.block_table,
+            tables.block_size,
             *inputs,
             context_lens,
             order,
         )
         rows = DecodeRows(
-            buffers.block_table, slots, context_lens, order, self.max_model_len, shared
+            tables.block_table, slots, context_lens, order, self.max_model_len, shared
         )
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
     def _run_whole(self, logits: Tensor) -> Tensor:
         """Run the one row as one kernel, which reads the tables itself."""
-        step, buffers = self.eager.model.step, self.eager.buffers
+        step, tables = self.eager.model.step, self.eager.tables
         assert step is not None
-        tables = buffers.lengths, buffers.tokens, buffers.block_table
-        step.run(self._slots[:1], *tables, *self._kv, logits, self._context_lens[:1])
+        state = tables.lengths, tables.tokens, tables.block_table
+        step.run(self._slots[:1], *state, *self._kv, logits, self._context_lens[:1])
         return logits

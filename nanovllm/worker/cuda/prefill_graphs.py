@@ -21,8 +21,8 @@ from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.cuda import CudaPlatform
+from nanovllm.worker.batch import look_up, tokens_of
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.input_buffers import tokens_of
 
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
 MAX_ROWS = 256  # each one's logits are computed, used or not
@@ -88,7 +88,7 @@ class GraphedChunks:
         self.attention = attention
         self.platform = platform
         self.max_model_len = max_model_len
-        self.num_slots = eager.buffers.num_slots
+        self.num_slots = eager.tables.num_slots
         self.sizes = chunk_sizes(max_tokens, self.num_slots)
         longest = max(sum(size.lengths) for size in self.sizes)
         self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
@@ -117,11 +117,11 @@ class GraphedChunks:
         return self._columns[: sum(size.lengths)].split(size.lengths)
 
     def _run_model(self, size: ChunkSize) -> Tensor:
-        eager, buffers = self.eager, self.eager.buffers
+        eager, tables = self.eager, self.eager.tables
         parts = self._split(size)
         slots, positions = parts[0].long().view(2, -1)
-        input_ids, kv_slots = buffers.look_up(slots, positions)
-        table, max_context = buffers.block_table, self.max_model_len
+        input_ids, kv_slots = look_up(tables, slots, positions)
+        table, max_context = tables.block_table, self.max_model_len
         plan = self.attention.chunk_plan(
             table, parts[1].view(3, -1), parts[2].view(4, -1), max_context, size.num_tokens
         )

@@ -15,7 +15,7 @@ from nanovllm.engine.step import NewRow
 from nanovllm.platforms.cuda import CudaPlatform
 
 NUM_GROUPS = 4  # the largest ones
-MIN_ROWS = 32  # of a batch
+MIN_ROWS = 32  # of a batch that has a graph for it
 MIN_SAVED = 1 << 15  # keys that need not be read: less does not pay for another kernel a layer
 NO_BLOCK = -1
 
@@ -50,7 +50,7 @@ class SharedPrefixes:
             self._slots = slots
             groups, members, lens = find_groups(self._blocks[slots], self.block_size)
             saved = int((groups[1] * (groups[3] - 1)).sum())
-            self._is_worth_it = len(slots) >= MIN_ROWS and saved >= MIN_SAVED
+            self._is_worth_it = saved >= MIN_SAVED
             if self._is_worth_it:
                 groups[0] = slots[groups[0]]
                 padding = np.zeros(len(self._blocks) - len(slots), np.int32)

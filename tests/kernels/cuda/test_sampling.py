@@ -16,15 +16,14 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.cuda.sampling import (
     advance,
-    reference_noise,
-    reference_sample,
     sample_tokens,
     sampling_workspace,
     split_vocabulary,
 )
-from nanovllm.kernels.ops import SamplingVariant
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import noise_bits, sample_by_noise
 from tests.kernels.cuda.interpreted import sampling_cases as cases
-from tests.layers.test_sampler import (
+from tests.kernels.test_torch_sampling import (
     SEEDS,
     Row,
     chi_square,
@@ -65,7 +64,7 @@ def test_splits_cover_the_vocabulary(num_rows: int, vocab_size: int) -> None:
 
 
 def noise(seeds: list[int], positions: list[int], vocab_size: int) -> Tensor:
-    return reference_noise(torch.tensor(seeds), torch.tensor(positions), vocab_size)
+    return noise_bits(torch.tensor(seeds), torch.tensor(positions), vocab_size)
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
@@ -111,12 +110,14 @@ def draw(logits: Tensor, row: Row, num_draws: int, varied: str, device: str) -> 
     rows = [row._replace(**{varied: i}) for i in range(num_draws)]
     batch = cases.make_batch(logits[:, :1].expand(num_draws, 1), rows, device)
     shared = logits.to(device).expand(num_draws, -1)
-    arguments = shared, batch.slots, batch.tables, batch.context_lens
     if device == "cpu":
-        return reference_sample(*arguments, "plain" if row == Row(row.temperature) else "full")
+        by_row = batch.columns.select(batch.slots.long())
+        return sample_by_noise(shared, by_row, batch.context_lens.long())
     out = torch.empty(num_draws, dtype=torch.int32, device=device)
     workspace = sampling_workspace(num_draws, logits.shape[1], device)
-    sample_tokens(*arguments, "full", out, workspace)
+    sample_tokens(
+        shared, batch.slots, batch.columns, batch.context_lens, cases.FULL, out, workspace
+    )
     return out.cpu()
 
 
@@ -168,14 +169,14 @@ def test_full_natively(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9, 40])
-@pytest.mark.parametrize("variant", ["greedy", "plain", "min_p"])
-def test_variants_natively(variant: SamplingVariant, num_rows: int) -> None:
-    cases.check_variant(variant, VOCAB_SIZE, num_rows, "cuda")
+@pytest.mark.parametrize("asked", [cases.GREEDY, cases.NOISE, cases.MIN_P])
+def test_what_is_asked_for_natively(asked: Sampling, num_rows: int) -> None:
+    cases.check_asked(asked, VOCAB_SIZE, num_rows, "cuda")
 
 
 @pytest.mark.gpu
 def test_the_other_cases_natively() -> None:
-    cases.check_variants_agree(40, VOCAB_SIZE, "cuda")
+    cases.check_more_than_asked(40, VOCAB_SIZE, "cuda")
     cases.check_company(40, VOCAB_SIZE, "cuda")
     cases.check_splits(5003, "cuda")
     cases.check_both_searches(torch.bfloat16, "cuda")
@@ -203,8 +204,8 @@ def test_draws_follow_the_exact_probabilities_natively(row: Row, dtype: torch.dt
 
 @pytest.mark.gpu
 @DTYPES
-@pytest.mark.parametrize("variant", cases.VARIANTS)
-def test_graphs_natively(variant: SamplingVariant, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("asked", cases.ASKED)
+def test_graphs_natively(asked: Sampling, dtype: torch.dtype) -> None:
     """A captured step draws for new logits and positions what an eager one draws, and advances."""
     num_rows = 24
     logits = cases.random_logits(4 * num_rows, VOCAB_SIZE, 3.0).to(dtype).cuda().split(num_rows)
@@ -215,8 +216,8 @@ def test_graphs_natively(variant: SamplingVariant, dtype: torch.dtype) -> None:
     lengths = torch.zeros(num_rows + 4, dtype=torch.int32, device="cuda")
 
     def step() -> None:
-        arguments = batch.logits, batch.slots, batch.tables, batch.context_lens
-        sample_tokens(*arguments, variant, out, workspace)
+        arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
+        sample_tokens(*arguments, asked, out, workspace)
         advance(out, batch.slots, tokens, lengths)
 
     step()
@@ -231,6 +232,6 @@ def test_graphs_natively(variant: SamplingVariant, dtype: torch.dtype) -> None:
         batch.context_lens.add_(1)
         graph.replay()
         drawn.append(out.clone())
-        assert torch.equal(out, cases.run(batch, variant)[0])
+        assert torch.equal(out, cases.run(batch, asked)[0])
     assert torch.equal(tokens[batch.slots.long(), :4].T, torch.stack(drawn))
     assert lengths[batch.slots.long()].tolist() == [4] * num_rows

@@ -12,7 +12,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,14 +24,16 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.distributed.group import ALONE, TPGroup
+from nanovllm.executor import create
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.cuda.persistent_pack import pack_constants, pack_tensors
 from nanovllm.kernels.cuda.step_tensors import reference_step
-from nanovllm.kernels.ops import DecoderWeights
-from nanovllm.platforms.base import PendingTokens
+from nanovllm.kernels.ops import DecoderWeights, Sampling
+from nanovllm.pending import Pending
 from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker import worker
-from nanovllm.worker.cuda import backend as cuda_backend
+from nanovllm.worker.backend import choose_dtype
 from nanovllm.worker.cuda import decode_graphs
 from nanovllm.worker.cuda.backend import CudaBackend
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
@@ -60,7 +62,7 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array, order="C"))
 
-    def fetch(self, tokens: Tensor) -> PendingTokens:
+    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
         return super().fetch(tokens.clone())  # the next replay overwrites them
 
     def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
@@ -69,19 +71,17 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Make engines run CUDA's kernels."""
-
-    def platform(*_: Any) -> InterpretedPlatform:
-        return InterpretedPlatform()
-
-    def attention(platform: Any, *_: Any) -> TritonAttention:
-        return TritonAttention(platform, NUM_PROCESSORS)
-
-    with (
-        mock.patch.object(worker, "create_platform", platform),
-        mock.patch.object(worker, "create_backend", CudaBackend),
-        mock.patch.object(cuda_backend, "create_attention", attention),
-    ):
+    with mock.patch.object(create, "create_backend", interpreted_backend):
         yield
+
+
+def interpreted_backend(
+    config: EngineConfig, model: ModelConfig, group: TPGroup = ALONE
+) -> CudaBackend:
+    platform: Any = InterpretedPlatform()
+    dtype = choose_dtype(config.dtype, model.dtype, platform)
+    attention = TritonAttention(platform, NUM_PROCESSORS)
+    return CudaBackend(platform, dtype, group, TritonOps(), attention, config, model.vocab_size)
 
 
 def check_tokens(root: Path) -> None:
@@ -112,11 +112,11 @@ def check_logits(root: Path) -> None:
     options = {**OPTIONS, "max_num_batched_tokens": 24}
     with LLM(path, dtype="float32", **options) as llm:
         exact = forced_logits(llm, prompts, answers)
-    for max_num_seqs, ranks in ((1, nullcontext()), (3, nullcontext()), (3, engines_of(1))):
+    of_one_rank = engines_of(1, make_backend=interpreted_backend)
+    for max_num_seqs, engines in ((1, interpreted()), (3, interpreted()), (3, of_one_rank)):
         with (
-            ranks,
-            interpreted(),
-            mock.patch.object(decode_graphs, "VARIANTS", ("greedy",)),
+            engines,
+            mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
             LLM(path, dtype="float16", max_num_seqs=max_num_seqs, **options) as llm,
         ):
             ours = forced_logits(llm, prompts, answers)
@@ -175,7 +175,7 @@ def check_whole_step(root: Path) -> None:
         exact = forced_logits(llm, prompts, answers)
     with (
         interpreted(),
-        mock.patch.object(decode_graphs, "VARIANTS", ("greedy",)),
+        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(TritonOps, "pack_step", lambda _, weights: ReferenceStep(weights)),
         LLM(path, dtype="float16", max_num_seqs=1, **OPTIONS) as llm,
     ):

@@ -18,7 +18,8 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.torch_ops import TorchOps, reference_attention
 from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker import backends
+from nanovllm.worker.batch import is_decode
+from nanovllm.worker.cpu import backend as cpu_backend
 from nanovllm.worker.cuda.prefill_graphs import (
     MAX_ALONE,
     MAX_PROMPTS,
@@ -30,7 +31,6 @@ from nanovllm.worker.cuda.prefill_graphs import (
     needed_size,
 )
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.input_buffers import is_decode
 from tests.devices import RunAgain
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
@@ -141,15 +141,15 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
 def test_padded_steps_equal_transformers(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    monkeypatch.setattr(backends, "create_cpu_ops", lambda *_: TorchOps())
-    monkeypatch.setattr(backends, "create_attention", lambda *_: ReferenceChunks(16))
+    monkeypatch.setattr(cpu_backend, "create_cpu_ops", lambda *_: TorchOps())
+    monkeypatch.setattr(cpu_backend, "create_attention", lambda *_: ReferenceChunks(16))
     checkpoint, prompts = tiny("qwen3"), make_prompts()
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128}
     with LLM(
         checkpoint.path, skip_tokenizer_init=True, max_num_batched_tokens=max_tokens, **options
     ) as llm:
         executor: Any = llm.engine.core.executor
-        runner = executor._worker.runner
+        runner = executor.worker.runner
         eager: EagerForward = runner.forward
         platform: Any = GraphedPlatform()
         attention: Any = eager.attention

@@ -21,9 +21,11 @@ from nanovllm.engine import llm_engine
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.executor.multiproc import MultiprocExecutor
+from nanovllm.kernels.ops import Sampling
+from nanovllm.worker.batch import is_decode
 from nanovllm.worker.cuda.decode_graphs import GraphedSteps, graph_bytes
 from nanovllm.worker.forward import StepLogits
-from nanovllm.worker.input_buffers import VARIANTS, is_decode
+from nanovllm.worker.tables import sampling_of
 from tests.bench.test_commands import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.executor.leftovers import is_alive
@@ -62,16 +64,16 @@ class NoEagerDecode:
     def __init__(self, graphed: GraphedSteps) -> None:
         self.graphed = graphed
         self.eager, self.sampler = graphed.eager, graphed.sampler
-        self.variants: set[str] = set()
+        self.asked: set[Sampling] = set()
         self.num_rows: set[int] = set()
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         graphed: Any = self.graphed
         if is_decode(plan):
-            self.variants.add(self.eager.buffers.sampling_variant(plan))
+            self.asked.add(self.eager.tables.sampling(plan))
             self.num_rows.add(len(plan.slots))
-            graphed.eager = None
-            graphed.sampler = SimpleNamespace(buffers=self.sampler.buffers)
+            graphed.eager = SimpleNamespace(tables=self.eager.tables)
+            graphed.sampler = None
         else:
             graphed.eager, graphed.sampler = self.eager, self.sampler
         logits: StepLogits = graphed(plan)
@@ -79,12 +81,12 @@ class NoEagerDecode:
         return logits
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-def test_a_decode_step_is_two_replays(tiny: Any, variant: str) -> None:
+@pytest.mark.parametrize("kind", list(SAMPLED))
+def test_a_decode_step_is_two_replays(tiny: Any, kind: str) -> None:
     """And gives what eager steps give."""
     path, prompts = tiny("qwen3").path, make_prompts()
     params = [
-        SamplingParams(**SAMPLED[variant], seed=i, max_tokens=2 + i % 19, ignore_eos=True)
+        SamplingParams(**SAMPLED[kind], seed=i, max_tokens=2 + i % 19, ignore_eos=True)
         for i in range(len(prompts))
     ]
     with LLM(path, **OPTIONS, enforce_eager=True) as llm:
@@ -93,7 +95,7 @@ def test_a_decode_step_is_two_replays(tiny: Any, variant: str) -> None:
         runner = runner_of(llm)
         runner.forward = replayed = NoEagerDecode(runner.forward)
         assert generate(llm, prompts, params) == want
-    assert replayed.variants == {variant}
+    assert replayed.asked == {sampling_of(SamplingParams(**SAMPLED[kind]))}
     assert len(replayed.num_rows) > 3
 
 
@@ -127,7 +129,7 @@ def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
     with LLM(path, **OPTIONS) as llm:
         want = [generate(llm, prompts, params) for _ in range(2)]  # then from the cache
         info = llm.engine.info
-    in_a_process = mock.patch.object(llm_engine, "LocalExecutor", MultiprocExecutor)
+    in_a_process = mock.patch.object(llm_engine, "create_executor", MultiprocExecutor)
     with in_a_process, LLM(path, **OPTIONS) as llm:
         assert llm.engine.info == info
         assert [generate(llm, prompts, params) for _ in range(2)] == want
@@ -182,7 +184,7 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
             used[enforce_eager] = used_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
-                reserved = runner_of(llm).buffers.platform._account().graphs
+                reserved = runner_of(llm).tables.platform._account().graphs
     taken = used[False] - used[True]
     print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
     assert taken <= reserved
@@ -221,7 +223,7 @@ def test_eager_engines_reserve_nothing_for_graphs(many_logits: dict[str, Any]) -
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
         with LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
-            reserved[enforce_eager] = runner_of(llm).buffers.platform._account().graphs
+            reserved[enforce_eager] = runner_of(llm).tables.platform._account().graphs
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
     saved = (num_blocks[True] - num_blocks[False]) * block_bytes
     assert reserved[True] == 0

@@ -18,22 +18,21 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda import sampling
 from nanovllm.kernels.cuda.sampling import (
-    SamplingTables,
     SamplingWorkspace,
     Split,
     advance,
-    reference_floors,
-    reference_sample,
     sample_tokens,
     sampling_workspace,
 )
-from nanovllm.kernels.ops import SamplingVariant
-from nanovllm.layers.sampler import sampling_probs
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import SamplingColumns, sample_by_noise, sampling_probs
 from nanovllm.sampling_params import NO_TOKEN
-from tests.layers.test_sampler import SMALLEST, Row, columns, random_row
+from tests.kernels.test_torch_sampling import SMALLEST, Row, columns, random_row
 
 INF = torch.inf
-VARIANTS: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
+GREEDY, NOISE, MIN_P = Sampling.GREEDY, Sampling.NOISE, Sampling.NOISE | Sampling.MIN_P
+TOP, FULL = Sampling.NOISE | Sampling.TOP, MIN_P | Sampling.TOP
+ASKED = GREEDY, NOISE, MIN_P, TOP, FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Batch:
     logits: Tensor
     slots: Tensor
     context_lens: Tensor
-    tables: SamplingTables
+    columns: SamplingColumns
 
 
 def make_batch(logits: Tensor, rows: list[Row], device: str) -> Batch:
@@ -50,42 +49,37 @@ def make_batch(logits: Tensor, rows: list[Row], device: str) -> Batch:
     num_slots = len(rows) + 3
     slots = np.random.default_rng(0).permutation(num_slots)[: len(rows)]
     filler = Row(temperature=0.7, top_k=3, top_p=0.5, min_p=0.5)
-    lines = [filler] * num_slots
+    by_slot = [filler] * num_slots
     for slot, row in zip(slots, rows, strict=True):
-        lines[slot] = row
-    table = columns(lines)
+        by_slot[slot] = row
+    table = columns(by_slot)
     wide = torch.full((len(rows), logits.shape[1] + 16), 99.0, dtype=logits.dtype, device=device)
     wide[:, : logits.shape[1]] = logits
-    tables = SamplingTables(
-        table.temperature.to(device),
-        table.top_k.int().to(device),
-        table.top_p.to(device),
-        table.min_p.to(device),
-        table.seed.to(device),
-    )
+    on_device = SamplingColumns(*(getattr(table, name).to(device) for name in table.__slots__))
     return Batch(
         rows,
         wide[:, : logits.shape[1]],
         torch.from_numpy(slots).int().to(device),
         torch.tensor([row.position for row in rows], dtype=torch.int32, device=device),
-        tables,
+        on_device,
     )
 
 
-def run(batch: Batch, variant: SamplingVariant) -> tuple[Tensor, SamplingWorkspace]:
+def run(batch: Batch, asked: Sampling) -> tuple[Tensor, SamplingWorkspace]:
     """Sample in a workspace that holds another call's leavings and has room to spare."""
     num_rows, vocab_size = batch.logits.shape
     workspace = sampling_workspace(num_rows + 1, vocab_size, batch.logits.device)
     for name in workspace.__slots__:
         getattr(workspace, name).fill_(77)
     out = torch.full((num_rows,), -1, dtype=torch.int32, device=batch.logits.device)
-    arguments = batch.logits, batch.slots, batch.tables, batch.context_lens
-    sample_tokens(*arguments, variant, out, workspace)
+    arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
+    sample_tokens(*arguments, asked, out, workspace)
     return out, workspace
 
 
-def expected(batch: Batch, variant: SamplingVariant) -> Tensor:
-    return reference_sample(batch.logits, batch.slots, batch.tables, batch.context_lens, variant)
+def expected(batch: Batch) -> Tensor:
+    by_row = batch.columns.select(batch.slots.long())
+    return sample_by_noise(batch.logits, by_row, batch.context_lens.long()).int()
 
 
 def make_rows(num_rows: int, seed: int) -> list[Row]:
@@ -144,25 +138,21 @@ def check_full(batch: Batch, max_different: int = 0) -> SamplingWorkspace:
 
     On a GPU, rounding may decide for one row in many whether a token reaches top_p.
     """
-    tokens, workspace = run(batch, "full")
-    assert int((tokens != expected(batch, "full")).sum()) <= max_different
+    tokens, workspace = run(batch, FULL)
+    assert int((tokens != expected(batch)).sum()) <= max_different
     floors = workspace.floors[: len(tokens)]
-    tables, lines = batch.tables, batch.slots.long()
-    temperature, min_p = tables.temperature[lines], tables.min_p[lines]
-    wanted = reference_floors(batch.logits, temperature, tables.top_k[lines], tables.top_p[lines])
+    by_row = batch.columns.select(batch.slots.long())
+    temperature, min_p = by_row.temperature, by_row.min_p
     logits = batch.logits.float()
     rows = [row if row.temperature else Row() for row in batch.rows]
     shifted = logits - logits.amax(-1, keepdim=True)
     probs = torch.softmax(shifted.cpu() / columns(rows).temperature[:, None], -1)
     is_counted = (probs > SMALLEST) & torch.tensor([[row.temperature > 0] for row in batch.rows])
 
-    def is_wrong(kept: Tensor, right: Tensor) -> int:
-        return int(((kept.cpu() != right.cpu()) & is_counted).any(-1).sum())
-
     kept = logits >= floors[:, None]
-    assert is_wrong(kept, logits >= wanted[:, None]) <= max_different
     kept &= (shifted >= (temperature * min_p.log())[:, None]) | (min_p == 0)[:, None]
-    assert is_wrong(kept, sampling_probs(batch.logits.cpu(), columns(rows)) > 0) <= max_different
+    right = sampling_probs(batch.logits.cpu(), columns(rows)) > 0
+    assert int(((kept.cpu() != right) & is_counted).any(-1).sum()) <= max_different
     return workspace
 
 
@@ -171,42 +161,44 @@ def check_kind(kind: str, vocab_size: int, num_rows: int, dtype: torch.dtype, de
     check_full(make_batch(logits, make_rows(num_rows, vocab_size), device))
 
 
-def check_variant(variant: SamplingVariant, vocab_size: int, num_rows: int, device: str) -> None:
-    """Rows that need no more than this variant get its reference's tokens."""
-    rows = [without_cuts(row)._replace(min_p=row.min_p) for row in make_rows(num_rows, 2)]
-    if variant != "min_p":
-        rows = [without_cuts(row) for row in rows]
-    if variant == "greedy":
+def rows_that_ask(asked: Sampling, num_rows: int, seed: int) -> list[Row]:
+    """Rows that ask for no more than this."""
+    rows = make_rows(num_rows, seed)
+    if Sampling.TOP not in asked:
+        rows = [row._replace(top_k=0, top_p=1.0) for row in rows]
+    if Sampling.MIN_P not in asked:
+        rows = [row._replace(min_p=0.0) for row in rows]
+    if Sampling.NOISE not in asked:
         rows = [row._replace(temperature=0.0) for row in rows]
+    return rows
+
+
+def check_asked(asked: Sampling, vocab_size: int, num_rows: int, device: str) -> None:
+    """Rows that ask for no more than this get the reference's tokens."""
+    rows = rows_that_ask(asked, num_rows, 2)
     logits = tied_logits(num_rows, vocab_size, 200)  # greedy rows meet ties
     batch = make_batch(logits, rows, device)
-    tokens = run(batch, variant)[0]
-    assert torch.equal(tokens, expected(batch, variant))
+    tokens = run(batch, asked)[0]
+    assert torch.equal(tokens, expected(batch))
     greedy = [i for i, row in enumerate(rows) if row.temperature == 0]
     assert tokens[greedy].tolist() == logits[greedy].max(-1).indices.tolist()
 
 
-def check_variants_agree(num_rows: int, vocab_size: int, device: str) -> None:
-    """Batch company decides which variant runs, and must not decide which token is drawn."""
+def check_more_than_asked(num_rows: int, vocab_size: int, device: str) -> None:
+    """Batch company decides what is asked for, and must not decide which token is drawn."""
     logits = random_logits(num_rows, vocab_size, 3.0)
-    rows = make_rows(num_rows, 3)
-    plain = make_batch(logits, [without_cuts(row) for row in rows], device)
-    tokens = [run(plain, variant)[0] for variant in VARIANTS[1:]]
-    assert all(torch.equal(tokens[0], other) for other in tokens[1:])
-    cut = make_batch(logits, [row._replace(top_k=0, top_p=1.0) for row in rows], device)
-    assert torch.equal(run(cut, "min_p")[0], run(cut, "full")[0])
-    greedy = make_batch(
-        logits, [without_cuts(row)._replace(temperature=0.0) for row in rows], device
-    )
-    assert torch.equal(run(greedy, "greedy")[0], run(greedy, "full")[0])
+    for asked in ASKED:
+        batch = make_batch(logits, rows_that_ask(asked, num_rows, 3), device)
+        tokens = [run(batch, more)[0] for more in ASKED if asked in more]
+        assert all(torch.equal(tokens[0], other) for other in tokens[1:])
 
 
 def check_company(num_rows: int, vocab_size: int, device: str) -> None:
     """A row alone gets the token that it gets in a batch, where other programs share its work."""
     logits, rows = random_logits(num_rows, vocab_size, 3.0), make_rows(num_rows, 4)
-    together = run(make_batch(logits, rows, device), "full")[0].tolist()
+    together = run(make_batch(logits, rows, device), FULL)[0].tolist()
     for i in range(0, num_rows, 3):
-        alone = run(make_batch(logits[i : i + 1], rows[i : i + 1], device), "full")[0]
+        alone = run(make_batch(logits[i : i + 1], rows[i : i + 1], device), FULL)[0]
         assert alone.item() == together[i], rows[i]
 
 
@@ -216,13 +208,11 @@ def check_splits(vocab_size: int, device: str) -> None:
     logits = random_logits(3, vocab_size, 0.5)
     logits[2] = 0.0  # all ties: the first id wins, whichever program meets it
     batch = make_batch(logits, rows, device)
-    wanted = [expected(batch, variant).tolist() for variant in ("plain", "full")]
-    floors = set()
+    wanted, floors = expected(batch).tolist(), set()
     for split in (Split(1024, 1, 5), Split(1024, 2, 3), Split(2048, 3, 1)):
         with patch.object(sampling, "split_vocabulary", lambda *sizes, split=split: split):
-            assert run(batch, "plain")[0].tolist() == wanted[0]
-            tokens, workspace = run(batch, "full")
-        assert tokens.tolist() == wanted[1]
+            tokens, workspace = run(batch, FULL)
+        assert tokens.tolist() == wanted
         floors.add(tuple(workspace.floors[:3].tolist()))
     assert len(floors) == 1
 
@@ -251,11 +241,10 @@ def check_broken_rows(device: str) -> None:
     broken = logits.clone()
     broken[0], broken[2], broken[4] = torch.nan, -INF, INF
     broken[5, 2500], broken[6, 7] = torch.nan, INF
-    variants: tuple[SamplingVariant, ...] = ("greedy", "plain", "min_p", "full")
     for row in (Row(), Row(top_k=3, top_p=0.9, min_p=0.1), Row(min_p=0.1), Row(0.0)):
-        for variant in variants:
-            whole = run(make_batch(logits, [row] * 7, device), variant)[0]
-            tokens = run(make_batch(broken, [row] * 7, device), variant)[0]
+        for asked in ASKED:
+            whole = run(make_batch(logits, [row] * 7, device), asked)[0]
+            tokens = run(make_batch(broken, [row] * 7, device), asked)[0]
             assert tokens[[0, 2, 4, 5, 6]].tolist() == [NO_TOKEN] * 5
             assert tokens[[1, 3]].tolist() == whole[[1, 3]].tolist()
             assert tokens[[1, 3]].min() >= 0
@@ -266,7 +255,7 @@ def check_tiny_temperatures(device: str) -> None:
         logits = random_logits(4, 300, scale)
         logits[:, 7] = -INF
         rows = [Row(1e-6), Row(1e-30), Row(1e-30, top_k=5, top_p=0.9), Row(1e-20, min_p=0.5)]
-        tokens = run(make_batch(logits, rows, device), "full")[0]
+        tokens = run(make_batch(logits, rows, device), FULL)[0]
         assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
@@ -274,8 +263,8 @@ def check_noise_counters(device: str) -> None:
     """The kernel's draws change with each of seed, position and id as the reference's do."""
     rows = [Row(seed=s, position=p) for s in (0, 1, -1, 2**63 - 1, -(2**63)) for p in (0, 1, 65536)]
     batch = make_batch(torch.zeros(len(rows), 1000), rows, device)
-    tokens = run(batch, "plain")[0]
-    assert torch.equal(tokens, expected(batch, "plain"))
+    tokens = run(batch, NOISE)[0]
+    assert torch.equal(tokens, expected(batch))
     assert len(set(tokens.tolist())) > 12
 
 
@@ -299,7 +288,7 @@ def check_advance(device: str) -> None:
 def check_no_rows(device: str) -> None:
     batch = make_batch(torch.zeros(1, 40), [Row()], device)
     empty = replace(batch, logits=batch.logits[:0], slots=batch.slots[:0])
-    assert run(empty, "full")[0].tolist() == []
+    assert run(empty, FULL)[0].tolist() == []
 
 
 FLOAT16, FLOAT32 = torch.float16, torch.float32
@@ -318,9 +307,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "rest": [
         partial(check_kind, "usual", 1, 2, FLOAT32, "cpu"),
         partial(check_kind, "usual", 7, 9, FLOAT16, "cpu"),
-        *(partial(check_variant, v, 5003, 3, "cpu") for v in ("greedy", "plain", "min_p")),
-        *(partial(check_variant, v, 7, 1, "cpu") for v in ("greedy", "plain", "min_p")),
-        partial(check_variants_agree, 4, 300, "cpu"),
+        *(partial(check_asked, asked, 5003, 3, "cpu") for asked in (GREEDY, NOISE, MIN_P, TOP)),
+        *(partial(check_asked, asked, 7, 1, "cpu") for asked in (GREEDY, NOISE, MIN_P, TOP)),
+        partial(check_more_than_asked, 4, 300, "cpu"),
         partial(check_company, 5, 300, "cpu"),
         partial(check_splits, 5003, "cpu"),
         partial(check_broken_rows, "cpu"),

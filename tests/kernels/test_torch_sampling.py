@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.layers.sampler import (
+from nanovllm.kernels.torch_sampling import (
     NUM_CANDIDATES,
     SamplingColumns,
     sample,
@@ -39,12 +38,19 @@ def columns(rows: list[Row]) -> SamplingColumns:
 
     return SamplingColumns(
         temperature=column([row.temperature for row in rows], torch.float32),
-        top_k=column([row.top_k for row in rows], torch.int64),
+        top_k=column([row.top_k for row in rows], torch.int32),
         top_p=column([row.top_p for row in rows], torch.float32),
         min_p=column([row.min_p for row in rows], torch.float32),
         seed=column([row.seed for row in rows], torch.int64),
-        position=column([row.position for row in rows], torch.int64),
     )
+
+
+def positions(rows: list[Row]) -> Tensor:
+    return torch.tensor([row.position for row in rows])
+
+
+def sample_rows(logits: Tensor, rows: list[Row]) -> Tensor:
+    return sample(logits, columns(rows), positions(rows))
 
 
 def reference(logits: list[float], row: Row) -> np.ndarray:
@@ -247,9 +253,8 @@ def test_draws_follow_the_exact_probabilities(row: Row, varied: str) -> None:
     num_draws = 20_000
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(5)) * 2
     probs = reference(logits[0].tolist(), row)
-    same = columns([row]).select(torch.zeros(num_draws, dtype=torch.int64))
-    varying = replace(same, **{varied: torch.arange(num_draws)})
-    tokens = sample(logits.expand(num_draws, -1), varying).numpy()
+    rows = [row._replace(**{varied: i}) for i in range(num_draws)]
+    tokens = sample_rows(logits.expand(num_draws, -1), rows).numpy()
     counts = np.bincount(tokens, minlength=50)
     assert counts[probs == 0].sum() == 0
     statistic, degrees = chi_square(counts, probs)
@@ -277,23 +282,23 @@ def mixed_batch(num_rows: int, vocab_size: int) -> tuple[Tensor, list[Row]]:
 @pytest.mark.parametrize("vocab_size", [200, 2 * NUM_CANDIDATES])
 def test_a_token_does_not_depend_on_the_batch(vocab_size: int) -> None:
     logits, rows = mixed_batch(48, vocab_size)
-    together = sample(logits, columns(rows)).tolist()
-    alone = [sample(logits[i : i + 1], columns([row])).item() for i, row in enumerate(rows)]
+    together = sample_rows(logits, rows).tolist()
+    alone = [sample_rows(logits[i : i + 1], [row]).item() for i, row in enumerate(rows)]
     assert alone == together
     order = np.random.default_rng(0).permutation(48)
-    shuffled = sample(logits[order], columns([rows[i] for i in order]))
+    shuffled = sample_rows(logits[order], [rows[i] for i in order])
     assert shuffled.tolist() == [together[i] for i in order]
-    half = sample(logits[::2], columns(rows[::2]))
+    half = sample_rows(logits[::2], rows[::2])
     assert half.tolist() == together[::2]
 
 
 def test_greedy_rows_take_the_argmax_whatever_their_neighbours() -> None:
     logits, rows = mixed_batch(48, 200)
-    tokens = sample(logits, columns(rows))
+    tokens = sample_rows(logits, rows)
     greedy = [i for i, row in enumerate(rows) if row.temperature == 0]
     assert len(greedy) == 16
     assert tokens[greedy].tolist() == logits[greedy].argmax(-1).tolist()
-    all_greedy = sample(logits, columns([row._replace(temperature=0.0) for row in rows]))
+    all_greedy = sample_rows(logits, [row._replace(temperature=0.0) for row in rows])
     assert torch.equal(all_greedy[greedy], tokens[greedy])
 
 
@@ -301,13 +306,13 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(3, 5000)
     logits[1, 4000:] = 1.0
     logits[2, [17, 900, 4999]] = 2.0
-    assert sample(logits, columns([Row(0.0)] * 3)).tolist() == [0, 4000, 17]
+    assert sample_rows(logits, [Row(0.0)] * 3).tolist() == [0, 4000, 17]
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
     logits, rows = mixed_batch(12, 200)
     before = logits.clone()
-    sample(logits, columns(rows))
+    sample_rows(logits, rows)
     assert torch.equal(logits, before)
 
 
@@ -317,8 +322,8 @@ def test_a_row_that_is_no_numbers_gives_no_token(value: float, row: Row) -> None
     """Neither where an overflow broke every logit, nor where it broke one of them."""
     logits = torch.zeros(3, 64)
     logits[0] = logits[2, 5] = value
-    tokens = sample(logits, columns([row] * 3))
-    alone = sample(logits[1:2], columns([row]))
+    tokens = sample_rows(logits, [row] * 3)
+    alone = sample_rows(logits[1:2], [row])
     assert tokens[0].item() == NO_TOKEN
     assert (tokens[2].item() == NO_TOKEN) == (value != -INF)
     assert tokens[1].item() == alone[0].item() >= 0

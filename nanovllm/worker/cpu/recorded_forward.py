@@ -14,8 +14,8 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import NotRecordableError
 from nanovllm.layers.build import ForwardBatch
+from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.input_buffers import is_decode
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RecordedForward:
         num_rows = len(plan.slots)
         if num_rows > self.max_rows or not is_decode(plan):
             return self.eager(plan)
-        batch = self._batch(plan)
+        batch = self.eager.batch(plan)
         step = self._steps.get(num_rows) or self._try_to_record(batch)
         if step is None:
             return self.eager(plan)
@@ -53,11 +53,7 @@ class RecordedForward:
         """Record the step of one row now, so that no token of the first answer waits for it."""
         one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
         plan = StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
-        self._try_to_record(self._batch(plan))
-
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        eager = self.eager
-        return eager.buffers.batch(plan, eager.attention, eager.dtype, eager.caches)
+        self._try_to_record(self.eager.batch(plan))
 
     def _try_to_record(self, batch: ForwardBatch) -> RecordedStep | None:
         try:

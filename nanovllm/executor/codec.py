@@ -1,4 +1,4 @@
-"""A StepPlan as bytes: its columns as they lie in memory, behind a header of their lengths.
+"""A StepPlan and a StepResult as bytes: arrays as they lie in memory, behind their lengths.
 
 Every section is a multiple of four bytes long, so that what is decoded are views of the message.
 """
@@ -6,13 +6,14 @@ Every section is a multiple of four bytes long, so that what is decoded are view
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
 
-from nanovllm.engine.step import BlockUpdate, IntColumn, NewRow, StepPlan
+from nanovllm.engine.step import BlockUpdate, IntColumn, NewRow, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
 Section = bytes | memoryview
@@ -21,6 +22,8 @@ Section = bytes | memoryview
 _PLAN = struct.Struct("<5q")
 # Slot, prompt tokens, seed; numbers of tokens, blocks and stop tokens.
 _NEW_ROW = struct.Struct("<6q")
+_LENGTH = struct.Struct("<q")
+_RESULT_NAMES = tuple(field.name for field in fields(StepResult))
 _PARAM_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -59,6 +62,23 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
     )
 
 
+def encode_result(result: StepResult) -> list[Section]:
+    """Return a header with the type and shape of every array, then the arrays."""
+    arrays = [np.ascontiguousarray(getattr(result, name)) for name in _RESULT_NAMES]
+    header = _padded(json.dumps([(array.dtype.str, array.shape) for array in arrays]))
+    return [_LENGTH.pack(len(header)), header, *(array.data for array in arrays)]
+
+
+def decode_result(message: bytes | bytearray) -> StepResult:
+    (length,) = _LENGTH.unpack_from(message)
+    arrays, offset = [], _LENGTH.size + length
+    for dtype, shape in json.loads(message[_LENGTH.size : offset]):
+        array = np.frombuffer(message, dtype, math.prod(shape), offset).reshape(shape)
+        arrays.append(array)
+        offset += array.nbytes
+    return StepResult(*arrays)
+
+
 class _Reader:
     """Takes a message apart from front to back."""
 
@@ -95,11 +115,16 @@ def _encode_params(params: list[SamplingParams]) -> bytes:
     if not params:
         return b""
     text = json.dumps([[getattr(each, name) for name in _PARAM_NAMES] for each in params])
-    return text.encode().ljust(-(-len(text) // 4) * 4)  # JSON may end in spaces
+    return _padded(text)
 
 
 def _decode_params(text: bytes) -> list[SamplingParams]:
     return [SamplingParams(*values) for values in json.loads(text)] if text else []
+
+
+def _padded(text: str) -> bytes:
+    """JSON, which may end in spaces."""
+    return text.encode().ljust(-(-len(text) // 4) * 4)
 
 
 def _column(numbers: Sequence[int]) -> bytes:

@@ -6,15 +6,26 @@ import random
 from dataclasses import fields, replace
 
 import numpy as np
+import pytest
 
 from benchmarks.plan_broadcast import decode_rows, long_prompts
-from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan
-from nanovllm.executor.plan_codec import decode_plan, encode_plan
+from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.executor.codec import decode_plan, decode_result, encode_plan, encode_result
 from nanovllm.sampling_params import SamplingParams
 
 
 def round_trip(plan: StepPlan) -> StepPlan:
     return decode_plan(bytearray(b"".join(encode_plan(plan))))
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (1, 1), (7, 1), (3, 4)])
+def test_results(shape: tuple[int, int]) -> None:
+    tokens = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape) - 1
+    for sent in (tokens, np.asfortranarray(tokens)):
+        got = decode_result(bytearray(b"".join(encode_result(StepResult(sent)))))
+        assert got.tokens.dtype == np.int32
+        assert got.tokens.shape == shape
+        assert got.tokens.tolist() == tokens.tolist()
 
 
 def assert_equal(plan: StepPlan, other: StepPlan) -> None:

@@ -1,7 +1,12 @@
-"""Sampling a whole batch with mixed parameters: temperature, top_k, top_p, min_p, greedy."""
+"""Sampling a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
+
+`sampling_probs` says what a token is drawn from, on every device. The CPU draws by inverting the
+cumulative distribution, CUDA's kernels by the largest logit after noise (`sample_by_noise`).
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,35 +14,54 @@ from torch import Tensor
 
 from nanovllm.sampling_params import NO_TOKEN
 
+# The constants of splitmix64, as signed numbers, and of the noise.
+STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+LARGEST_UNIFORM = 1 - 2.0**-24
 NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sorts the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """One entry per row."""
+    """Parameters by slot, or by row."""
 
-    temperature: Tensor
-    top_k: Tensor  # 0: no limit
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    position: Tensor  # of the token being sampled
+    temperature: Tensor  # float32; 0 is greedy
+    top_k: Tensor  # int32; 0: no limit
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    seed: Tensor  # int64
 
-    def select(self, rows: Tensor) -> SamplingColumns:
-        return SamplingColumns(*(getattr(self, name)[rows] for name in self.__slots__))
+    def select(self, indices: Tensor) -> SamplingColumns:
+        return SamplingColumns(*(getattr(self, name)[indices] for name in self.__slots__))
 
 
-def sample(logits: Tensor, columns: SamplingColumns) -> Tensor:
+def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
     """Return one token per row of logits [rows, vocab_size]; ties go to the lowest id.
 
-    A row with NaN or infinity, or without any token that may be chosen, gets NO_TOKEN.
+    `columns` has a row's parameters, `positions` where its token will stand. A row with NaN or
+    infinity, or without any token that may be chosen, gets NO_TOKEN.
     """
     peaks, tokens = logits.max(-1)  # several times faster than argmax on a CPU
     rows = columns.temperature.nonzero().squeeze(1)
     if len(rows):
         chosen = columns.select(rows)
-        tokens[rows] = _draw(sampling_probs(logits[rows], chosen), chosen)
+        numbers = uniform(chosen.seed, positions[rows])
+        tokens[rows] = _draw(sampling_probs(logits[rows], chosen), numbers)
     return torch.where(peaks.isfinite(), tokens, NO_TOKEN)
+
+
+def sample_by_noise(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
+    """Return what CUDA's kernels sample: each row's largest logit after noise was added to it."""
+    rows = columns.temperature.nonzero().squeeze(1)
+    scores = logits.float().clone()
+    if len(rows):
+        chosen = columns.select(rows)
+        is_kept = sampling_probs(logits[rows], chosen) > 0
+        noise = log_exponential(noise_bits(chosen.seed, positions[rows], logits.shape[1]))
+        drawn = scores[rows] - math.log(2) * chosen.temperature[:, None] * noise
+        scores[rows] = drawn.masked_fill(~is_kept, -torch.inf)
+    tokens = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)  # the first of ties
+    return torch.where(logits.amax(-1).isfinite(), tokens, NO_TOKEN)
 
 
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
@@ -58,17 +82,38 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """A float64 in [0, 1) that depends on nothing but seed and position (splitmix64)."""
-    bits = seed + (position + 1) * -0x61C8864680B583EB
-    bits = (bits ^ _shift_right(bits, 30)) * -0x40A7B892E31B1A47
-    bits = (bits ^ _shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
-    bits = bits ^ _shift_right(bits, 31)
-    return _shift_right(bits, 11).double() * 2.0**-53
+    return _shift_right(_mix(seed + (position + 1) * STEP), 11).double() * 2.0**-53
 
 
-def _draw(probs: Tensor, columns: SamplingColumns) -> Tensor:
-    """Invert the cumulative distribution at one uniform number per row."""
+def noise_bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Return 32 random bits for every token id, [rows, vocab_size], as int64."""
+    key = _mix(_mix(seed + STEP) + position * STEP)[:, None]
+    ids = torch.arange(vocab_size, device=seed.device)
+    bits = (ids * ID_FACTOR + (key & 0xFFFFFFFF)) & 0xFFFFFFFF
+    bits ^= bits >> 16
+    bits = (bits * FIRST_FACTOR + _shift_right(key, 32)) & 0xFFFFFFFF
+    bits ^= bits >> 15
+    bits = (bits * SECOND_FACTOR) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
+
+
+def log_exponential(bits: Tensor) -> Tensor:
+    """Return log2 of exponential noise, as `sample_by_noise` subtracts it."""
+    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=LARGEST_UNIFORM)
+    return torch.log2(-math.log2(math.e) * torch.log1p(-uniform))
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64, a bijection."""
+    bits = (bits ^ _shift_right(bits, 30)) * MIX_FIRST
+    bits = (bits ^ _shift_right(bits, 27)) * MIX_SECOND
+    return bits ^ _shift_right(bits, 31)
+
+
+def _draw(probs: Tensor, numbers: Tensor) -> Tensor:
+    """Invert the cumulative distribution at one number in [0, 1) per row."""
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    target = uniform(columns.seed, columns.position)[:, None] * cumulative[:, -1:]
+    target = numbers[:, None] * cumulative[:, -1:]
     # right=True: the first token to exceed the target, so never one of probability 0.
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[-1] - 1)  # logits without a distribution, such as NaN

@@ -1,0 +1,215 @@
+"""The front: text on one side, token ids on the other.
+
+It prepares requests for the core, and turns what the core reports into answers. Nothing here
+imports torch, so it can run in another process than the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
+from nanovllm.errors import RequestError
+from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BROKEN_LOGITS = (
+    "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
+    "the weights may be damaged, or too large for the dtype: try dtype='float32'"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """What the front keeps of a request until it is answered."""
+
+    request: Request
+    prompt: str | None
+    is_streaming: bool
+    detokenizer: Detokenizer | None
+    new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+
+
+class Front:
+    """Any thread may `prepare` requests and `encode`; everything else is for one at a time."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.live: dict[int, Live] = {}  # by seq_id
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self._seed_of_all = seed
+        self._seq_ids = itertools.count()
+        self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        is_streaming: bool,
+    ) -> Live:
+        """Check and tokenise a prompt."""
+        self._check_params(params)
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt)
+        text, token_ids = self._encode(prompt)
+        detokenizer = None
+        if self.tokenizer is not None and (is_streaming or params.stop):
+            detokenizer = Detokenizer(self.tokenizer, params)
+        seq_id = next(self._seq_ids)
+        request = Request(
+            seq_id,
+            token_ids,
+            params,
+            self._seed(params, seq_id),
+            self._stop_token_ids(params),
+            cache_salt,
+            is_streaming=is_streaming or detokenizer is not None,
+        )
+        return Live(request, text, is_streaming, detokenizer)
+
+    def collect(
+        self, step: CoreStep, finish: Callable[[int, FinishReason], Ending | None]
+    ) -> StepOutput:
+        """Turn what a step of the core brought into text; `finish` ends what a stop string ends."""
+        endings = {ending.seq_id: ending for ending in step.endings}
+        for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
+            if self.push(self.live[seq_id], token_id):
+                ending = endings.get(seq_id) or finish(seq_id, "stop")
+                assert ending is not None
+                endings[seq_id] = replace(ending, finish_reason="stop")
+        lives = [self.live[seq_id] for seq_id in dict.fromkeys((*step.seq_ids, *endings))]
+        outputs = {seq_id: self.end(ending) for seq_id, ending in endings.items()}
+        pieces = [_piece(live, outputs) for live in lives if live.is_streaming]
+        return StepOutput(
+            list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
+        )
+
+    def push(self, live: Live, token_id: int) -> bool:
+        """Add a token to a request's text; True when it completes a stop string."""
+        live.new_token_ids.append(token_id)
+        return live.detokenizer is not None and live.detokenizer.push(token_id)
+
+    def end(self, ending: Ending) -> RequestOutput:
+        """Return a request's answer, and forget the request."""
+        live = self.live.pop(ending.seq_id)
+        request, token_ids = live.request, ending.token_ids
+        if live.detokenizer is not None:
+            live.detokenizer.finish()
+            text = live.detokenizer.text
+        else:
+            tokenizer = self.tokenizer
+            text = "" if tokenizer is None else decode(tokenizer, token_ids, request.params)
+        first = ending.first_token_time
+        return RequestOutput(
+            seq_id=ending.seq_id,
+            prompt=live.prompt,
+            prompt_token_ids=request.token_ids.tolist(),
+            text=text,
+            token_ids=token_ids,
+            finish_reason=ending.finish_reason,
+            num_cached_tokens=ending.num_cached_tokens,
+            time_to_first_token=first - request.arrival_time if first else 0.0,
+            duration=ending.end_time - request.arrival_time,
+            error=BROKEN_LOGITS if ending.finish_reason == "error" else None,
+        )
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Tokenise text. Safe in any thread."""
+        assert self.tokenizer is not None
+        with self._tokenizing:
+            ids: list[int] = self.tokenizer.encode(text, **options)
+        return ids
+
+    def _encode(self, prompt: str | list[int]) -> tuple[str | None, array[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
+                )
+            check_text("the prompt", prompt)
+            ids = self.encode(prompt)
+        elif isinstance(prompt, list):
+            ids = prompt
+        else:
+            raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
+        if not ids:
+            raise RequestError("the prompt is empty; give it at least one token")
+        token_ids = to_token_ids(ids, self._vocab_size)
+        return (prompt if isinstance(prompt, str) else None), token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, got {params!r:.80}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
+        high = max(params.stop_token_ids, default=0)
+        if high >= self._vocab_size:
+            raise RequestError(
+                f"stop_token_ids has {high}, outside the vocabulary of {self._vocab_size}"
+            )
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        return eos.union(params.stop_token_ids)
+
+    def _seed(self, params: SamplingParams, seq_id: int) -> int:
+        """A 64-bit seed: the request's own, or one derived from the engine's for this request."""
+        if params.seed is None:
+            seed = xxhash.xxh3_64_intdigest(f"{self._seed_of_all}/{seq_id}".encode())
+        else:
+            seed = params.seed % 2**64
+        return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _piece(live: Live, outputs: dict[int, RequestOutput]) -> StreamPiece:
+    """Take what is new in a streamed request."""
+    token_ids, live.new_token_ids = live.new_token_ids, []
+    text = live.detokenizer.take() if live.detokenizer is not None else ""
+    seq_id = live.request.seq_id
+    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id))
+
+
+def check_text(name: str, text: object) -> None:
+    """Refuse what a tokenizer or a hash could not encode."""
+    if not isinstance(text, str):
+        raise RequestError(f"{name} must be a string, got {text!r:.80}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode ({error}); clean it first") from error
+
+
+def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
+    """Check ids without a loop over what may be many thousands, and lay them out side by side."""
+    try:
+        values = np.array(array("L", ids))  # several times as fast as a conversion with a sign
+        has_bool = any(isinstance(ids[i], bool) for i in np.flatnonzero(values <= 1))
+        if not has_bool and values.max() < vocab_size:
+            return array("i", values.astype(np.int32).tobytes())
+    except (TypeError, OverflowError):
+        pass  # what is wrong is said below
+    types = set(map(type, ids))
+    if bool in types or not all(issubclass(each, (int, np.integer)) for each in types):
+        raise RequestError(f"a prompt's token ids are integers, got {ids!r:.80}")
+    wrong = min(ids) if min(ids) < 0 else max(ids)
+    raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab_size}")

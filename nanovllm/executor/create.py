@@ -1,0 +1,20 @@
+"""Choose where the workers of an engine live: one in this process, several in their own."""
+
+from __future__ import annotations
+
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.executor.base import Executor
+from nanovllm.executor.local import LocalExecutor
+from nanovllm.executor.multiproc import MultiprocExecutor
+from nanovllm.worker.backend import create_backend
+from nanovllm.worker.worker import Worker
+
+
+def create_executor(
+    config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
+) -> Executor:
+    if config.tensor_parallel_size > 1:
+        return MultiprocExecutor(config, model_config, checkpoint)
+    backend = create_backend(config, model_config)
+    return LocalExecutor(Worker(config, model_config, checkpoint, backend))

@@ -1,0 +1,64 @@
+"""What runs a model on a CPU: compiled kernels where they can be, and recordings of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.attention import create_attention
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels import create_cpu_ops
+from nanovllm.kernels.ops import Ops
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker.cpu.sampler import TorchSampler
+from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.logits_edits import LogitsEdits
+from nanovllm.worker.runner import ModelRunner
+from nanovllm.worker.tables import SlotTables
+
+
+@dataclass(frozen=True, slots=True)
+class CpuBackend:
+    platform: CpuPlatform
+    dtype: torch.dtype
+    group: TPGroup
+    ops: Ops
+    attention: AttentionBackend
+    config: EngineConfig
+
+    def sampler(self, tables: SlotTables) -> TorchSampler:
+        return TorchSampler(tables, self.group)
+
+    def runner(self, eager: EagerForward) -> ModelRunner:
+        config, tables = self.config, eager.tables
+        edits, sampler = LogitsEdits(self.platform), self.sampler(tables)
+        is_eager = config.enforce_eager or config.attention_backend != "auto"
+        # A recording holds kernels alone, and a group's sums stand between them.
+        if self.ops.launcher is None or is_eager or not self.group.is_alone:
+            return ModelRunner(tables, edits, eager, sampler)
+        from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
+        from nanovllm.worker.cpu.recorded_forward import RecordedForward
+
+        assert isinstance(self.ops, NumbaOps)
+        recorded = RecordedForward(eager, self.ops, config.max_model_len)
+        recorded.prepare()
+        return ModelRunner(tables, edits, recorded, sampler)
+
+
+def create_cpu_backend(
+    platform: CpuPlatform, dtype: torch.dtype, group: TPGroup, config: EngineConfig
+) -> CpuBackend:
+    features = platform.features
+    ops = create_cpu_ops(dtype, features)
+    attention = create_attention(
+        platform,
+        ops,
+        config.kvcache_block_size,
+        config.attention_backend,
+        dtype,
+        features.product_dtype(dtype),
+    )
+    return CpuBackend(platform, dtype, group, ops, attention, config)

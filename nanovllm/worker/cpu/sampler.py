@@ -1,0 +1,32 @@
+"""From logits to tokens, which enter the tables where the next step reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.distributed.group import TPGroup
+from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.torch_sampling import sample
+from nanovllm.worker.forward import StepLogits
+from nanovllm.worker.tables import SlotTables
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSampler:
+    tables: SlotTables
+    group: TPGroup
+
+    def __call__(self, logits: StepLogits, plan: StepPlan) -> Tensor:
+        tables, slots, positions = self.tables, logits.slots.long(), logits.positions.long()
+        if not len(slots):
+            return slots.int()
+        tokens = torch.empty_like(slots, dtype=torch.int32)
+        if self.group.rank == 0:
+            tokens.copy_(sample(logits.values, tables.sampling_columns.select(slots), positions))
+        self.group.broadcast(tokens)
+        tables.tokens[slots, positions] = tokens.clamp(min=0)  # NO_TOKEN has no embedding
+        tables.lengths[slots] = logits.positions + 1
+        return tokens

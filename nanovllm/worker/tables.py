@@ -1,0 +1,124 @@
+"""The state of every slot, on the device, so that a step's plan carries only what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.step import NewRow, StepPlan
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import SamplingColumns
+from nanovllm.platforms.base import Platform
+from nanovllm.sampling_params import SamplingParams
+
+INT32_MAX = 2**31 - 1
+ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`width` numbers of a slot, and what a sequence that enters it brings for them."""
+
+    dtype: type[np.number[Any]]
+    value: Callable[[NewRow], Any]
+    width: int = 1
+
+    @property
+    def num_words(self) -> int:
+        """Of 32 bits, for one slot."""
+        return self.width * np.dtype(self.dtype).itemsize // 4
+
+
+def slot_columns(max_model_len: int, block_size: int) -> dict[str, Column]:
+    return {
+        "tokens": Column(np.int32, lambda row: row.token_ids, max_model_len),
+        "block_table": Column(np.int32, lambda row: row.block_ids, -(-max_model_len // block_size)),
+        "lengths": Column(np.int32, lambda row: len(row.token_ids)),
+        "temperature": Column(np.float32, lambda row: row.params.temperature),
+        "top_k": Column(np.int32, lambda row: min(row.params.top_k, INT32_MAX)),
+        "top_p": Column(np.float32, lambda row: row.params.top_p),
+        "min_p": Column(np.float32, lambda row: row.params.min_p),
+        "seed": Column(np.int64, lambda row: row.seed),
+    }
+
+
+class SlotTables:
+    """A table for each column, with a row for each slot; plans update them in order.
+
+    All are parts of one tensor, so that an update is one list of offsets and one of values. The
+    row after the last slot stands for the rows that pad a batch: its length stays 0.
+    """
+
+    tokens: Tensor  # [slots + 1, max_model_len]
+    block_table: Tensor  # [slots + 1, max_blocks]
+    lengths: Tensor  # [slots + 1]
+    sampling_columns: SamplingColumns
+
+    def __init__(
+        self, platform: Platform, num_slots: int, max_model_len: int, block_size: int
+    ) -> None:
+        self.platform = platform
+        self.num_slots = num_slots
+        self.block_size = block_size
+        self._columns = slot_columns(max_model_len, block_size)
+        self._offsets, end = {}, 0
+        for name, column in self._columns.items():
+            self._offsets[name] = end
+            end += -(-(num_slots + 1) * column.num_words // ALIGNMENT) * ALIGNMENT
+        self.words = torch.zeros(end, dtype=torch.int32, device=platform.device)
+        views = {name: self._view(name) for name in self._columns}
+        self.tokens, self.block_table, self.lengths = map(
+            views.pop, ("tokens", "block_table", "lengths")
+        )
+        self.sampling_columns = SamplingColumns(**views)
+        self._sampling = np.zeros(num_slots, np.int32)  # on the host: what each slot asks for
+
+    def update(self, plan: StepPlan) -> None:
+        """Write what a plan changes, before its step and after the step before."""
+        changes = [change for row in plan.new_rows for change in self._enter(row)]
+        if plan.block_updates:
+            first, width = self._offsets["block_table"], self.block_table.shape[1]
+            entries = [first + u.slot * width + u.index for u in plan.block_updates]
+            block_ids = [u.block_id for u in plan.block_updates]
+            changes.append((np.array(entries), np.array(block_ids, np.int32)))
+        if changes:
+            offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))
+            sent = self.platform.upload(np.stack((offsets, values)))
+            self.words.scatter_(0, sent[0], sent[1].int())
+
+    def sampling(self, plan: StepPlan) -> Sampling:
+        """What the sampled rows of a step ask for, all together."""
+        return Sampling(int(np.bitwise_or.reduce(self._sampling[plan.slots[plan.num_logits > 0]])))
+
+    def _view(self, name: str) -> Tensor:
+        column = self._columns[name]
+        words = self.words[self._offsets[name] :][: (self.num_slots + 1) * column.num_words]
+        dtype = getattr(torch, np.dtype(column.dtype).name)
+        table = words.view(dtype).view(self.num_slots + 1, column.width)
+        return table.squeeze(1) if column.width == 1 else table
+
+    def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return what a sequence's arrival changes in each table, as offsets and values."""
+        self._sampling[row.slot] = sampling_of(row.params)
+        changes = []
+        for name, column in self._columns.items():
+            values = np.atleast_1d(np.asarray(column.value(row), column.dtype)).view(np.int32)
+            first = self._offsets[name] + row.slot * column.num_words
+            changes.append((first + np.arange(len(values)), values))
+        return changes
+
+
+def sampling_of(params: SamplingParams) -> Sampling:
+    if params.temperature == 0:
+        return Sampling.GREEDY
+    asked = Sampling.NOISE
+    if params.min_p:
+        asked |= Sampling.MIN_P
+    if params.top_k or params.top_p < 1:
+        asked |= Sampling.TOP
+    return asked
