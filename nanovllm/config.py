@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     attention_backend: str = "auto"  # on CUDA "triton"; on a CPU what its kernels bring
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
+    target_inter_token_ms: float | None = None  # prompts make way for answers; None: they do not
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
 
     def __post_init__(self) -> None:
@@ -55,6 +57,9 @@ class EngineConfig:
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
         self._require("revision", self.revision != "", "a branch, tag or commit")
+        target = self.target_inter_token_ms
+        is_time = target is None or 0 < target < math.inf
+        self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:

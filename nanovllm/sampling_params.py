@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,11 @@ NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to samp
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling applies temperature, then top_k, top_p on what is left, then min_p."""
+    """Sampling applies temperature, then top_k, top_p on what is left, then min_p.
+
+    Before that the model's logits are edited: what is not allowed goes, bias is added, and the
+    penalties lower what was said before (repetition: in the prompt too).
+    """
 
     temperature: float = 1.0  # 0 is greedy
     max_tokens: int = 64
@@ -27,13 +32,27 @@ class SamplingParams:
     stop_token_ids: Iterable[int] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Iterable[int] | None = None  # None: all
+    bad_words: Iterable[str] = ()  # never generated, with a space before them or without
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
+    priority: int = 0  # lower is served first
 
     def __post_init__(self) -> None:
         unwrap_numbers(self)
         check_types(self)
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
+        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words, str))
         stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids, int)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, int)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
 
@@ -49,10 +68,40 @@ class SamplingParams:
         self._require("seed", is_64_bit, "an integer of at most 64 bits")
         self._require("stop", all(self.stop), "non-empty strings")
         self._require("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "at least 0")
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        """Check what edits the logits."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
+        fits = 0 < self.repetition_penalty <= 100
+        self._require("repetition_penalty", fits, "above 0 and at most 100")
+        bias: Mapping[int, float] = self.logit_bias or {}
+        is_valid = all(key >= 0 and -100 <= value <= 100 for key, value in bias.items())
+        self._require("logit_bias", is_valid, "numbers in [-100, 100] by token id")
+        allowed = self.allowed_token_ids
+        is_valid = allowed is None or min(allowed, default=-1) >= 0
+        self._require("allowed_token_ids", is_valid, "at least one id, none below 0")
+        self._require("bad_words", all(self.bad_words), "non-empty strings")
+        length = self.truncate_prompt_tokens
+        self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
             raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+
+def _as_bias(value: Any) -> dict[int, float] | None:
+    """Token ids may be strings, as JSON has them for keys."""
+    if value is None:
+        return None
+    try:
+        bias = {int(key): float(as_python(bias)) for key, bias in dict(value).items()}
+    except (TypeError, ValueError):
+        bias = {-1: math.nan}
+    if any(math.isnan(number) for number in bias.values()):
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {value!r:.80}")
+    return bias
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:

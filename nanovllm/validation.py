@@ -12,6 +12,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "str": (str,),
+    "float | None": (int, float, type(None)),
     "int | None": (int, type(None)),
     "str | None": (str, type(None)),
 }

@@ -20,8 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
 
 
-def pytest_sessionstart() -> None:
-    """Freeze what is imported, as an application may: every engine collects, in 0.3 seconds."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> None:
+    """Freeze what there is, as an application may: every engine collects garbage when it starts."""
     gc.freeze()
 
 

@@ -29,7 +29,7 @@ def run_interpreted(*arguments: str) -> str:
     Triton must know before it is imported that it is to interpret: a process of its own.
     """
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "tests.interpreted", *arguments],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

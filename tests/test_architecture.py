@@ -28,10 +28,12 @@ HOST = (
     "engine.request",
     "engine.sequence",
     "engine.block_manager",
+    "engine.pacing",
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",
     "engine.front",
+    "engine.waiting",
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {

@@ -31,8 +31,8 @@ DTYPES = [torch.bfloat16, torch.float32]
 FUSED_CHECKS = [check for name, check in vars(fused_cases).items() if name.startswith("check_")]
 SAMPLING_CASES = [
     case
-    for case in sampling_cases.CASES["rest"]
-    if case.func is not sampling_cases.check_kind  # type: ignore[attr-defined]
+    for case in sampling_cases.CASES
+    if case.func not in (sampling_cases.check_kind, sampling_cases.check_both_searches)
 ]
 
 

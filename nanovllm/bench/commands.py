@@ -1,4 +1,4 @@
-"""The four benchmarks: each builds a workload, times it and yields it beside its floor."""
+"""The benchmarks: each builds a workload, times it and yields it beside its floor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from nanovllm.bench.floors import Rates, decode_floor, model_cost, prefill_floor
 from nanovllm.bench.models import model_path
 from nanovllm.bench.options import rates
 from nanovllm.bench.report import Result, Setup, append, json_line
-from nanovllm.bench.runner import Timing, measure, run_once
+from nanovllm.bench.runner import Timing, measure, run_arrivals, run_once
 from nanovllm.bench.workloads import Workload, mixed, shared_prefix, uniform
+from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -55,7 +58,8 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> int:
         append(args.json, "")  # a file that cannot be written is better known before than after
     # As many as the benchmark wants to see side by side, and no fewer than engines have by default.
     max_num_seqs = max([512, *getattr(args, "batch", [])])
-    with open_llm(args, max_num_seqs=max_num_seqs) as llm:
+    target = getattr(args, "target_inter_token_ms", None)
+    with open_llm(args, max_num_seqs=max_num_seqs, target_inter_token_ms=target) as llm:
         bench = Bench(llm, args)
         print(bench.setup.heading(), flush=True)
         for result in benchmark(args, bench):
@@ -67,7 +71,7 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> int:
     return 0
 
 
-def open_llm(args: argparse.Namespace, **options: int) -> LLM:
+def open_llm(args: argparse.Namespace, **options: float | None) -> LLM:
     """Start an engine with random weights; torch is imported here and not before."""
     from nanovllm.llm import LLM
 
@@ -145,3 +149,20 @@ def prefix(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
             runs = [1000 * timing.first_token_seconds for timing in timings]
             floor = 1000 * bench.prefill_floor(pair[0], timings[0].num_cached_tokens)
             yield bench.result(f"{name}-{prefix_len}", "ms", runs, floor, timings)
+
+
+def arrivals(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
+    """Milliseconds that users wait for tokens, while requests arrive at random."""
+    workload = uniform(bench.vocab_size, args.num_seqs, args.prompt_len, args.new_tokens)
+    salts = [uuid.uuid4().hex for _ in range(args.repeats + 1)]
+    passes = [run_arrivals(bench.llm, workload, args.rate, salt) for salt in salts][1:]
+    if not all(waits.next for waits in passes):
+        raise ConfigError("no answer got two tokens before the last request: raise --num-seqs")
+    first_token = 1000 * statistics.median(passes[0].first)
+    for name, waits in (
+        ("ttft", [waits.first for waits in passes]),
+        ("itl", [waits.next for waits in passes]),
+    ):
+        for percent in (50, 99):
+            runs = [1000 * float(np.percentile(seconds, percent)) for seconds in waits]
+            yield Result(f"{name}-p{percent}@{args.rate:g}", "ms", runs, None, first_token)

@@ -34,6 +34,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("-v", "--verbose", action="store_true", help="tell what happens (default: warnings)")
 
 
+def add_target_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--target-inter-token-ms",
+        type=float,
+        metavar="X",
+        help="read prompts in pieces, so that the tokens of the answers beside them come no more "
+        "than this apart (default: read them at once)",
+    )
+
+
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("results").add_argument
     add(

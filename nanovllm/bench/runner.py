@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanovllm.bench.workloads import Workload
@@ -55,10 +57,53 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str) -> Timing:
     return Timing(end - start, first_token, end - decode_start, num_steps, num_cached)
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds from arrival to the first token, and from each token to the next."""
+
+    first: list[float] = field(default_factory=list)
+    next: list[float] = field(default_factory=list)
+
+
+def run_arrivals(llm: LLM, workload: Workload, rate: float, cache_salt: str) -> Waits:
+    """Let `rate` requests a second arrive at random, and answer them all.
+
+    What comes after the last arrival does not count: by then fewer and fewer answers run.
+    """
+    check_fits(llm, workload)
+    rng, engine, waits = random.Random(0), llm.engine, Waits()
+    due = list(itertools.accumulate(rng.expovariate(rate) for _ in workload.prompts))
+    arrived: dict[int, float] = {}
+    newest: dict[int, float] = {}  # when each got its newest token
+    start = time.perf_counter()
+    while len(arrived) < len(due) or not engine.is_finished():
+        now = time.perf_counter() - start
+        while len(arrived) < len(due) and due[len(arrived)] <= now:
+            seq_id = _add(llm, workload, len(arrived), cache_salt, is_streaming=True)
+            arrived[seq_id] = due[len(arrived)]
+        if engine.is_finished():
+            time.sleep(due[len(arrived)] - now)
+            continue
+        pieces = engine.step().pieces
+        now = time.perf_counter() - start
+        for seq_id in (piece.seq_id for piece in pieces if now <= due[-1]):
+            times = waits.next if seq_id in newest else waits.first
+            times.append(now - newest.get(seq_id, arrived[seq_id]))
+            newest[seq_id] = now
+    return waits
+
+
 def add_workload(llm: LLM, workload: Workload, cache_salt: str) -> None:
-    for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
-        params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True)
-        llm.engine.add_request(prompt, params, cache_salt=cache_salt)
+    for index in range(len(workload.prompts)):
+        _add(llm, workload, index, cache_salt)
+
+
+def _add(
+    llm: LLM, workload: Workload, index: int, cache_salt: str, is_streaming: bool = False
+) -> int:
+    prompt, max_tokens = workload.prompts[index], workload.max_tokens[index]
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True)
+    return llm.engine.add_request(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
 
 
 def check_fits(llm: LLM, workload: Workload) -> None:

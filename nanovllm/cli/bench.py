@@ -6,11 +6,20 @@ import argparse
 import functools
 from typing import TYPE_CHECKING
 
-from nanovllm.bench.commands import Benchmark, latency, prefill, prefix, run, throughput
+from nanovllm.bench.commands import (
+    Benchmark,
+    arrivals,
+    latency,
+    prefill,
+    prefix,
+    run,
+    throughput,
+)
 from nanovllm.bench.options import (
     add_engine_options,
     add_floor_options,
     add_result_options,
+    add_target_option,
     at_least,
 )
 from nanovllm.cli.options import HELP_FORMAT
@@ -27,6 +36,7 @@ examples:
   nanovllm bench latency --batch 1 64                one decode step, by batch size
   nanovllm bench prefill --model qwen3-8b            reading prompts
   nanovllm bench prefix                              prompts that begin alike
+  nanovllm bench arrivals --rate 40                  requests that come at random
   nanovllm bench throughput --model smollm2 --num-seqs 16 --max-len 128     enough for a CPU
 
 `nanovllm bench NAME --help` explains what is measured and every option."""
@@ -50,6 +60,12 @@ Time the first token of a prompt that the engine has never seen (cold), then of 
 all but its last 20 tokens (cached), for some lengths of the shared part."""
 
 
+ARRIVALS = """\
+Let requests arrive at random (a Poisson process) and take percentiles of what users wait: from
+arrival to the first token (ttft), and from each token to the next, until the last request has come
+(itl). Prompts delay the answers that run beside them: --target-inter-token-ms sets how far."""
+
+
 if TYPE_CHECKING:
     Names = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -70,6 +86,7 @@ def add_parser(commands: Names) -> None:
     add_latency(names)
     add_prefill(names)
     add_prefix(names)
+    add_arrivals(names)
 
 
 def add_throughput(names: Names) -> None:
@@ -103,6 +120,16 @@ def add_prefix(names: Names) -> None:
     examples = ["prefix", "prefix --prefix-len 500 --device cpu"]
     parser = _add(names, "prefix", prefix, PREFIX, examples)
     _add_counts(parser, "--prefix-len", [1000, 2000, 4000], "tokens that both prompts share")
+
+
+def add_arrivals(names: Names) -> None:
+    examples = ["arrivals --model qwen3-8b --rate 40 --target-inter-token-ms 25"]
+    parser = _add(names, "arrivals", arrivals, ARRIVALS, examples)
+    _add_count(parser, "--rate", 10, "requests a second")
+    _add_count(parser, "--num-seqs", 400, "requests")
+    _add_count(parser, "--prompt-len", 512, "tokens in a prompt")
+    _add_count(parser, "--new-tokens", 128, "tokens in an answer")
+    add_target_option(parser)
 
 
 def _add(

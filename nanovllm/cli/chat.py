@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ examples:
 
 QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
+SECONDS_TO_AN_INTERRUPT = 0.2
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -152,12 +154,25 @@ def _edit_lines() -> None:
 
 def _typed_line(prompt: str) -> str | None:
     try:
-        return input(prompt)
+        with _alarm_clock():
+            return input(prompt)
     except (EOFError, KeyboardInterrupt) as error:
         print()
         if prompt == MORE and isinstance(error, KeyboardInterrupt):
             raise Dropped from None
         return None
+
+
+@contextlib.contextmanager
+def _alarm_clock() -> Iterator[None]:
+    """Wake input() now and then: it would sleep through a Ctrl-C that came just before it waits."""
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_AN_INTERRUPT, SECONDS_TO_AN_INTERRUPT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _answer(question: str, conversation: Conversation) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from nanovllm.bench.options import at_least
+from nanovllm.bench.options import add_target_option, at_least
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 
@@ -75,6 +75,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **own_defaults: int) -> 
     engine = parser.add_argument_group("engine")
     for name, text in _ENGINE_HELP.items():
         _add_option(engine, name, text, defaults[name])
+    add_target_option(engine)
     engine.add_argument(
         "--threads",
         type=at_least(1),
@@ -125,8 +126,8 @@ def add_sampling_options(
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
-    flags = ("enable_prefix_caching", "enforce_eager")
-    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *flags)
+    others = ("target_inter_token_ms", "enable_prefix_caching", "enforce_eager")
+    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *others)
     return EngineConfig(**{name: getattr(args, name) for name in names})
 
 

@@ -96,10 +96,12 @@ class Detokenizer:
     def _cut_at_stop(self) -> bool:
         longest = max(map(len, self._stops), default=0)
         first = max(self._search_from, self._min_end - longest + 1)
-        found = [self._find(stop, first) for stop in self._stops]
-        starts = [start for start in found if start is not None]
-        if starts:
-            self.text = self.text[: min(starts)]
+        found = [(self._find(stop, first), stop) for stop in self._stops]
+        stops = [(start, stop) for start, stop in found if start is not None]
+        if stops:
+            start, stop = min(stops, key=lambda found: (found[0], len(found[1])))
+            is_kept = self._params.include_stop_str_in_output
+            self.text = self.text[: start + len(stop) if is_kept else start]
             self._is_cut = True
             return True
         self._search_from = max(0, len(self.text) - longest + 1)

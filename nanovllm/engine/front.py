@@ -25,6 +25,10 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NOTHING_ALLOWED = (
+    "no token may be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens together "
+    "leave none, or "
+)
 BROKEN_LOGITS = (
     "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
     "the weights may be damaged, or too large for the dtype: try dtype='float32'"
@@ -72,6 +76,8 @@ class Front:
         if cache_salt is not None:
             check_text("cache_salt", cache_salt)
         text, token_ids = self._encode(prompt)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
         detokenizer = None
         if self.tokenizer is not None and (is_streaming or params.stop):
             detokenizer = Detokenizer(self.tokenizer, params)
@@ -82,6 +88,7 @@ class Front:
             params,
             self._seed(params, seq_id),
             self._stop_token_ids(params),
+            self._bad_words(params),
             cache_salt,
             is_streaming=is_streaming or detokenizer is not None,
         )
@@ -130,7 +137,7 @@ class Front:
             num_cached_tokens=ending.num_cached_tokens,
             time_to_first_token=first - request.arrival_time if first else 0.0,
             duration=ending.end_time - request.arrival_time,
-            error=BROKEN_LOGITS if ending.finish_reason == "error" else None,
+            error=why_broken(request.params) if ending.finish_reason == "error" else None,
         )
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -162,15 +169,24 @@ class Front:
             raise RequestError(f"sampling parameters must be SamplingParams, got {params!r:.80}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
-        high = max(params.stop_token_ids, default=0)
-        if high >= self._vocab_size:
-            raise RequestError(
-                f"stop_token_ids has {high}, outside the vocabulary of {self._vocab_size}"
-            )
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer; use logit_bias instead")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            high = max(getattr(params, name) or (), default=0)
+            if high >= self._vocab_size:
+                raise RequestError(
+                    f"{name} has {high}, outside the vocabulary of {self._vocab_size}"
+                )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         return eos.union(params.stop_token_ids)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word, as it begins a text and as it follows other words."""
+        texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        found = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
+        return tuple(dict.fromkeys(word for word in found if word))
 
     def _seed(self, params: SamplingParams, seq_id: int) -> int:
         """A 64-bit seed: the request's own, or one derived from the engine's for this request."""
@@ -179,6 +195,11 @@ class Front:
         else:
             seed = params.seed % 2**64
         return seed - 2**64 if seed >= 2**63 else seed
+
+
+def why_broken(params: SamplingParams) -> str:
+    is_edited = params.allowed_token_ids or params.bad_words or params.min_tokens
+    return NOTHING_ALLOWED + BROKEN_LOGITS if is_edited else BROKEN_LOGITS
 
 
 def _piece(live: Live, outputs: dict[int, RequestOutput]) -> StreamPiece:

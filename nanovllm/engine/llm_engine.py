@@ -14,6 +14,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.front import Front, Live
+from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
@@ -75,7 +76,9 @@ class LLMEngine:
         blocks = BlockManager(
             info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
         )
-        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        target = config.target_inter_token_ms
+        pacer = None if target is None else Pacer(target / 1000)
+        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
         depth = info.depth if config.depth is None else config.depth
         return EngineCore(scheduler, executor, depth, config.max_model_len)
 

@@ -21,6 +21,7 @@ class Request:
     params: SamplingParams
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: str | None = None
     is_streaming: bool = False  # wants every token as it comes, not only at the end
     arrival_time: float = field(default_factory=time.perf_counter)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.engine.waiting import Waiting
 from nanovllm.sampling_params import NO_TOKEN
 
 
@@ -24,21 +26,30 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        pacer: Pacer | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
         self.blocks = blocks
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self.running: dict[int, Sequence] = {}  # oldest first; the newest is preempted first
+        self.pacer = pacer
+        self.waiting = Waiting()
+        self.running: dict[
+            int, Sequence
+        ] = {}  # by priority, oldest first; the last is preempted first
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []
         self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
         self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
 
     def add(self, seq: Sequence) -> None:
-        self.waiting[seq.seq_id] = seq
+        self.waiting.add(seq)
+        if self.waiting.first() is seq:
+            self._num_free_to_admit = 0
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step: running sequences first, then as many waiting ones as fit."""
@@ -50,10 +61,14 @@ class Scheduler:
         plan = draft.to_plan(self._released)
         self._released = []
         self._in_flight.append(draft.rows)
+        if self.pacer is not None:
+            self.pacer.begin()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Append the sampled tokens; return the sequences that finished or that stream."""
+        if self.pacer is not None:
+            self.pacer.end(plan)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         updated: list[Sequence] = []
@@ -78,10 +93,14 @@ class Scheduler:
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting.values())
-        for seq in (*self.running.values(), *self.waiting.values()):
+        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting)
+        for seq in (*self.running.values(), *self.waiting):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
             assert seq.finish_reason is None
+
+    @property
+    def _last_running(self) -> Sequence:
+        return self.running[next(reversed(self.running))]
 
     def _schedule_running(self, draft: _Draft) -> None:
         # A row takes at least one token, so no more than the budget's worth need be looked at.
@@ -91,16 +110,18 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by a row of this step, or its last token is in flight
-            end = min(num_tokens, seq.num_computed + draft.budget)
+            end = seq.num_computed + 1  # an answer's row, as most are
+            if end < num_tokens:
+                end = self._row_end(draft, seq)
             if end > seq.capacity and not self._grow(seq, end, draft):
                 continue
             self._add_row(draft, seq, end)
 
     def _grow(self, seq: Sequence, num_tokens: int, draft: _Draft) -> bool:
-        """Find `seq` its next blocks, preempting the newest sequences if need be, even itself."""
+        """Find `seq` its next blocks, preempting the last sequences if need be, even itself."""
         first_index = len(seq.block_ids)
         while (block_ids := self.blocks.allocate(seq, num_tokens)) is None:
-            victim = self.running[next(reversed(self.running))]
+            victim = self._last_running
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -111,8 +132,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Give up everything but the tokens; the sequence is recomputed when there is room."""
         self._leave_running(seq)
-        self.waiting[seq.seq_id] = seq
-        self.waiting.move_to_end(seq.seq_id, last=False)
+        self.waiting.add(seq, is_first=True)
         self._num_free_to_admit = 0
         self.num_preemptions += 1
 
@@ -120,19 +140,22 @@ class Scheduler:
         while self.waiting and draft.budget and self._free_slots:
             if self.blocks.num_free < self._num_free_to_admit:
                 return
-            seq = next(iter(self.waiting.values()))
+            seq = self.waiting.first()
             if seq.num_pending:  # preempted with its newest token still on the device
                 return
             num_needed = self.blocks.admit(seq)
             self._num_free_to_admit = num_needed or 0
             if num_needed is not None:
                 return
-            del self.waiting[seq.seq_id]
+            self.waiting.remove(seq)
             self._enter_running(seq, draft)
 
     def _enter_running(self, seq: Sequence, draft: _Draft) -> None:
         seq.slot = self._free_slots.pop()
+        is_last = not self.running or seq.priority >= self._last_running.priority
         self.running[seq.seq_id] = seq
+        if not is_last:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         if len(seq.token_ids) == seq.num_prompt_tokens:
             seq.num_cached = seq.num_computed
         token_ids = np.array(seq.token_ids, np.int32)
@@ -145,9 +168,27 @@ class Scheduler:
                 seq.request.params,
                 seq.request.seed,
                 seq.stop_token_ids,
+                seq.request.bad_words,
             )
         )
-        self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
+        self._add_row(draft, seq, self._row_end(draft, seq))
+
+    def _row_end(self, draft: _Draft, seq: Sequence) -> int:
+        """How far a row gets in this step.
+
+        Answers come first: a prompt that is cut short takes the rest of the budget, so no sequence
+        enters behind it, and it is the last of the running ones until it is read.
+        """
+        start = seq.num_computed
+        count = min(seq.num_tokens - start, draft.budget)
+        if self.pacer is None or count == 1 or draft.num_decode_tokens == 0:
+            return start + count
+        if draft.time is None:
+            draft.time = self.pacer.time_beside(draft.starts)
+        wanted, count = count, draft.time.take(start, count)
+        is_cut = count < wanted
+        draft.budget = min(draft.budget, count + (0 if is_cut else draft.time.num_tokens(0)))
+        return start + count
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
         """Run `seq` up to `end`; reaching its last token samples the next, pending until commit."""
@@ -186,7 +227,7 @@ class Scheduler:
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         if seq.slot == NO_SLOT:
-            del self.waiting[seq.seq_id]
+            self.waiting.remove(seq)
             self._num_free_to_admit = 0  # the head may have changed
         else:
             self._leave_running(seq)
@@ -204,6 +245,7 @@ class _Draft:
     """A plan while it is being made: plain lists, which are fastest to append to."""
 
     budget: int
+    time: StepTime | None = None  # for prompts; None: they have not come up, or need not hurry
     num_decode_tokens: int = 0
     rows: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)

@@ -23,6 +23,7 @@ class Sequence:
     seq_id: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     is_streaming: bool = field(init=False)
+    priority: int = field(init=False)
     token_ids: array[int] = field(init=False)  # numpy and hashes read it as it is
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
@@ -42,7 +43,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.seq_id, self.is_streaming = request.seq_id, request.is_streaming
-        self.stop_token_ids = request.stop_token_ids
+        self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
         self.max_len = self.num_prompt_tokens + request.params.max_tokens

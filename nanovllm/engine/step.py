@@ -23,6 +23,7 @@ class NewRow:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]  # masked until params.min_tokens are out
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that must not follow one another
 
 
 @dataclass(frozen=True, slots=True)

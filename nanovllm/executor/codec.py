@@ -30,7 +30,7 @@ _PARAM_NAMES = tuple(field.name for field in fields(SamplingParams))
 def encode_plan(plan: StepPlan) -> list[Section]:
     """Return the sections of a message; joined they are what `decode_plan` takes."""
     updates = [number for u in plan.block_updates for number in (u.slot, u.index, u.block_id)]
-    params = _encode_params([row.params for row in plan.new_rows])
+    params = _encode_params(plan.new_rows)
     lengths = (len(plan.slots), len(updates), len(plan.released), len(params))
     return [
         _PLAN.pack(plan.num_decode_tokens, *lengths),
@@ -55,7 +55,7 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
         starts=starts,
         counts=counts,
         num_logits=num_logits,
-        new_rows=[_decode_new_row(reader, row_params) for row_params in params],
+        new_rows=[_decode_new_row(reader, *asked) for asked in params],
         block_updates=[BlockUpdate(*numbers) for numbers in updates],
         released=released,
         num_decode_tokens=num_decode_tokens,
@@ -104,22 +104,27 @@ def _encode_new_row(row: NewRow) -> list[Section]:
     return [header, row.token_ids.data, _column(row.block_ids), _column(stop_token_ids)]
 
 
-def _decode_new_row(reader: _Reader, params: SamplingParams) -> NewRow:
+def _decode_new_row(
+    reader: _Reader, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]
+) -> NewRow:
     slot, num_prompt_tokens, seed, *lengths = reader.header(_NEW_ROW)
     token_ids, block_ids, stop_token_ids = (reader.column(length) for length in lengths)
     stop_ids = frozenset(stop_token_ids.tolist())
-    return NewRow(slot, token_ids, block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids)
+    lists = block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids, bad_words
+    return NewRow(slot, token_ids, *lists)
 
 
-def _encode_params(params: list[SamplingParams]) -> bytes:
-    if not params:
+def _encode_params(rows: list[NewRow]) -> bytes:
+    if not rows:
         return b""
-    text = json.dumps([[getattr(each, name) for name in _PARAM_NAMES] for each in params])
+    values = [[getattr(row.params, name) for name in _PARAM_NAMES] for row in rows]
+    text = json.dumps([(row.bad_words, each) for row, each in zip(rows, values, strict=True)])
     return _padded(text)
 
 
-def _decode_params(text: bytes) -> list[SamplingParams]:
-    return [SamplingParams(*values) for values in json.loads(text)] if text else []
+def _decode_params(text: bytes) -> list[tuple[SamplingParams, tuple[tuple[int, ...], ...]]]:
+    asked = json.loads(text) if text else []
+    return [(SamplingParams(*values), tuple(map(tuple, words))) for words, values in asked]
 
 
 def _padded(text: str) -> bytes:

@@ -17,7 +17,7 @@ from nanovllm.worker.tables import SlotTables
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class ModelRunner:
     """Runs the model, then samples; logits may be edited in between."""
 

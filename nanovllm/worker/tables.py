@@ -44,6 +44,10 @@ def slot_columns(max_model_len: int, block_size: int) -> dict[str, Column]:
         "top_p": Column(np.float32, lambda row: row.params.top_p),
         "min_p": Column(np.float32, lambda row: row.params.min_p),
         "seed": Column(np.int64, lambda row: row.seed),
+        "prompt_lens": Column(np.int32, lambda row: row.num_prompt_tokens),
+        "presence": Column(np.float32, lambda row: row.params.presence_penalty),
+        "frequency": Column(np.float32, lambda row: row.params.frequency_penalty),
+        "repetition": Column(np.float32, lambda row: row.params.repetition_penalty),
     }
 
 
@@ -56,7 +60,11 @@ class SlotTables:
 
     tokens: Tensor  # [slots + 1, max_model_len]
     block_table: Tensor  # [slots + 1, max_blocks]
-    lengths: Tensor  # [slots + 1]
+    lengths: Tensor  # [slots + 1], like all that follow
+    prompt_lens: Tensor
+    presence: Tensor  # penalties, like the next two
+    frequency: Tensor
+    repetition: Tensor
     sampling_columns: SamplingColumns
 
     def __init__(
@@ -71,11 +79,9 @@ class SlotTables:
             self._offsets[name] = end
             end += -(-(num_slots + 1) * column.num_words // ALIGNMENT) * ALIGNMENT
         self.words = torch.zeros(end, dtype=torch.int32, device=platform.device)
-        views = {name: self._view(name) for name in self._columns}
-        self.tokens, self.block_table, self.lengths = map(
-            views.pop, ("tokens", "block_table", "lengths")
-        )
-        self.sampling_columns = SamplingColumns(**views)
+        for name in self._columns:
+            setattr(self, name, self._view(name))
+        self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
         self._sampling = np.zeros(num_slots, np.int32)  # on the host: what each slot asks for
 
     def update(self, plan: StepPlan) -> None:

@@ -238,6 +238,13 @@ class Echo:
         show(f"heard {question!r}")
 talk(Echo())
 """
+# The hook runs when the prompt is shown and nothing waits for a key yet. Being a call into C, it
+# leaves the interrupt to whoever looks for one next.
+INTERRUPT_AT_THE_PROMPT = """
+import ctypes, functools, readline, signal
+interrupt = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGINT)
+readline.set_pre_input_hook(interrupt)
+"""
 
 
 @pytest.fixture
@@ -271,3 +278,10 @@ def test_an_interrupt_drops_a_message_of_several_lines(echo: TerminalProcess) ->
     assert "heard 'half" not in echo.text
     echo.send("\x03")
     assert echo.wait() == 0
+
+
+def test_an_interrupt_before_the_wait_for_a_key_is_noticed() -> None:
+    pytest.importorskip("readline")
+    process = TerminalProcess("-c", INTERRUPT_AT_THE_PROMPT + ECHO)
+    assert process.wait() == 0
+    process.close()

@@ -425,25 +425,33 @@ def test_a_paused_stream_survives_the_interrupt_of_another_call(llm: LLM) -> Non
         assert_idle(llm)
 
 
-@contextlib.contextmanager
-def interrupted_after(*seconds: float) -> Iterator[None]:
-    """Raise KeyboardInterrupt from real signals: the first so soon, each further one after that."""
-    delays, is_active = iter(seconds), [True]
+def run_interrupted(call: Callable[[], object], *seconds: float) -> None:
+    """Raise KeyboardInterrupt in a call, from real signals, each so long after the one before.
+
+    A signal before or after the call finds this function itself, and is let pass. What a signal
+    raises in a finaliser is dropped: pytest would keep its traceback, and with it streams alive.
+    """
+    delays = iter(seconds)
 
     def on_alarm(number: int, frame: FrameType | None) -> None:
-        if is_active[0]:
-            signal.setitimer(signal.ITIMER_REAL, next(delays, 0))
+        signal.setitimer(signal.ITIMER_REAL, next(delays, 0))
+        while frame is not None and frame.f_code is on_alarm.__code__:
+            frame = frame.f_back
+        if frame is not None and frame.f_code is not run_interrupted.__code__:
             raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, on_alarm)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, next(delays))
-            yield
+        signal.setitimer(signal.ITIMER_REAL, next(delays))
+        call()
+    except KeyboardInterrupt:
+        pass
     finally:
-        is_active[0] = False
+        delays = iter(())
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        sys.unraisablehook = hook
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
@@ -457,8 +465,7 @@ def test_real_signals_at_random_times(llm: LLM, call: Callable[..., None]) -> No
     for _ in range(100):
         # The second and third strike while the one before is dealt with.
         delays = [rng.uniform(1e-5, 1.2 * seconds), *(rng.uniform(1e-6, 2e-4) for _ in range(2))]
-        with contextlib.suppress(KeyboardInterrupt), interrupted_after(*delays):
-            call(llm, want)
+        run_interrupted(lambda: call(llm, want), *delays)
         if call is abort_all:
             llm.abort_all()
         assert_idle(llm)
@@ -471,8 +478,7 @@ def test_an_interrupt_in_the_first_call_breaks_no_engine(path: Path) -> None:
         want = generate(fresh)
     for seconds in (0.001, 0.003, 0.006, 0.01, 0.02):
         with make_llm(path) as llm:
-            with interrupted_after(seconds):
-                generate(llm)
+            run_interrupted(lambda llm=llm: generate(llm), seconds)
             assert generate(llm) == want
             assert_idle(llm)
 
@@ -490,8 +496,7 @@ def test_ctrl_c_does_not_wait_for_a_long_step(path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(llm.engine.core.executor, "submit", slow)
         start = time.perf_counter()
-        with interrupted_after(0.1):
-            generate(llm)
+        run_interrupted(lambda: generate(llm), 0.1)
         assert time.perf_counter() - start < 10
         is_released.set()
         assert generate(llm) == want

@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
@@ -17,9 +18,10 @@ BLOCK_SIZE = 4
 
 
 def build_core(
-    *, num_blocks: int, num_slots: int, budget: int, caching: bool, depth: int
+    *, num_blocks: int, num_slots: int, budget: int, caching: bool, depth: int, is_paced: bool
 ) -> EngineCore:
-    scheduler = Scheduler(BlockManager(num_blocks, BLOCK_SIZE, caching), num_slots, budget)
+    pacer = Pacer(1e-9) if is_paced else None  # prompts get the least there is
+    scheduler = Scheduler(BlockManager(num_blocks, BLOCK_SIZE, caching), num_slots, budget, pacer)
     return EngineCore(scheduler, FakeExecutor(num_blocks, BLOCK_SIZE), depth, max_model_len=1000)
 
 
@@ -60,7 +62,10 @@ def make_sequences(requests: list[tuple[list[int], int]]) -> list[Watched]:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("caching", [False, True])
-def test_any_schedule_gives_the_reference_tokens(depth: int, caching: bool) -> None:
+def test_any_schedule_gives_the_reference_tokens(
+    depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.engine.pacing.MIN_PROMPT_TOKENS", 3)
     num_preemptions = num_hits = 0
     for seed in range(250):
         rng = random.Random(seed)
@@ -71,6 +76,7 @@ def test_any_schedule_gives_the_reference_tokens(depth: int, caching: bool) -> N
             budget=rng.choice([3, 7, 32]),
             caching=caching,
             depth=depth,
+            is_paced=rng.random() < 0.5,
         )
         sequences = make_sequences(requests)
         aborts = {i: rng.randrange(30) for i in range(10) if rng.random() < 0.1}
@@ -99,7 +105,9 @@ def test_equal_hashes_never_share_a_wrong_block(
     for seed in range(50):
         rng = random.Random(seed)
         requests = make_requests(rng)
-        core = build_core(num_blocks=20, num_slots=4, budget=16, caching=True, depth=depth)
+        core = build_core(
+            num_blocks=20, num_slots=4, budget=16, caching=True, depth=depth, is_paced=False
+        )
         sequences = make_sequences(requests)
         run(core, [(0, seq) for seq in sequences], {})
         assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -821,3 +822,28 @@ def test_other_things_than_sampling_params_are_refused(path: str, params: Any) -
         with pytest.raises(RequestError, match="SamplingParams"):
             llm.add_request([1, 2, 3], params)
         assert_idle(llm)
+
+
+@NEEDS_SMOLLM2
+def test_bad_words_are_not_said(texts: LLM) -> None:
+    """Neither as the answer begins nor within it."""
+    free = texts.generate("The sky is", GREEDY, use_tqdm=False)[0]
+    decode = texts.engine.tokenizer.decode
+    words = [decode([token_id]) for token_id in (free.token_ids[0], free.token_ids[3])]
+    params = replace(GREEDY, bad_words=[words[0], words[1].strip()])
+    answer = texts.generate("The sky is", params, use_tqdm=False)[0].token_ids
+    assert len(answer) == 8
+    assert not {free.token_ids[0], free.token_ids[3]} & set(answer)
+
+
+@NEEDS_SMOLLM2
+def test_a_stop_string_may_be_kept(texts: LLM) -> None:
+    free = texts.generate("The sky is", GREEDY, use_tqdm=False)[0].text
+    stop = free[4:7]
+    end = free.index(stop)
+    for is_kept in (False, True):
+        params = replace(GREEDY, stop=stop, include_stop_str_in_output=is_kept)
+        [output] = texts.generate("The sky is", params, use_tqdm=False)
+        assert output.text == (free[: end + len(stop)] if is_kept else free[:end])
+        streamed = "".join(piece.text for piece in texts.stream("The sky is", params))
+        assert streamed == output.text

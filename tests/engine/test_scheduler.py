@@ -178,13 +178,48 @@ def test_who_came_first_is_served_first(depth: int) -> None:
         add(core, seq)
     while core.has_unfinished:
         step(core)
-        order = [*core.scheduler.running, *core.scheduler.waiting]
+        order = [*core.scheduler.running, *(seq.seq_id for seq in core.scheduler.waiting)]
         assert order == sorted(order)
     drain(core)
     assert core.scheduler.num_preemptions > 2
     assert [seq.output_token_ids for seq in sequences] == [
         endless([i + 1] * 11, 12) for i in range(5)
     ]
+
+
+@DEPTHS
+@pytest.mark.parametrize("priorities", [[0, 0, -1, 5, 1], [3, 2, 1, 0, -1], [1, 1, 1, 0, 0]])
+def test_a_lower_priority_is_served_first(depth: int, priorities: list[int]) -> None:
+    """Those who wait enter by it, and preemption takes the highest number, then the newest."""
+    core = make_core(num_blocks=9, num_slots=3, depth=depth, caching=False)
+    params = [SamplingParams(max_tokens=12, priority=priority) for priority in priorities]
+    sequences = [Watched(i, [i + 1] * 11, param) for i, param in enumerate(params)]
+    for seq in sequences:
+        add(core, seq)
+    ended: list[int] = []
+    while core.has_unfinished:
+        ended += [ending.seq_id for ending in core.step().endings]
+        core.scheduler.check()
+        running = [seq.priority for seq in core.scheduler.running.values()]
+        waiting = [seq.priority for seq in core.scheduler.waiting]
+        assert running == sorted(running)
+        assert waiting == sorted(waiting)
+    drain(core)
+    assert core.scheduler.num_preemptions > 2
+    assert [priorities[i] for i in ended] == sorted(priorities)
+    assert [seq.output_token_ids for seq in sequences] == [
+        endless([i + 1] * 11, 12) for i in range(5)
+    ]
+
+
+def test_who_comes_late_with_a_lower_priority_does_not_wait_for_the_head() -> None:
+    core = make_core(num_blocks=8)
+    add(core, make_seq(0, [1] * 20, max_tokens=8))
+    add(core, make_seq(1, [2] * 25, max_tokens=2))  # waits for more than there is
+    step(core)
+    add(core, Watched(2, [3] * 4, SamplingParams(max_tokens=2, priority=-1)))
+    step(core)
+    assert 2 in core.scheduler.running
 
 
 @DEPTHS
@@ -406,7 +441,7 @@ def test_a_cancelled_head_makes_room_for_the_next() -> None:
     small = make_seq(2, [3] * 4, max_tokens=2)
     add(core, small)
     step(core)
-    assert list(core.scheduler.waiting) == [1, 2]
+    assert [seq.seq_id for seq in core.scheduler.waiting] == [1, 2]
     core.finish(1, "abort")
     step(core)
     assert 2 in core.scheduler.running

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,11 @@ def assert_gone(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: int) -> None:
+    """They start at once, step in turn, and the death of one leaves the other alone."""
     options = {**OPTIONS, "tensor_parallel_size": 2, "depth": depth}
-    with LLM(path, **options) as first, LLM(path, **options) as second:
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: LLM(path, **options), range(2))
+    with first, second:
         for llm in (first, second):
             for prompt in PROMPTS:
                 llm.add_request(prompt, PARAMS)
@@ -77,37 +81,18 @@ def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: i
         while not (first.is_finished() and second.is_finished()):
             for number, llm in enumerate((first, second)):
                 outputs[number] += [o.token_ids for o in llm.step().finished]
-        pids = process_ids(first.engine.core.executor) + process_ids(second.engine.core.executor)
-    assert outputs == {0: answers, 1: answers}
-    assert len({*pids}) == 4
-    assert_gone(pids)
-
-
-def test_a_request_learns_of_a_dead_worker(path: Path) -> None:
-    with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
-        pids = process_ids(llm.engine.core.executor)
+        assert outputs == {0: answers, 1: answers}
+        pids, others = (process_ids(llm.engine.core.executor) for llm in (first, second))
+        assert len({*pids, *others}) == 4
         os.kill(pids[1], signal.SIGKILL)
-        assert_gone(pids)  # the other one was ended
+        assert_gone(pids)  # the other rank was ended
         cause = rf"worker 1 of 2 \(process {pids[1]}\) was killed by signal 9"
         with pytest.raises(WorkerError, match=cause):
-            generate(llm)
+            generate(first)
         with pytest.raises(EngineError, match=cause):
-            llm.add_request([1, 2])
-
-
-def test_a_script_without_a_main_guard_runs_once(
-    path: Path, answers: list[list[int]], tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from nanovllm import LLM, SamplingParams\n"
-        f"llm = LLM({str(path)!r}, tensor_parallel_size=2, **{OPTIONS})\n"
-        f"outputs = llm.generate({PROMPTS}, {PARAMS}, use_tqdm=False)\n"
-        "print([output.token_ids for output in outputs])\n"
-    )
-    with program(str(script)) as running:
-        assert (running.wait(), running.errors()) == (0, "")
-        assert json.loads(running.read_line()) == answers
+            first.add_request([1, 2])
+        assert generate(second) == answers
+    assert_gone(others)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +130,10 @@ def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.Monke
     assert caught.tb is not None
 
 
-def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]]) -> None:
-    source = f"""
+def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]], tmp_path: Path) -> None:
+    """In a script without a main guard, which no worker runs again."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
 import sys
 from nanovllm import LLM, SamplingParams
 from tests.executor.workers import process_ids
@@ -160,8 +147,8 @@ for _ in range(3):
     except KeyboardInterrupt:
         outputs = llm.generate({PROMPTS}, {PARAMS}, use_tqdm=False)
         print([output.token_ids for output in outputs], flush=True)
-"""
-    with program("-c", source, str(path)) as running:
+""")
+    with program(str(script), str(path)) as running:
         pids = running.read_pids()
         for _ in range(3):
             assert running.read_line() == "running\n"
@@ -172,7 +159,9 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(
-    "order", ["Order.SLEEP, 0", "Order.MEET, 1"], ids=["in-a-long-step", "in-a-collective"]
+    ("build_worker", "order"),
+    [("obedient", "Order.SLEEP, 0"), ("meeting", "Order.MEET, 1")],
+    ids=["in-a-long-step", "in-a-collective"],
 )
 @pytest.mark.parametrize(
     "number",
@@ -182,8 +171,8 @@ for _ in range(3):
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_workers_go_with_the_program(number: signal.Signals, order: str) -> None:
-    source = START_EXECUTOR.format(build_worker="meeting")
+def test_workers_go_with_the_program(number: signal.Signals, build_worker: str, order: str) -> None:
+    source = START_EXECUTOR.format(build_worker=build_worker)
     source += f"pending = executor.submit(orders({order}))\nprint(0, flush=True)\npending.result()"
     with program("-c", source) as running:
         pids = running.read_pids()

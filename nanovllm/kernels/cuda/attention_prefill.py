@@ -30,6 +30,7 @@ from nanovllm.kernels.cuda.attention_tiles import (
 )
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
+MAX_SMALL = 2048  # lines for which small tiles are best, because they occupy more of the device
 MIN_SPLIT = 256  # keys that are worth a program of their own
 MIN_SPLITS = 4  # fewer gain less than joining them costs
 PROGRAMS_PER_SM = 2  # that a multiprocessor should get
@@ -51,7 +52,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype, num_lines: int) -> Prefill
     is_wide = head_dim > 128
     if dtype == torch.float32:
         return PrefillConfig(lines=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
-    if num_lines <= 1024:
+    if num_lines <= MAX_SMALL:
         lines = 16 if num_lines <= 16 else 64
         return PrefillConfig(lines, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
     if is_wide:
@@ -132,7 +133,7 @@ def attend_shared(
     """
     num_rows, num_heads, head_dim = q.shape
     num_lines = num_rows * num_heads // k_cache.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, num_lines)
+    config = config or prefill_config(head_dim, q.dtype, min(num_lines, MAX_SMALL))
     assert groups.is_contiguous()
     columns = tuple(groups.unbind())
     _launch(

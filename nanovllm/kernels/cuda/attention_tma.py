@@ -12,7 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, find_lines, find_queries
+from nanovllm.kernels.cuda.attention_prefill import (
+    MAX_SMALL,
+    PrefillConfig,
+    find_lines,
+    find_queries,
+)
 from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
@@ -22,7 +27,6 @@ from nanovllm.kernels.cuda.attention_tiles import (
     weigh,
 )
 
-MIN_TOKENS = 512  # more fill the device with tiles of this size
 CONFIG = PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
 
@@ -30,7 +34,7 @@ def suits_tma(q: Tensor, k_cache: Tensor, max_query_len: int, window: int | None
     """Whether the kernel takes these tensors, and there are enough queries for it."""
     group, head_dim = q.shape[1] // k_cache.shape[2], q.shape[2]
     is_whole = k_cache.shape[1] % CONFIG.tile == 0  # a tile lies in one block
-    is_long = len(q) > MIN_TOKENS and max_query_len * group >= CONFIG.lines >= group
+    is_long = len(q) * group > MAX_SMALL and max_query_len * group >= CONFIG.lines >= group
     return is_whole and is_long and head_dim in (64, 128) and window is None and q.itemsize == 2
 
 

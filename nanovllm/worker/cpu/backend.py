@@ -34,7 +34,7 @@ class CpuBackend:
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         config, tables = self.config, eager.tables
-        edits, sampler = LogitsEdits(self.platform), self.sampler(tables)
+        edits, sampler = LogitsEdits(tables), self.sampler(tables)
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.
         if self.ops.launcher is None or is_eager or not self.group.is_alone:

@@ -56,7 +56,7 @@ class CudaBackend:
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         tables, platform = eager.tables, self.platform
-        edits, sampler = LogitsEdits(platform), self.sampler(tables)
+        edits, sampler = LogitsEdits(tables), self.sampler(tables)
         attention, max_model_len = self._graphed_attention(), self.config.max_model_len
         if attention is None:
             return ModelRunner(tables, edits, eager, sampler)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,40 +12,17 @@ pytest.importorskip("triton")
 from nanovllm.kernels.cuda.attention_decode import choose_splits, decode_config, paged_decode
 from nanovllm.kernels.cuda.attention_prefill import choose_prefill_splits, prefill_config
 from nanovllm.kernels.cuda.attention_splits import partial_size
+from tests.devices import run_interpreted
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
-KINDS = ("decode", "prefill", "tma", "shared")
-SCRIPT = "tests.kernels.cuda.interpreted.paged_attention_cases"
-ROOT = Path(__file__).parents[3]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 
-Runs = dict[str, subprocess.Popen[str]]
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    """All scripts at once, each in a process of its own: the interpreter replaces Triton's API."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = {
-        kind: subprocess.Popen(
-            [sys.executable, "-m", SCRIPT, kind], cwd=ROOT, env=environment, **pipes
-        )
-        for kind in KINDS
-    }
-    yield started
-    for process in started.values():
-        process.kill()
-
 
 @pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases and more, compiled")
-@pytest.mark.parametrize("kind", KINDS)
-def test_interpreted_kernels_equal_the_reference(runs: Runs, kind: str) -> None:
-    output, errors = runs[kind].communicate(timeout=120)
-    assert runs[kind].returncode == 0, errors
-    assert output.endswith("cases\n")
+def test_interpreted_kernels_equal_the_reference() -> None:
+    run_interpreted(cases.__name__)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
@@ -105,7 +77,7 @@ def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> 
     ("kind", "case"),
     [
         pytest.param(kind, case, id=f"{kind}-{index}")
-        for kind in KINDS
+        for kind in cases.KINDS
         for index, case in enumerate(
             cases.edge_cases(kind) + cases.sample(kind, 30, DTYPES, cases.LARGE)
         )

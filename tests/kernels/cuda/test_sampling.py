@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -22,6 +17,7 @@ from nanovllm.kernels.cuda.sampling import (
 )
 from nanovllm.kernels.ops import Sampling
 from nanovllm.kernels.torch_sampling import noise_bits, sample_by_noise
+from tests.devices import run_interpreted
 from tests.kernels.cuda.interpreted import sampling_cases as cases
 from tests.kernels.test_torch_sampling import (
     SEEDS,
@@ -31,27 +27,12 @@ from tests.kernels.test_torch_sampling import (
     reference,
 )
 
-ROOT = Path(__file__).parents[3]
 VOCAB_SIZE = 151_936
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
 def test_cases_in_the_interpreter() -> None:
-    """Triton must know before it is imported that it is to interpret: processes of their own."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", cases.__name__, part],
-            cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for part in cases.CASES
-    ]
-    for process in processes:
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
+    run_interpreted(cases.__name__)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 64, 200, 256, 1024, 5000])

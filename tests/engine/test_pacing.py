@@ -1,0 +1,251 @@
+"""Prompts beside answers, on a simulated device whose steps take a known time."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.pacing import MIN_PROMPT_TOKENS, Pacer
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.sampling_params import SamplingParams
+
+TARGET = 0.025
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+Cost = Callable[[StepPlan], float]  # in seconds
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Device:
+    """Runs one plan after the other, behind the host's back; the clock moves when it is awaited."""
+
+    clock: Clock
+    cost: Cost
+    plans: list[StepPlan] = field(default_factory=list)
+    end: float = 0.0
+
+    def start(self) -> ExecutorInfo:
+        return ExecutorInfo(0, 0, "simulated", "none")
+
+    def close(self) -> None:
+        pass
+
+    def submit(self, plan: StepPlan) -> Step:
+        self.plans.append(plan)
+        self.end = max(self.clock.now, self.end) + self.cost(plan)
+        return Step(self.clock, self.end, int(plan.num_logits.sum()))
+
+
+@dataclass
+class Step:
+    clock: Clock
+    end: float
+    num_tokens: int
+
+    def result(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.end)
+        return StepResult(np.full((self.num_tokens, 1), 5, np.int32))
+
+
+def accelerator(plan: StepPlan) -> float:
+    """Shaped like an 8B model on an H200, whose steps of prompts are padded to a few sizes."""
+    num_tokens = int(plan.counts.sum())
+    if num_tokens > len(plan.counts):
+        sizes = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+        num_tokens = next((size for size in sizes if size >= num_tokens), num_tokens)
+    pairs = plan.counts @ (plan.starts + plan.counts / 2)
+    keys = (plan.starts + plan.counts).sum()
+    return float(max(0.004, 21e-6 * num_tokens) + 36e-9 * keys + 1e-9 * pairs + 0.5e-3)
+
+
+class Engine:
+    """A core on a simulated device, and when each of its answers got its tokens."""
+
+    def __init__(
+        self, cost: Cost = accelerator, depth: int = 1, target: float | None = TARGET
+    ) -> None:
+        self.clock = Clock()
+        self.device = Device(self.clock, cost)
+        self.pacer = None if target is None else Pacer(target, self.clock)
+        scheduler = Scheduler(BlockManager(4096, 64, True), 256, 16384, self.pacer)
+        self.core = EngineCore(scheduler, self.device, depth, max_model_len=65536)
+        self.token_times: dict[int, list[float]] = {}
+
+    def add(self, seq_id: int, prompt_len: int, max_tokens: int) -> None:
+        self.token_times[seq_id] = []
+        prompt = array("i", [seq_id + 1] * prompt_len)
+        params = SamplingParams(max_tokens=max_tokens)
+        self.core.add(Request(seq_id, prompt, params, is_streaming=True))
+
+    def step(self) -> None:
+        for seq_id in self.core.step().seq_ids:
+            self.token_times[seq_id].append(self.clock.now)
+
+    def serve(self, arrivals: list[tuple[float, int, int]]) -> None:
+        """Answer requests of (time, prompt length, answer length)."""
+        waiting = dict(enumerate(arrivals))
+        while waiting or self.core.has_unfinished:
+            for seq_id, (time, *lengths) in list(waiting.items()):
+                if time <= self.clock.now:
+                    del waiting[seq_id]
+                    self.add(seq_id, *lengths)
+            if self.core.has_unfinished:
+                self.step()
+            else:
+                self.clock.now = min(time for time, *_ in waiting.values())
+
+    def waits(self, first_seq_id: int = 0) -> list[float]:
+        """The seconds between tokens, in order of size."""
+        times = [times for seq_id, times in self.token_times.items() if seq_id >= first_seq_id]
+        gaps = [np.diff(each) for each in times]
+        return np.sort(np.concatenate(gaps)).tolist()
+
+    def prompt_counts(self) -> list[int]:
+        """How many tokens beyond one a row each step ran, the steps with prompts alone."""
+        counts = [int(plan.counts.sum()) - len(plan.counts) for plan in self.device.plans]
+        return [count for count in counts if count]
+
+
+def poisson(rate: float, num: int, prompt_lens: list[int]) -> list[tuple[float, int, int]]:
+    rng, time, arrivals = random.Random(0), 0.0, []
+    for _ in range(num):
+        time += rng.expovariate(rate)
+        arrivals.append((time, rng.choice(prompt_lens), 64))
+    return arrivals
+
+
+@DEPTHS
+@pytest.mark.parametrize(
+    ("rate", "prompt_lens"), [(40.0, [512]), (12.0, [100, 100, 3000]), (2.0, [100, 30000])]
+)
+def test_answers_keep_the_target(depth: int, rate: float, prompt_lens: list[int]) -> None:
+    arrivals = poisson(rate, 120, prompt_lens)
+    paced, unpaced = Engine(depth=depth), Engine(depth=depth, target=None)
+    paced.serve(arrivals)
+    unpaced.serve(arrivals)
+    waits = paced.waits(first_seq_id=20)
+    assert waits[int(0.95 * len(waits))] <= TARGET
+    assert waits[-1] < 1.5 * TARGET
+    assert unpaced.waits()[-1] > 2 * TARGET
+    assert all(len(times) == 64 for times in paced.token_times.values())
+
+
+@DEPTHS
+def test_the_first_prompts_beside_answers_are_kept_short(depth: int) -> None:
+    """What steps take is not known yet: they grow from one to the next."""
+    engine = Engine(depth=depth)
+    engine.add(0, 64, 400)
+    for _ in range(3):
+        engine.step()
+    engine.add(1, 16000, 5)
+    while not engine.token_times[1]:
+        engine.step()
+    counts = engine.prompt_counts()[1:]
+    assert counts[0] < 2 * MIN_PROMPT_TOKENS
+    assert max(counts) > 700
+    assert engine.waits()[-1] < 1.5 * TARGET
+
+
+@DEPTHS
+def test_a_prompt_makes_progress_beside_answers_that_are_too_slow(depth: int) -> None:
+    engine = Engine(lambda plan: 10 * TARGET, depth)
+    for seq_id in range(4):
+        engine.add(seq_id, 100, 1000)
+    for _ in range(20):
+        engine.step()
+    num_before = len(engine.device.plans)
+    engine.add(4, 2000, 5)
+    while not engine.token_times[4]:
+        engine.step()
+    assert len(engine.device.plans) - num_before <= 2000 // MIN_PROMPT_TOKENS + 3
+
+
+@DEPTHS
+def test_one_slow_step_changes_little(depth: int) -> None:
+    """Say, since a kernel was compiled in it."""
+    engine = Engine(depth=depth)
+    engine.serve(poisson(40.0, 100, [512]))
+    pacer = engine.pacer
+    assert pacer is not None
+    before = pacer.time_beside([600] * 30).num_tokens(0)
+    engine.device.cost = lambda plan: 3.0
+    engine.add(100, 512, 3)
+    engine.step()
+    engine.device.cost = accelerator
+    while engine.core.has_unfinished:
+        engine.step()
+    assert pacer.time_beside([600] * 30).num_tokens(0) > 0.8 * before
+
+
+@DEPTHS
+def test_a_slow_first_step_is_soon_forgotten(depth: int) -> None:
+    engine = Engine(lambda plan: accelerator(plan) + (5.0 if plan.new_rows else 0.0), depth)
+    engine.add(0, 2000, 64)
+    engine.step()
+    engine.device.cost = accelerator
+    engine.add(1, 16000, 5)
+    while not engine.token_times[1]:
+        engine.step()
+    assert max(engine.prompt_counts()[1:]) > 500
+
+
+@DEPTHS
+def test_long_answers_do_not_make_it_forget_what_prompts_take(depth: int) -> None:
+    engine = Engine(depth=depth)
+    engine.serve(poisson(20.0, 60, [512]))
+    engine.add(100, 100, 2000)
+    for _ in range(1500):
+        engine.step()
+    engine.add(101, 16000, 5)
+    while not engine.token_times[101]:
+        engine.step()
+    assert engine.waits(100)[-1] < 1.5 * TARGET
+
+
+@DEPTHS
+def test_prompts_alone_are_read_at_once(depth: int) -> None:
+    engine = Engine(depth=depth)
+    for seq_id in range(3):
+        engine.add(seq_id, 5000, 2)
+    engine.step()
+    assert engine.device.plans[0].counts.tolist() == [5000, 5000, 5000]
+
+
+@DEPTHS
+def test_a_target_that_no_step_reaches_changes_no_plan(depth: int) -> None:
+    engines = [Engine(depth=depth, target=target) for target in (None, 1000.0)]
+    for engine in engines:
+        engine.serve([(0.0, 2000, 3), *poisson(15.0, 40, [20, 900])])
+    for plan, paced in zip(engines[0].device.plans, engines[1].device.plans, strict=True):
+        assert plan.slots.tolist() == paced.slots.tolist()
+        assert plan.counts.tolist() == paced.counts.tolist()
+
+
+@DEPTHS
+def test_every_answer_has_a_row_in_every_step(depth: int) -> None:
+    """A prompt that was cut short never stands before an answer."""
+    engine = Engine(depth=depth)
+    engine.serve(poisson(15.0, 60, [20, 900, 5000]))
+    running: dict[int, int] = {}  # slots of answers, and how many tokens each still has to get
+    for plan in engine.device.plans:
+        for slot in plan.released:
+            running.pop(slot, None)
+        assert {slot for slot, left in running.items() if left} <= set(plan.slots.tolist())
+        for slot, is_sampled in zip(plan.slots.tolist(), plan.num_logits.tolist(), strict=True):
+            if is_sampled:
+                running[slot] = running.get(slot, 64) - 1

@@ -1,0 +1,270 @@
+"""Bias, allowed ids, bad words and penalties through the engine, against a plain reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import ConfigError, RequestError
+from tests.checkpoints import MIN_GAP, VOCAB_SIZE, TinyCheckpoint
+from tests.devices import DEVICES
+from tests.kernels.test_torch_sampling import chi_square, chi_square_limit
+from tests.test_equals_transformers import make_prompts
+from tests.threaded_ranks import engines_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    "gpu_memory_utilization": 0.2,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+}
+MAX_TOKENS = 14
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"logit_bias": {3: 5.0, 17: -100.0, 40: 2.5}},
+    {"allowed_token_ids": [*range(5, 60, 5)]},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.7},
+    {"repetition_penalty": 1.4},
+    {},
+    {"repetition_penalty": 0.6, "presence_penalty": -1.0},
+    {"min_tokens": 5, "stop_token_ids": [*range(0, VOCAB_SIZE, 2)]},
+    {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "logit_bias": {9: 4.0, 11: 4.0},
+        "allowed_token_ids": [*range(0, VOCAB_SIZE, 3), 11],
+        "min_tokens": 3,
+        "stop_token_ids": [9, 12, 15],
+    },
+]
+BAD_WORDS = ((4,), (8, 9), (7, 7, 7))
+
+
+def edited(
+    logits: np.ndarray, prompt: list[int], answer: list[int], params: SamplingParams, words: Any
+) -> np.ndarray:
+    """One token after the other, as the documentation says it."""
+    logits = logits.astype(np.float64)
+    allowed = params.allowed_token_ids
+    for token_id in range(len(logits)):
+        if allowed is not None and token_id not in allowed:
+            logits[token_id] = -np.inf
+    for *before, last in words:
+        if not before or answer[-len(before) :] == before:
+            logits[last] = -np.inf
+    for token_id, bias in (params.logit_bias or {}).items():
+        logits[token_id] += bias
+    if len(answer) < params.min_tokens:
+        logits[list(params.stop_token_ids)] = -np.inf
+    counts = Counter(answer)
+    for token_id in {*prompt, *answer}:
+        rate = params.repetition_penalty
+        logits[token_id] *= 1 / rate if logits[token_id] > 0 else rate
+        logits[token_id] -= params.frequency_penalty * counts[token_id]
+        logits[token_id] -= params.presence_penalty * (counts[token_id] > 0)
+    return logits
+
+
+def reference(
+    checkpoint: TinyCheckpoint, prompt: list[int], params: SamplingParams, words: Any = ()
+) -> list[int]:
+    """Greedy tokens, each a clear winner after the edits."""
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        with torch.inference_mode():
+            logits = checkpoint.model(torch.tensor([prompt + answer])).logits[0, -1]
+        values = edited(logits.numpy(), prompt, answer, params, words)
+        second, best = np.sort(values)[-2:]
+        assert best - second > MIN_GAP, "choose another prompt"
+        answer.append(int(values.argmax()))
+        if answer[-1] in params.stop_token_ids:
+            break
+    return answer
+
+
+def greedy(edits: dict[str, Any], max_tokens: int = MAX_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **edits)
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"enforce_eager": True},
+    "ahead": {"depth": 1},
+    "chunked": {"max_num_batched_tokens": 9},
+    "preempted": {"num_kvcache_blocks": 12, "depth": 1},
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("mode", list(MODES))
+def test_every_edit_beside_every_other(tiny: Any, device: str, mode: str) -> None:
+    """Twice, the second time from the prefix cache; rows without edits get transformers' tokens."""
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[: len(EDITS)]
+    params = [greedy(edits) for edits in EDITS]
+    want = [reference(checkpoint, p, param) for p, param in zip(prompts, params, strict=True)]
+    with LLM(checkpoint.path, device=device, **OPTIONS, **MODES[mode]) as llm:
+        assert generate(llm, prompts, params) == want
+        assert generate(llm, prompts, params) == want
+        if mode == "preempted":
+            assert llm.engine.core.scheduler.num_preemptions > 0
+    assert want[0] == checkpoint.generate(prompts[0], MAX_TOKENS)
+
+
+def test_edits_on_two_ranks(tiny: Any) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[: len(EDITS)]
+    params = [greedy(edits) for edits in EDITS]
+    want = [reference(checkpoint, p, param) for p, param in zip(prompts, params, strict=True)]
+    with engines_of(2), LLM(checkpoint.path, device="cpu", **OPTIONS) as llm:
+        assert generate(llm, prompts, params) == want
+
+
+@DEVICES
+@pytest.mark.parametrize("depth", [0, 1])
+def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None:
+    """A word counts where the answer holds the tokens before its last one, not where the prompt
+    does; each has its turn, as those that the model likes to say are taken from its answer."""
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[:6]
+    free = [reference(checkpoint, prompt, greedy({})) for prompt in prompts]
+    words = [(*BAD_WORDS, tuple(a[2:4]), tuple(a[5:8]), (a[0],), (p[-1], a[0])) for p, a in
+             zip(prompts, free, strict=True)]  # fmt: skip
+    want = [
+        reference(checkpoint, prompt, greedy({}), bad)
+        for prompt, bad in zip(prompts, words, strict=True)
+    ]
+    assert all(a != b for a, b in zip(free, want, strict=True))
+    engine = LLMEngine(EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS))
+    for prompt, bad in zip(prompts, words, strict=True):
+        live = engine.prepare(prompt, greedy({}))
+        engine.submit(replace(live, request=replace(live.request, bad_words=bad)))
+    answers = {}
+    while not engine.is_finished():
+        answers |= {output.seq_id: output.token_ids for output in engine.step().finished}
+    engine.close()
+    assert [answers[seq_id] for seq_id in sorted(answers)] == want
+
+
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 4.0},
+    {"temperature": 2.8, "logit_bias": {5: 1.0, 20: -2.0}},
+    {"temperature": 5.2, "presence_penalty": 1.2},
+    {"temperature": 4.0, "frequency_penalty": -0.8},
+    {"temperature": 3.6, "repetition_penalty": 1.7},
+    {"temperature": 4.4, "repetition_penalty": 1.3, "presence_penalty": 0.5, "top_k": 5},
+    {"temperature": 8.0, "frequency_penalty": 0.6, "top_p": 0.95, "logit_bias": {10: 0.5}},
+    {"temperature": 9.0, "presence_penalty": -0.4, "min_p": 0.02},
+]
+
+
+@DEVICES
+def test_draws_follow_the_edited_probabilities(tiny: Any, device: str) -> None:
+    """The second of two tokens, where the first one was the commonest; all kinds in one batch."""
+    checkpoint, prompt, num_draws = tiny("qwen3"), [3, 14, 15, 14, 65], 600
+    allowed = {"allowed_token_ids": [*range(5, 50, 5), 14]}
+    params = [
+        SamplingParams(max_tokens=2, ignore_eos=True, seed=seed, **allowed, **kind)
+        for seed in range(num_draws)
+        for kind in DRAWN
+    ]
+    options = {**OPTIONS, "max_num_seqs": 256}
+    with LLM(checkpoint.path, device=device, **options) as llm:
+        answers = generate(llm, [prompt] * len(params), params)
+    for kind, param in enumerate(params[: len(DRAWN)]):
+        drawn = answers[kind :: len(DRAWN)]
+        first = Counter(a for a, _ in drawn).most_common(1)[0][0]
+        with torch.inference_mode():
+            logits = checkpoint.model(torch.tensor([[*prompt, first]])).logits[0, -1]
+        values = edited(logits.numpy(), prompt, [first], param, ())
+        probs = kept_probs(values, param)
+        counts = np.bincount([b for a, b in drawn if a == first], minlength=VOCAB_SIZE)
+        assert counts.sum() > 60
+        assert counts[probs == 0].sum() == 0
+        statistic, degrees = chi_square(counts, probs)
+        assert degrees >= 2, DRAWN[kind]
+        assert statistic < chi_square_limit(degrees), DRAWN[kind]
+
+
+def kept_probs(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    weights = np.exp((logits - logits.max()) / params.temperature)
+    order = np.argsort(-weights)
+    kept = order[: params.top_k or len(order)]
+    if params.top_p < 1:
+        before = np.cumsum(weights[kept]) - weights[kept]
+        kept = kept[before < params.top_p * weights[kept].sum()]
+    kept = [i for i in kept if weights[i] >= params.min_p]
+    probs = np.zeros_like(weights)
+    probs[kept] = weights[kept]
+    return probs / probs.sum()
+
+
+def test_nothing_allowed_is_an_error_that_says_so(tiny: Any) -> None:
+    params = greedy({"allowed_token_ids": [4], "stop_token_ids": [4], "min_tokens": 2})
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        [output] = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert output.finish_reason == "error"
+    assert output.error is not None
+    assert "allowed_token_ids" in output.error
+
+
+def test_truncated_prompts_keep_their_end(tiny: Any) -> None:
+    prompt = [*range(60), 3]
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        [output] = llm.generate([prompt], greedy({"truncate_prompt_tokens": 7}), use_tqdm=False)
+        assert output.prompt_token_ids == prompt[-7:]
+        assert generate(llm, [prompt[-7:]], greedy({})) == [output.token_ids]
+        assert generate(llm, [prompt[-7:]], greedy({"truncate_prompt_tokens": 70})) == [
+            output.token_ids
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\]"),
+        ({"frequency_penalty": -3}, "frequency_penalty must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be above 0"),
+        ({"logit_bias": {1: 101}}, "logit_bias must be numbers in"),
+        ({"logit_bias": {-1: 1}}, "logit_bias must be numbers in"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": 3}, "logit_bias must map token ids to numbers"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must be at least one id"),
+        ({"allowed_token_ids": [-4]}, "allowed_token_ids must be at least one id"),
+        ({"allowed_token_ids": "abc"}, "allowed_token_ids must hold items of type int"),
+        ({"bad_words": [""]}, "bad_words must be non-empty strings"),
+        ({"bad_words": [3]}, "bad_words must hold items of type str"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be at least 1"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be of type bool"),
+    ],
+)
+def test_fields_out_of_bounds_are_named(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        SamplingParams(**options)
+
+
+def test_ids_outside_the_vocabulary_are_named(tiny: Any) -> None:
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        for options in ({"logit_bias": {VOCAB_SIZE: 1}}, {"allowed_token_ids": [VOCAB_SIZE]}):
+            with pytest.raises(RequestError, match=f"{next(iter(options))} has {VOCAB_SIZE}"):
+                llm.generate([[1]], SamplingParams(**options), use_tqdm=False)
+        with pytest.raises(RequestError, match="bad_words need a tokenizer"):
+            llm.generate([[1]], SamplingParams(bad_words=["a"]), use_tqdm=False)
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}
