@@ -57,7 +57,8 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> int:
     if args.json:
         append(args.json, "")  # a file that cannot be written is better known before than after
     # As many as the benchmark wants to see side by side, and no fewer than engines have by default.
-    max_num_seqs = max([512, *getattr(args, "batch", [])])
+    num_samples = args.num_seqs if getattr(args, "samples_of", None) else 0
+    max_num_seqs = max([512, num_samples, *getattr(args, "batch", [])])
     target = getattr(args, "target_inter_token_ms", None)
     with open_llm(args, max_num_seqs=max_num_seqs, target_inter_token_ms=target) as llm:
         bench = Bench(llm, args)
@@ -90,18 +91,25 @@ def open_llm(args: argparse.Namespace, **options: float | None) -> LLM:
 def throughput(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     """New tokens per second, over requests of mixed lengths that arrive all at once."""
     workload = mixed(bench.vocab_size, args.num_seqs, args.max_len)
+    is_usual = (args.num_seqs, args.max_len) == (256, 1024)
+    name = "nano" if is_usual else f"nano-{args.num_seqs}-{args.max_len}"
+    once = workload  # what must be read and computed at least
+    if args.samples_of is not None:
+        one = uniform(bench.vocab_size, 1, args.samples_of, args.max_len)
+        workload = Workload(one.prompts * args.num_seqs, one.max_tokens * args.num_seqs)
+        once = Workload([*one.prompts, *[[0]] * (args.num_seqs - 1)], workload.max_tokens)
+        name = f"samples-{args.num_seqs}-{args.samples_of}-{args.max_len}"
     num_tokens = workload.num_new_tokens
     print(f"{'prompts':<14}{args.num_seqs}, {workload.num_prompt_tokens:,} tokens", flush=True)
     timings = measure(bench.llm, workload, args.repeats)
     seconds = statistics.median(timing.seconds for timing in timings)
     speed = num_tokens / seconds
     print(f"Total: {num_tokens}tok, Time: {seconds:.2f}s, Throughput: {speed:.2f}tok/s")
-    is_usual = (args.num_seqs, args.max_len) == (256, 1024)
     yield bench.result(
-        "nano" if is_usual else f"nano-{args.num_seqs}-{args.max_len}",
+        name,
         "tok/s",
         [num_tokens / timing.seconds for timing in timings],
-        num_tokens / (bench.prefill_floor(workload) + bench.decode_floor(workload)),
+        num_tokens / (bench.prefill_floor(once) + bench.decode_floor(once)),
         timings,
     )
 

@@ -90,10 +90,19 @@ def add_parser(commands: Names) -> None:
 
 
 def add_throughput(names: Names) -> None:
-    examples = ["throughput --model qwen3-8b --json results.jsonl", "throughput --num-seqs 16"]
+    examples = [
+        "throughput --model qwen3-8b --json results.jsonl",
+        "throughput --num-seqs 1024 --samples-of 1000 --max-len 256",
+    ]
     parser = _add(names, "throughput", throughput, THROUGHPUT, examples)
     _add_count(parser, "--num-seqs", 256, "requests")
     _add_count(parser, "--max-len", 1024, "longest prompt and longest answer, in tokens")
+    parser.add_argument(
+        "--samples-of",
+        type=at_least(1),
+        metavar="N",
+        help="requests that are all samples of one prompt of N tokens, with answers of --max-len",
+    )
 
 
 def add_latency(names: Names) -> None:
