@@ -4,8 +4,8 @@
 
 Times are medians over replays of a CUDA graph, in which layers take turns so that the cache does
 not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen; --sweep
-adds the best three other tiles of sorted pairs: 16x64x64w4s8 (rows x lines of the weight x inputs
-of a tile, warps, stages). The floor reads each expert that was chosen once, or multiplies.
+adds the best three other tiles of sorted pairs: 16x64x64w4s8 (rows x outs of the weight x inputs
+of a block_in, warps, stages). The floor reads each expert that was chosen once, or multiplies.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def variants(x: Tensor, layer: Layer, routing: Routing, sweep: bool) -> dict[str
     found["sorted"] = lambda x, layer: run_sorted(x, layer, routing, None)
     near = grouped_config(len(x) * routing.top_k // len(layer.down), x)
     for config in candidates(near) if sweep else ():
-        name = f"{config.num_rows}x{config.num_lines}x{config.tile}"
+        name = f"{config.block_rows}x{config.block_out}x{config.block_in}"
         name += f"w{config.num_warps}s{config.num_stages}"
         found[name] = lambda x, layer, config=config: run_sorted(x, layer, routing, config)
     return found
@@ -119,13 +119,13 @@ def variants(x: Tensor, layer: Layer, routing: Routing, sweep: bool) -> dict[str
 
 def candidates(near: GroupedConfig) -> list[GroupedConfig]:
     """Tiles of half to twice the rows that fit into shared memory and registers."""
-    rows = [each for each in (16, 32, 64, 128) if 1 <= 2 * each // near.num_rows <= 4]
+    rows = [each for each in (16, 32, 64, 128) if 1 <= 2 * each // near.block_rows <= 4]
     sizes = itertools.product(rows, (64, 128, 256), (64, 128), (4, 8), (3, 4, 6, 8))
     return [
-        GroupedConfig(rows, lines, tile, num_warps, stages)
-        for rows, lines, tile, num_warps, stages in sizes
-        if (rows + lines) * tile * DTYPE.itemsize * stages <= 220 << 10
-        and 8 <= rows * lines // (32 * num_warps) <= 128  # sums that a thread holds
+        GroupedConfig(rows, outs, block_in, num_warps, stages)
+        for rows, outs, block_in, num_warps, stages in sizes
+        if (rows + outs) * block_in * DTYPE.itemsize * stages <= 220 << 10
+        and 8 <= rows * outs // (32 * num_warps) <= 128  # sums that a thread holds
     ]
 
 

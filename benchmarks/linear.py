@@ -4,7 +4,7 @@
 
 Times are medians over replays of a CUDA graph, in which so many weights take turns that the cache
 does not help. --sweep adds the best three other configurations: of one row 2x4096w8 (outputs x
-inputs of a tile, warps), of more 16x64s8p2 (rows x inputs of a tile, stages, parts).
+inputs of a tile, warps), of more 16x64s8p2 (rows x inputs of a tile, stages, splits).
 """
 
 from __future__ import annotations

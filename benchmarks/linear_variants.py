@@ -21,10 +21,10 @@ from triton.runtime.jit import JITFunction
 from nanovllm.config import ModelConfig
 from nanovllm.kernels.cuda import elementwise
 from nanovllm.kernels.cuda import linear_few_rows as few_rows
-from nanovllm.kernels.cuda import linear_one_row as skinny
+from nanovllm.kernels.cuda import linear_one_row as one_row
 from nanovllm.kernels.cuda.linear_few_rows import FewRowsConfig
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Activation
+from nanovllm.kernels.ops import Activation, Hidden
 
 DTYPE = torch.bfloat16
 TILE_ELEMENTS = (1024, 16384)  # of the weight that a program of one row holds: fewest, most
@@ -102,20 +102,20 @@ def one_row_candidates(shape: Shape) -> Iterator[Variant]:
 
 
 def few_rows_candidates(shape: Shape, num_rows: int, device: torch.device) -> Iterator[Variant]:
-    """Blocks that hold all rows or half of them; parts where the norm may finish the sum."""
+    """Blocks that hold all rows or half of them; split-K where a norm may add the partial sums."""
     x = torch.empty(num_rows, 0, device=device, dtype=DTYPE)
     whole = min(max(16, triton.next_power_of_2(num_rows)), 128)
     blocks = sorted({whole, max(16, whole // 2)})
-    parts = (1, 2, 4, 8) if shape.is_summed else (1,)
-    for num_parts, block, tile in itertools.product(parts, blocks, (64, 128)):
-        part_len = shape.num_in // num_parts
-        stage_bytes = (few_rows.LINES + block) * tile * DTYPE.itemsize
-        most = min(few_rows.shared_bytes(device) // stage_bytes, part_len // tile + 1)
-        default = few_rows.few_rows_config(num_rows, part_len, x)
+    splits = (1, 2, 4, 8) if shape.is_summed else (1,)
+    for num_splits, block, tile in itertools.product(splits, blocks, (64, 128)):
+        split_in = shape.num_in // num_splits
+        stage_bytes = (few_rows.BLOCK_OUT + block) * tile * DTYPE.itemsize
+        most = min(few_rows.shared_bytes(device) // stage_bytes, split_in // tile + 1)
+        default = few_rows.few_rows_config(num_rows, split_in, x)
         for num_stages in sorted({min(num_stages, most) for num_stages in NUM_STAGES}):
-            config = replace(default, num_rows=block, tile=tile, num_stages=num_stages)
-            name = f"{block}x{tile}s{num_stages}p{num_parts}"
-            yield Variant(name, partial(_few_rows, shape, config, num_parts))
+            config = replace(default, block_rows=block, block_in=tile, num_stages=num_stages)
+            name = f"{block}x{tile}s{num_stages}p{num_splits}"
+            yield Variant(name, partial(_few_rows, shape, config, num_splits))
 
 
 def _library(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
@@ -128,19 +128,19 @@ def _chosen(shape: Shape, x: Tensor, weight: Tensor) -> Tensor:
     if not shape.is_summed:
         return packed(x)
     residual = torch.empty(len(x), shape.num_out, device=x.device, dtype=x.dtype)
-    summands = packed.summands(x, residual)
-    return residual if summands is None else summands
+    hidden = packed.add_to(residual, x)
+    return hidden.residual if hidden.update is None else hidden.update
 
 
 def _one_row(shape: Shape, config: tuple[int, int, int], x: Tensor, weight: Tensor) -> Tensor:
-    with patch.object(skinny, "skinny_config", lambda *_: config):
-        return skinny.skinny_linear(x, weight, None, activation=shape.activation)[0]
+    with patch.object(one_row, "one_row_config", lambda *_: config):
+        return one_row.one_row_linear(Hidden(x), None, weight, None, shape.activation)[0]
 
 
 def _few_rows(
-    shape: Shape, config: FewRowsConfig, num_parts: int, x: Tensor, weight: Tensor
+    shape: Shape, config: FewRowsConfig, num_splits: int, x: Tensor, weight: Tensor
 ) -> Tensor:
-    return few_rows.few_rows_linear(x, weight, None, shape.activation, num_parts, config)
+    return few_rows.few_rows_linear(x, weight, None, shape.activation, num_splits, config)
 
 
 def compile_pool() -> ProcessPoolExecutor:

@@ -25,13 +25,15 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.startup import drop_from_memory
+from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.config_json import read_model_config
 from nanovllm.models.registry import build_model
 from nanovllm.platforms import create_platform
-from nanovllm.worker.loader import load_weights, weight_slots
+from nanovllm.worker.loader import expected_tensors, load_weights
 
 GB = 1e9
 HIDDEN, VOCAB = 1024, 32_000
@@ -90,11 +92,11 @@ def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
     config = CONFIG | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
-    slots = weight_slots(build_model(read_model_config(config), 64, build))
-    names = sorted(slots)
+    expected = expected_tensors(build_model(read_model_config(config), 64, build))
+    names = sorted(expected)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
-        tensors = {n: torch.randn(slots[n].shape, dtype=torch.bfloat16) for n in own}
+        tensors = {n: torch.randn(expected[n].shape, dtype=torch.bfloat16) for n in own}
         save_file(tensors, folder / f"model-{i + 1:05}-of-{num_shards:05}.safetensors")
 
 
@@ -112,15 +114,15 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
         create_platform(device),
     )
     first = TPGroup(0, num_ranks)
-    build = Build(platform.device, getattr(torch, dtype), None, None, first)  # type: ignore[arg-type]
+    build = Build(platform.device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first)
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode(), platform.in_order():
         model = build_model(read_model_config(checkpoint.config), 64, build)
+        weight_bytes = sum(tensor.nbytes for tensor in expected_tensors(model).values())
         start = time.perf_counter()
         load_weights(model, checkpoint, platform)
         seconds = time.perf_counter() - start
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
-    weight_bytes = sum(slot.nbytes for slot in weight_slots(model).values())
     return Load(file_bytes, weight_bytes, seconds, held_bytes, resident_bytes("VmHWM"))
 
 

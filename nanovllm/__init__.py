@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.outputs import RequestOutput
+    from nanovllm.outputs import Logprob, RequestOutput
     from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Logprob", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "nanovllm.llm",
+    "Logprob": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
 }

@@ -8,6 +8,15 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token, whatever was then sampled."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    decoded_token: str | None  # None without a tokenizer
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput(Mapping[str, Any]):
     """The answer to one prompt; also a mapping, as in `output["text"]` or `dict(output)`."""
 
@@ -21,6 +30,9 @@ class RequestOutput(Mapping[str, Any]):
     time_to_first_token: float  # seconds from arrival; 0.0 when there was no token
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
+    # If asked for: of every token, by token id; the token itself first, then the likeliest ones.
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)
@@ -43,6 +55,7 @@ class StreamPiece:
     text: str
     token_ids: list[int]
     output: RequestOutput | None
+    logprobs: list[dict[int, Logprob]] | None = None  # of token_ids, if asked for
     index: int = 0  # of the prompt among those given to `LLM.stream`
 
 

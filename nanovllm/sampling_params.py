@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
 
+MAX_LOGPROBS = 100  # a position
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
@@ -41,6 +42,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
     priority: int = 0  # lower is served first
+    logprobs: int | None = None  # of each output token, and of so many of the likeliest
 
     def __post_init__(self) -> None:
         unwrap_numbers(self)
@@ -83,6 +85,8 @@ class SamplingParams:
         is_valid = allowed is None or min(allowed, default=-1) >= 0
         self._require("allowed_token_ids", is_valid, "at least one id, none below 0")
         self._require("bad_words", all(self.bad_words), "non-empty strings")
+        is_valid = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        self._require("logprobs", is_valid, f"in [0, {MAX_LOGPROBS}]")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +31,19 @@ def frozen_imports() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_machine_code() -> Iterator[None]:
+    """Load the machine code of the CPU kernels once instead of for every engine."""
+    if importlib.util.find_spec("numba") is None:
+        yield
+        return
+    from nanovllm.kernels.cpu import program
+
+    shared = functools.cache(program.compile_interpreter)
+    with patch.object(program, "compile_interpreter", shared):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,17 @@ ONLY_IN = {
     "os.environ": ("config.py",),
     "os.getenv": ("config.py",),
 }
+# A function fits on a screen, and its arguments in a head; kernels have no records to pass.
+MAX_LINES, MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 59, 12, 20
+# Functions still to be made smaller.
+TOO_LARGE = {
+    "kernels/cuda/attention_decode.py": {"paged_decode", "_decode_kernel"},
+    "kernels/cuda/attention_prefill.py": {"paged_prefill", "_prefill_kernel"},
+    "kernels/cuda/attention_tiles.py": {"attend_tiles"},
+    "kernels/cuda/attention_tma.py": {"tma_prefill", "_prefill_kernel"},
+    "kernels/cuda/persistent_attention.py": {"__init__"},
+    "kernels/cuda/persistent_kernel.py": {"persistent_step"},
+}
 MUTATORS = re.compile(
     "append|add|update|setdefault|pop|popitem|clear|extend|insert|remove|discard"
     "|appendleft|popleft|extendleft|move_to_end|__setitem__"
@@ -105,6 +116,12 @@ def test_device_and_environment_stay_in_their_files(path: Path) -> None:
 @FILES
 def test_no_module_state_changes_at_run_time(path: Path) -> None:
     assert state_changes(ast.parse(path.read_text())) == []
+
+
+@FILES
+def test_functions_are_small(path: Path) -> None:
+    found = set(large_functions(ast.parse(path.read_text())))
+    assert found == TOO_LARGE.get(relative(path), set())
 
 
 def run_script(script: str) -> str:
@@ -176,6 +193,21 @@ def test_the_import_check_sees_violations(name: str, source: str) -> None:
 )
 def test_the_state_check_sees_violations(source: str) -> None:
     assert state_changes(ast.parse(source))
+
+
+def test_the_size_check_sees_violations() -> None:
+    parameters = [f"p{i}" for i in range(21)]
+    body = "\n".join(["    x = 1"] * 59)
+    sources = {
+        f"def f():\n{body}": ["f"],
+        f"def f():\n{body[10:]}": [],
+        f"class A:\n    async def f({', '.join(parameters[:13])}): ...": ["f"],
+        f"def f({', '.join(parameters[:12])}): ...": [],
+        f"@triton.jit(x=1)\ndef f({', '.join(parameters)}): ...": ["f"],
+        f"@gluon.jit\ndef f({', '.join(parameters[:20])}): ...": [],
+    }
+    for source, found in sources.items():
+        assert list(large_functions(ast.parse(source))) == found
 
 
 @pytest.mark.parametrize(
@@ -300,6 +332,20 @@ def state_changes(tree: ast.Module) -> list[str]:
             if isinstance(node, ast.Global) or any(r in shared for r in changed_roots(node)):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
+
+
+def large_functions(tree: ast.Module) -> Iterator[str]:
+    """Name the functions with too many lines or parameters."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        arguments = node.args
+        num_parameters = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        most = MAX_KERNEL_PARAMETERS if is_kernel else MAX_PARAMETERS
+        if num_lines > MAX_LINES or num_parameters > most:
+            yield node.name
 
 
 def bound_names(body: list[ast.stmt]) -> set[str]:

@@ -223,15 +223,15 @@ def test_numbers_of_the_wrong_kind_are_refused(options: Any) -> None:
 def test_an_output_is_a_mapping() -> None:
     output = RequestOutput(0, "p", [1], "t", [2], "stop", 0, 0.5, 1.0)
     assert "text" in output
-    assert "logprobs" not in output
-    assert (output.get("text"), output.get("logprobs", 7)) == ("t", 7)
+    assert "log_probs" not in output
+    assert (output.get("text"), output.get("log_probs", 7)) == ("t", 7)
     assert dict(output)["token_ids"] == [2]
     assert {**output} == dict(output) == dict(output.items())
     assert list(output) == list(output.keys())
     assert (len(output), next(iter(output))) == (len([*output]), "seq_id")
     assert output == RequestOutput(0, "p", [1], "t", [2], "stop", 0, 0.5, 1.0)
     with pytest.raises(KeyError, match="is not one of seq_id"):
-        output["logprobs"]
+        output["log_probs"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from nanovllm.kernels.cpu.program import Launcher, float_bits
 
 @dataclass(frozen=True, slots=True)
 class NumbaPlan:
-    tokens: Tensor  # [decode rows], their places in the batch
+    tokens: Tensor  # [decode rows], indices into the batch
     lengths: Tensor  # [decode rows], tokens to attend to
     block_tables: Tensor  # [decode rows, max_blocks]
     max_length: int

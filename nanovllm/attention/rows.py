@@ -1,7 +1,7 @@
 """Attention on the CPU: torch's SDPA over blocks gathered from the paged cache.
 
-Rows with one token are padded and run together; query heads that share a kv head are packed as
-query positions, so grouped-query attention copies nothing. Longer rows run one by one.
+Rows with one token are padded and run together; query heads that share a kv head are
+seen as query positions, so grouped-query attention copies nothing. Longer rows run one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mas
 class DecodeGroup:
     """Single-token rows of similar length."""
 
-    tokens: Tensor | None  # their places in the batch; None: the whole batch in order
+    tokens: Tensor | None  # indices into the batch; None: the whole batch in order
     block_ids: Tensor  # [rows * width], padded with block 0
     mask: Tensor  # [rows, 1, 1, width * block_size], added to the scores
     starts: Tensor  # [rows, 1, 1, 1], the position of each one's token
@@ -107,13 +107,13 @@ class CpuAttention:
         # A hidden position adds 0 * v: what another sequence left there may be NaN.
         is_hidden = (group.mask == -torch.inf).transpose(2, 3)  # [rows, 1, width, 1]
         k, v = k.masked_fill(is_hidden, 0.0), v.masked_fill(is_hidden, 0.0)
-        packed = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         mask = group.mask
         if spec.window is not None:
             is_past = torch.arange(mask.shape[-1]) <= group.starts - spec.window
             mask = mask.masked_fill(is_past, -torch.inf)
-        packed, k, v = widen(packed, k, v, dtype=self.product_dtype)
-        output = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=spec.scale)
+        grouped, k, v = widen(grouped, k, v, dtype=self.product_dtype)
+        output = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=spec.scale)
         return output.reshape(num_rows, num_heads, head_dim).to(q.dtype)
 
 

@@ -26,7 +26,7 @@ _TOP_TENSORS = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 # Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
@@ -68,7 +68,7 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
         "head_dim": _head_dim(metadata),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "rope_theta": number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(metadata, tensors.get(_ROPE_FACTORS)),
+        "rope_scaling": _rope_scaling(metadata, tensors.get(ROPE_FACTORS)),
         "max_position_embeddings": number("context_length"),
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -109,7 +109,7 @@ def list_tensors(path: Path) -> list[GGUFTensor]:
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
     num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}
-    tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != _ROPE_FACTORS]
+    tensors = [tensor for tensor in metadata.reader.tensors if tensor.name != ROPE_FACTORS]
     listed = []
     for tensor in tensors:
         name, part = _hf_name(tensor, architecture, path), tensor.name.split(".")[-2]
@@ -139,6 +139,12 @@ class _Metadata:
             raise UnsupportedModelError(
                 f"{path} has architecture {name!r}; supported in GGUF: {', '.join(ARCHITECTURES)}"
             )
+        for tensor in reader.tensors:
+            if (kind := tensor.tensor_type.name) not in TENSOR_TYPES:
+                raise UnsupportedModelError(
+                    f"{path}: tensor {tensor.name} has type {kind}; "
+                    f"supported: {', '.join(TENSOR_TYPES)}"
+                )
         return cls(path, reader, name)
 
     def number(self, key: str, default: float | None = None) -> Any:
@@ -182,10 +188,10 @@ def _rope_scaling(metadata: _Metadata, factors: ReaderTensor | None) -> dict[str
     implied = "linear" if number("rope.scaling.factor", 0) else "none"
     kind = field(metadata.reader, f"{metadata.architecture}.rope.scaling.type", implied)
     if kind not in ("none", "linear", "yarn") or (kind != "none" and factors is not None):
-        also = f" with {_ROPE_FACTORS}" if factors is not None else ""
+        also = f" with {ROPE_FACTORS}" if factors is not None else ""
         raise UnsupportedModelError(f"{metadata.path}: rope scaling {kind!r}{also}: not supported")
     if factors is not None and factors.tensor_type.name not in FLOAT_TYPES:
-        raise UnsupportedModelError(f"{metadata.path}: {_ROPE_FACTORS} must be of {FLOAT_TYPES}")
+        raise UnsupportedModelError(f"{metadata.path}: {ROPE_FACTORS} must be of {FLOAT_TYPES}")
     if kind == "none":
         if factors is None:
             return None
@@ -208,11 +214,6 @@ def _torch_dtype(reader: GGUFReader) -> str:
 
 
 def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> str:
-    if tensor.tensor_type.name not in TENSOR_TYPES:
-        raise UnsupportedModelError(
-            f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
-            f"supported: {', '.join(TENSOR_TYPES)}"
-        )
     if tensor.name in _TOP_TENSORS:
         return _TOP_TENSORS[tensor.name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)

@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Live:
     is_streaming: bool
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
+    new_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of those
 
 
 class Front:
@@ -99,7 +100,10 @@ class Front:
     ) -> StepOutput:
         """Turn what a step of the core brought into text; `finish` ends what a stop string ends."""
         endings = {ending.seq_id: ending for ending in step.endings}
-        for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
+        columns = step.seq_ids, step.token_ids, step.logprobs
+        for seq_id, token_id, logprobs in zip(*columns, strict=True):
+            if logprobs is not None:
+                self.live[seq_id].new_logprobs.append(self._as_dict(logprobs))
             if self.push(self.live[seq_id], token_id):
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
                 assert ending is not None
@@ -126,6 +130,10 @@ class Front:
         else:
             tokenizer = self.tokenizer
             text = "" if tokenizer is None else decode(tokenizer, token_ids, request.params)
+        logprobs = cumulative = None
+        if request.params.logprobs is not None:
+            logprobs = [self._as_dict(each) for each in ending.logprobs]
+            cumulative = sum(each.logprobs[0] for each in ending.logprobs)
         first = ending.first_token_time
         return RequestOutput(
             seq_id=ending.seq_id,
@@ -138,7 +146,21 @@ class Front:
             time_to_first_token=first - request.arrival_time if first else 0.0,
             duration=ending.end_time - request.arrival_time,
             error=why_broken(request.params) if ending.finish_reason == "error" else None,
+            logprobs=logprobs,
+            cumulative_logprob=cumulative,
         )
+
+    def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
+        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
+        entries = {}
+        for token_id, logprob, rank in zip(
+            logprobs.token_ids, logprobs.logprobs, ranks, strict=True
+        ):
+            if token_id not in entries:
+                text = None if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+                entries[token_id] = Logprob(logprob, rank, text)
+        return entries
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Tokenise text. Safe in any thread."""
@@ -207,7 +229,8 @@ def _piece(live: Live, outputs: dict[int, RequestOutput]) -> StreamPiece:
     token_ids, live.new_token_ids = live.new_token_ids, []
     text = live.detokenizer.take() if live.detokenizer is not None else ""
     seq_id = live.request.seq_id
-    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id))
+    logprobs, live.new_logprobs = live.new_logprobs, []
+    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id), logprobs or None)
 
 
 def check_text(name: str, text: object) -> None:

@@ -28,6 +28,15 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one position: its own token first, then the likeliest ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of its own token, from 1
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """A sequence is over: all that it generated, and why it ended."""
 
@@ -37,6 +46,7 @@ class Ending:
     num_cached_tokens: int
     first_token_time: float  # 0.0 when there was no token
     end_time: float
+    logprobs: list[TokenLogprobs]  # of every token, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +59,6 @@ class CoreStep:
     seq_ids: list[int]
     token_ids: list[int]
     endings: list[Ending]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.pacing import Pacer, StepTime
-from nanovllm.engine.request import FinishReason
+from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.engine.waiting import Waiting
@@ -71,6 +71,7 @@ class Scheduler:
             self.pacer.end(plan)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
+        self._add_logprobs(sampled, result)
         updated: list[Sequence] = []
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
@@ -223,6 +224,18 @@ class Scheduler:
             self._end(seq, "stop")
         elif num_tokens >= seq.max_len:
             self._end(seq, "length")
+
+    def _add_logprobs(self, sampled: list[Sequence], result: StepResult) -> None:
+        columns = (result.logprob_ids, result.logprobs, result.ranks)
+        known = [column.tolist() for column in columns if column is not None]
+        if not known:
+            return
+        asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
+        rows = zip(asking, *known, strict=True)
+        for seq, token_ids, logprobs, rank in rows:
+            if seq.finish_reason is None:
+                end = 1 + (seq.request.params.logprobs or 0)
+                seq.logprobs.append(TokenLogprobs(token_ids[:end], logprobs[:end], rank))
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason

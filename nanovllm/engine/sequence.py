@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
-from nanovllm.engine.request import FinishReason, Request
+from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 
 NO_SLOT = -1
 
@@ -31,6 +31,7 @@ class Sequence:
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     first_token_time: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
 
     slot: int = NO_SLOT
     num_computed: int = 0

@@ -58,9 +58,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the rows with num_logits > 0 sampled, in row order; every field is an array."""
+    """What the rows with num_logits > 0 sampled, in row order; every field is an array, or None."""
 
     tokens: IntColumn  # [rows, tokens that each row gained]; NO_TOKEN: its logits are no numbers
+    # Of the rows that ask for logprobs, if any: the sampled token, then the most likely ones.
+    logprob_ids: IntColumn | None = None  # [rows, 1 + the most that a row asks for]
+    logprobs: npt.NDArray[np.float32] | None = None
+    ranks: IntColumn | None = None  # [rows], of the sampled token, from 1
 
 
 @dataclass(frozen=True, slots=True)

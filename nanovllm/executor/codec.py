@@ -63,20 +63,22 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
 
 
 def encode_result(result: StepResult) -> list[Section]:
-    """Return a header with the type and shape of every array, then the arrays."""
-    arrays = [np.ascontiguousarray(getattr(result, name)) for name in _RESULT_NAMES]
-    header = _padded(json.dumps([(array.dtype.str, array.shape) for array in arrays]))
-    return [_LENGTH.pack(len(header)), header, *(array.data for array in arrays)]
+    """Return a header with the name, type and shape of every array, then the arrays."""
+    fields = [(name, getattr(result, name)) for name in _RESULT_NAMES]
+    arrays = {name: np.ascontiguousarray(field) for name, field in fields if field is not None}
+    shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
+    header = _padded(json.dumps(shapes))
+    return [_LENGTH.pack(len(header)), header, *(array.data for array in arrays.values())]
 
 
 def decode_result(message: bytes | bytearray) -> StepResult:
     (length,) = _LENGTH.unpack_from(message)
-    arrays, offset = [], _LENGTH.size + length
-    for dtype, shape in json.loads(message[_LENGTH.size : offset]):
+    arrays, offset = {}, _LENGTH.size + length
+    for name, dtype, shape in json.loads(message[_LENGTH.size : offset]):
         array = np.frombuffer(message, dtype, math.prod(shape), offset).reshape(shape)
-        arrays.append(array)
+        arrays[name] = array
         offset += array.nbytes
-    return StepResult(*arrays)
+    return StepResult(**arrays)
 
 
 class _Reader:

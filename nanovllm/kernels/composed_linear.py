@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, LinearFn, NormWeights, Ops, PackedLinear
+from nanovllm.kernels.ops import Activation, Hidden, LinearFn, NormWeights, Ops, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,12 @@ class ComposedLinear:
         y = self.linear(x)
         return y if self.activation is None else self.ops.gate(y, self.activation)
 
-    def summands(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(x)
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        return Hidden(residual, self(x))
 
-    def after_norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.ops.norm(x, residual, norm)
-        return self(x), residual
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class ComposedExperts:
         return self.run(x, logits)
 
     def after_norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
-        normed, total = self.ops.norm(x, residual, norm)
-        return self.run(normed, router(normed)), total
+        normed, residual = self.ops.norm(hidden, norm)
+        return self.run(normed, router(normed)), residual

@@ -50,26 +50,29 @@ class QKNormWeights:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Hidden states between two norms: the residual, and an update that is not added to it yet.
+
+    The next norm adds them in the pass in which it reads them, and may overwrite both.
+    """
+
+    residual: Tensor  # [tokens, hidden]
+    # [tokens, hidden], or the partial sums of a split-K product: float32 [splits, tokens, hidden].
+    update: Tensor | None = None
+
+
 class PackedLinear(Protocol):
     """A projection as the device runs it."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Project x [tokens, in]."""
 
-    def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """Project x for the `after_norm` that follows, which adds it to residual.
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        """Project x to an update of the residual, which may also be added in place at once."""
 
-        The sum may be left to it, so the result may have a dimension in front of the others; or
-        residual already has it all, and nothing is returned.
-        """
-
-    def after_norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        """Project the RMSNorm of x + residual, one of which may be missing; return also the sum.
-
-        Both may be overwritten.
-        """
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """Project the RMSNorm of residual + update; return also that sum, the new residual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,12 @@ class PackedExperts(Protocol):
         """
 
     def after_norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
-        """Norm x + residual, as PackedLinear.after_norm does, let the router choose, and run."""
+        """Run the experts that the router chooses on the RMSNorm of residual + update.
+
+        Return also that sum, the new residual.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,7 @@ class PackedStep(Protocol):
         logits: Tensor,
         context_len: Tensor,
     ) -> None:
-        """Run the last token of the sequence in a slot, by tables that have a line for each slot.
+        """Run the last token of the sequence in a slot, by tables that have a row for each slot.
 
         slot [1] and the tables are int32; a length of 0 is padding. Writes logits [1, vocab_size]
         and the sequence's length to context_len [1].
@@ -161,15 +167,10 @@ class Ops(Protocol):
         """What runs the compiled CPU kernels and can record them, where there are any."""
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        """Return the lines of table [vocab_size, dim] that token_ids (int32) name, scaled."""
+        """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""
 
-    def norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        """Return the RMSNorm of x + residual, and the sum; x may be what `summands` returned.
-
-        One of them may be missing; both may be overwritten.
-        """
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """Return the RMSNorm of residual + update, and that sum, the new residual."""
 
     def rope_write(
         self,
@@ -179,13 +180,13 @@ class Ops(Protocol):
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
-        """Normalise and turn q and k; q stays in qkv, k and v go to the cache.
+        """Normalise and rotate q and k; q stays in qkv, k and v go to the cache.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
         sines in float32, [positions, 2, dim / 2]; the caches are [blocks, block_size, kv_heads,
-        dim]; kv_slots counts in tokens.
+        dim]; cache_offsets count tokens.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

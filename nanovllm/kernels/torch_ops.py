@@ -11,6 +11,7 @@ from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
+    Hidden,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -31,12 +32,11 @@ class TorchOps:
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
-    def norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        assert x is not None  # ComposedLinear never leaves it out
-        total = x if residual is None else residual + x
-        return rms_norm(total, norm.weight, norm.eps), total
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        residual, update = hidden.residual, hidden.update
+        if update is not None:
+            residual = residual + update
+        return rms_norm(residual, norm.weight, norm.eps), residual
 
     def rope_write(
         self,
@@ -46,18 +46,18 @@ class TorchOps:
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
         num_kv_heads, head_dim = k_cache.shape[2:]
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        turns = rope[positions].unsqueeze(2)  # [tokens, 2, 1, dim / 2]
+        cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
         if norm is not None:
             q.copy_(rms_norm(q, norm.q, norm.eps))
             k.copy_(rms_norm(k, norm.k, norm.eps))
-        q.copy_(rotate(q, turns[:, 0], turns[:, 1]))
-        k.copy_(rotate(k, turns[:, 0], turns[:, 1]))
-        k_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = k
-        v_cache.view(-1, num_kv_heads, head_dim)[kv_slots] = v
+        q.copy_(rotate(q, cos, sin))
+        k.copy_(rotate(k, cos, sin))
+        k_cache.view(-1, num_kv_heads, head_dim)[cache_offsets] = k
+        v_cache.view(-1, num_kv_heads, head_dim)[cache_offsets] = v
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -87,10 +87,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + dim / 2) of x [tokens, heads, dim]."""
+    """Rotate the pairs (i, i + dim / 2) of x [tokens, heads, dim]."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 def run_experts(

@@ -18,6 +18,7 @@ from nanovllm.sampling_params import NO_TOKEN
 STEP, MIX_FIRST, MIX_SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 ID_FACTOR, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST_UNIFORM = 1 - 2.0**-24
+ROWS_AT_A_TIME = 64
 NUM_CANDIDATES = 1024  # enough for nearly every top_k / top_p cut; the rest sorts the vocabulary
 
 
@@ -78,6 +79,25 @@ def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
         cut = _top_floor(probs[rows], columns.top_k[rows], columns.top_p[rows])
         floor[rows] = torch.maximum(floor[rows], cut)
     return probs.masked_fill_(probs < floor[:, None], 0.0)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what softmax makes of some tokens, one for each row of logits, and of the best ones.
+
+    Ids and log-probabilities are [rows, 1 + num_best], the token's own first; its rank counts from
+    1. A few rows at a time are widened, so that many take no more memory.
+    """
+    num_best = min(num_best, logits.shape[1])
+    parts = []
+    for few, own in zip(logits.split(ROWS_AT_A_TIME), tokens.split(ROWS_AT_A_TIME), strict=True):
+        wide, own = few.float(), own.long()[:, None]
+        value = wide.gather(1, own)
+        best = wide.topk(num_best, dim=-1)
+        values = torch.cat((value, best.values), 1) - wide.logsumexp(-1, keepdim=True)
+        ids = torch.cat((own, best.indices), 1).int()
+        parts.append((ids, values, (wide > value).sum(-1, dtype=torch.int32) + 1))
+    ids, values, ranks = (torch.cat(part) for part in zip(*parts, strict=True))
+    return ids, values, ranks
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

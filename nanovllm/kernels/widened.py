@@ -20,11 +20,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | 
     num_out, num_in = weight.shape
     wide = x.to(dtype)
     y = x.new_empty(len(x), num_out)
-    num_lines = max(PIECE_SIZE // max(num_in, 1), 1)
-    for first in range(0, num_out, num_lines):
-        part = slice(first, first + num_lines)
-        summand = None if bias is None else bias[part].to(dtype)
-        y[:, part] = F.linear(wide, weight[part].to(dtype), summand)
+    num_rows = max(PIECE_SIZE // max(num_in, 1), 1)
+    for first in range(0, num_out, num_rows):
+        part = slice(first, first + num_rows)
+        part_bias = None if bias is None else bias[part].to(dtype)
+        y[:, part] = F.linear(wide, weight[part].to(dtype), part_bias)
     return y
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.config import ModelConfig
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
@@ -13,7 +14,7 @@ from nanovllm.layers.shards import split, split_kv_heads, whole
 
 
 class SelfAttention(Layer):
-    """`packed` is the checkpoint's name for q, k and v where it stores them as one weight."""
+    """`merged` is the checkpoint's name for q, k and v where it stores them as one weight."""
 
     def __init__(
         self,
@@ -21,7 +22,7 @@ class SelfAttention(Layer):
         layer_index: int,
         build: Build,
         qk_norm: QKNorm | None = None,
-        packed: str | None = None,
+        merged: str | None = None,
     ) -> None:
         super().__init__()
         heads = split(config.num_heads, build.group)
@@ -31,27 +32,24 @@ class SelfAttention(Layer):
         self.attention, self.ops = build.attention, build.ops
         self.spec = AttentionSpec(config.attention_scale, config.layers[layer_index].window)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        parts = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
-        if packed is not None:
-            parts = {packed: [q, kv, kv]}
-        self.qkv_proj = MergedLinear(whole(config.hidden_size), parts, config.qkv_bias, build)
+        outputs = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv]}
+        if merged is not None:
+            outputs = {merged: [q, kv, kv]}
+        self.qkv_proj = MergedLinear(whole(config.hidden_size), outputs, config.qkv_bias, build)
         self.o_proj = RowParallelLinear(q, config.hidden_size, config.output_bias, build, "o_proj")
         self.qk_norm = qk_norm
 
     def forward(
-        self,
-        norm: RMSNorm,
-        x: Tensor | None,
-        residual: Tensor | None,
-        rope: Tensor,
-        batch: ForwardBatch,
+        self, hidden: Hidden, norm: RMSNorm, rope: Tensor, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """Return what `o_proj` is to project, and x + residual."""
-        qkv, residual = self.qkv_proj.after(norm, x, residual)
+        """Return the heads' outputs, which `o_proj` is to project, and the residual."""
+        qkv, residual = self.qkv_proj.after_norm(hidden, norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)  # [tokens, q + k + v heads, dim]
         cache, plan = batch.caches[self.layer_index], batch.attention
         qk_norm = None if self.qk_norm is None else self.qk_norm.weights
-        self.ops.rope_write(qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.kv_slots)
+        self.ops.rope_write(
+            qkv, qk_norm, rope, batch.positions, cache.k, cache.v, batch.cache_offsets
+        )
         q = qkv[:, : self.num_heads]
         # Of the last layer, tokens without logits need only keys and values.
         if self.is_last and (kept := batch.sampled) is not None:

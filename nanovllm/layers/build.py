@@ -11,17 +11,21 @@ from torch import Tensor, nn
 from nanovllm.attention.base import AttentionBackend, LayerCache
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.kernels.ops import Ops
+from nanovllm.layers.plain_format import PLAIN
+from nanovllm.layers.shards import ExpectedTensor
+from nanovllm.layers.weight_format import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Where parameters live, in what dtype, how attention and the rest run, and who shares them."""
+    """Where parameters live, in what dtype and format, what runs them, and who shares them."""
 
     device: torch.device
     dtype: torch.dtype
     attention: AttentionBackend
     ops: Ops
     group: TPGroup = ALONE
+    weight_format: WeightFormat = PLAIN  # of projections and experts
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         tensor = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
@@ -32,7 +36,7 @@ class Build:
 class SampledTokens:
     """The tokens whose logits are wanted: each the last one of its row."""
 
-    index: Tensor  # their places in the batch
+    index: Tensor  # into the batch
     attention: Any  # the attention backend's plan for them alone
 
 
@@ -42,17 +46,22 @@ class ForwardBatch:
 
     input_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    kv_slots: Tensor  # [tokens], where in the cache each token's key and value go
+    cache_offsets: Tensor  # [tokens], where each one's key and value go, counted in tokens
     sampled: SampledTokens | None  # None: all of them
     attention: Any  # the attention backend's plan for this step
     caches: list[LayerCache]
 
 
 class Layer(nn.Module):
-    """A module that is called directly.
-
-    nn.Module looks for hooks in every call; with some 300 calls a step that is a millisecond.
-    """
+    """A module that is loaded, then packed, then called."""
 
     def __call__(self, *args: Any) -> Any:
+        # nn.Module looks for hooks in every call; with some 300 calls a step that is a millisecond.
         return self.forward(*args)
+
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        """Name the checkpoint's tensors that fill this layer's own parameters, not its modules'."""
+        return {}
+
+    def pack(self, has_room: bool) -> None:
+        """Lay the loaded parameters out as they run; `has_room` allows a second copy of them."""

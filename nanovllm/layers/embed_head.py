@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
-from nanovllm.layers.shards import WeightSlot, shared_slot, split, whole
+from nanovllm.layers.plain_format import PlainLinear
+from nanovllm.layers.shards import ExpectedTensor, expect_shares, split, whole
 
 
 class Embedding(Layer):
@@ -22,36 +24,36 @@ class Embedding(Layer):
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.is_alone:
             return self.ops.embed(token_ids, self.weight, self.scale)
-        lines = token_ids - self.vocab.first
-        is_elsewhere = (lines < 0) | (lines >= self.vocab.count)
-        x = self.ops.embed(lines.masked_fill(is_elsewhere, 0), self.weight, self.scale)
+        rows = token_ids - self.vocab.first
+        is_elsewhere = (rows < 0) | (rows >= self.vocab.count)
+        x = self.ops.embed(rows.masked_fill(is_elsewhere, 0), self.weight, self.scale)
         return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0.0))
 
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return {f"{path}.weight": shared_slot(self.weight, [self.vocab], self.dim)}
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        return {f"{path}.weight": expect_shares(self.weight, [self.vocab], self.dim)}
 
 
 class LMHead(MergedLinear):
     """Projects hidden states to logits; `tied` makes it use the embedding's weight."""
 
     def __init__(self, dim: int, vocab_size: int, build: Build, tied: Embedding | None) -> None:
-        vocab = split(vocab_size, build.group)
-        super().__init__(whole(dim), {"lm_head": [vocab]}, False, build)
+        outputs = {"lm_head": [split(vocab_size, build.group)]}
+        super().__init__(whole(dim), outputs, False, build)
         self.vocab_size, self.group = vocab_size, build.group
         self.is_tied = tied is not None
         if tied is not None:
-            self.weight = tied.weight
+            self.weight = PlainLinear(outputs, self.inputs, tied.weight)
 
-    def logits(self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Project the norm of x + residual; return the whole vocabulary's, without padding."""
-        shard, _ = self.after(norm, x, residual)
+    def logits(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
+        """Project the norm of hidden to the logits of the whole vocabulary, without padding."""
+        shard, _ = self.after_norm(hidden, norm)
         logits = self.group.gather_columns(shard)
         is_padded = logits.shape[1] > self.vocab_size
         return logits[:, : self.vocab_size].contiguous() if is_padded else logits
 
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return {} if self.is_tied else super().weight_slots(path)
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        return {} if self.is_tied else super().expected_tensors(path)
 
-    def tied_slots(self, path: str) -> dict[str, WeightSlot]:
-        """Where a checkpoint's copy of a tied weight is, which the embedding fills."""
-        return super().weight_slots(path) if self.is_tied else {}
+    def tied_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        """What a checkpoint may hold as well as the embedding: a copy of it."""
+        return super().expected_tensors(path) if self.is_tied else {}

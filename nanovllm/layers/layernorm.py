@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import NormWeights, QKNormWeights
+from nanovllm.kernels.ops import Hidden, NormWeights, QKNormWeights
 from nanovllm.layers.build import Build, Layer
-from nanovllm.layers.shards import WeightSlot, whole_slot
+from nanovllm.layers.shards import ExpectedTensor, expect_whole
 
 
 class RMSNorm(Layer):
@@ -22,10 +22,10 @@ class RMSNorm(Layer):
         self.ops = build.ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.norm(x, None, self.weights)[0]
+        return self.ops.norm(Hidden(x), self.weights)[0]
 
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return {f"{path}.weight": whole_slot(self.weight)}
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        return {f"{path}.weight": expect_whole(self.weight)}
 
     def pack(self, has_room: bool) -> None:
         self.weight.add_(self.offset)
@@ -40,9 +40,9 @@ class QKNorm(Layer):
         self.weights = QKNormWeights(self.weight[0], self.weight[1], config.rms_norm_eps)
         self.offset = config.norm_offset
 
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         parent = path.rpartition(".")[0]
-        q, k = map(whole_slot, self.weight)
+        q, k = map(expect_whole, self.weight)
         return {f"{parent}.q_norm.weight": q, f"{parent}.k_norm.weight": k}
 
     def pack(self, has_room: bool) -> None:

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, PackedLinear
+from nanovllm.kernels.ops import Activation, Hidden, PackedLinear
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.shards import Share, WeightSlot, shared_slot, whole
+from nanovllm.layers.shards import ExpectedTensor, Share, expect_stack, num_outputs, whole
+from nanovllm.layers.weight_format import Outputs
 
 
 class MergedLinear(Layer):
-    """Stack a rank's shares of the outputs of `parts`, by checkpoint name: q, k, v or gate, up.
+    """Projects to several outputs at once, such as q, k and v, or gate and up.
 
-    One name may hold several of them. One with an activation returns activation(gate) * up.
+    One with an activation returns activation(gate) * up.
     """
 
     def __init__(
         self,
         inputs: Share,
-        parts: dict[str, list[Share]],
+        outputs: Outputs,
         bias: bool,
         build: Build,
         activation: Activation | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
-        self.inputs, self.parts = inputs, parts
-        num_out = sum(share.count for shares in parts.values() for share in shares)
-        self.weight = build.parameter(num_out, inputs.count)
-        self.bias = build.parameter(num_out) if bias else None
+        self.inputs, self.outputs, self.activation = inputs, outputs, activation
+        self.weight = build.weight_format.linear(outputs, inputs, build)
+        self.bias = build.parameter(num_outputs(outputs)) if bias else None
         self.ops = build.ops
         self._packed: PackedLinear | None = None
 
@@ -41,26 +40,20 @@ class MergedLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
 
-    def after(
-        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Project the norm of x + residual; return that and the sum as the next residual."""
-        return self.packed.after_norm(x, residual, norm.weights)
+    def after_norm(self, hidden: Hidden, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Project the norm of hidden; return also the residual, to which its update is added."""
+        return self.packed.after_norm(hidden, norm.weights)
 
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        parent = path.rpartition(".")[0]
-        slots, first = {}, 0
-        for name, shares in self.parts.items():
-            prefix = f"{parent}.{name}" if parent else name
-            slots[f"{prefix}.weight"] = shared_slot(self.weight[first:], shares, self.inputs)
-            if self.bias is not None:
-                slots[f"{prefix}.bias"] = shared_slot(self.bias[first:], shares)
-            first += sum(share.count for share in shares)
-        return slots
+    def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
+        tensors = self.weight.expected_tensors()
+        if self.bias is not None:
+            biases = expect_stack(self.bias, self.outputs)
+            tensors |= {f"{name}.bias": tensor for name, tensor in biases.items()}
+        parent = path[: path.rfind(".") + 1]
+        return {f"{parent}{name}": tensor for name, tensor in tensors.items()}
 
     def pack(self, has_room: bool) -> None:
-        """Hand the loaded weight over to the device's layout, which keeps what it needs of it."""
-        self._packed = self.ops.pack_linear(self.weight, self.bias, self.activation, has_room)
+        self._packed = self.weight.pack(self.ops, self.bias, self.activation, has_room)
         del self.weight
 
 
@@ -76,11 +69,11 @@ class RowParallelLinear(MergedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.packed(x))
 
-    def before_norm(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """Project x to what only `after` takes, together with residual: see PackedLinear."""
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        """Project x, for the next norm to add it to the residual."""
         if self.group.is_alone:
-            return self.packed.summands(x, residual)
-        return self(x)  # every rank holds the whole residual, so none may add to it
+            return self.packed.add_to(residual, x)
+        return Hidden(residual, self(x))  # every rank has the residual: their sum must not
 
     def pack(self, has_room: bool) -> None:
         if self.group.rank > 0:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from nanovllm.config import ModelConfig
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
@@ -12,20 +11,18 @@ from nanovllm.layers.shards import split, whole
 
 
 class GatedMLP(Layer):
-    """`packed` is the checkpoint's name for gate and up where it stores them as one weight."""
+    """`merged` is the checkpoint's name for gate and up where it stores them as one weight."""
 
-    def __init__(self, config: ModelConfig, build: Build, packed: str | None = None) -> None:
+    def __init__(self, config: ModelConfig, build: Build, merged: str | None = None) -> None:
         super().__init__()
         size, bias = split(config.intermediate_size, build.group), config.mlp_bias
-        parts = {"gate_proj": [size], "up_proj": [size]}
-        if packed is not None:
-            parts = {packed: [size, size]}
-        hidden = whole(config.hidden_size)
-        self.gate_up_proj = MergedLinear(hidden, parts, bias, build, config.activation)
+        outputs = {"gate_proj": [size], "up_proj": [size]}
+        if merged is not None:
+            outputs = {merged: [size, size]}
+        inputs = whole(config.hidden_size)
+        self.gate_up_proj = MergedLinear(inputs, outputs, bias, build, config.activation)
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias, build, "down_proj")
 
-    def forward(
-        self, norm: RMSNorm, x: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        x, residual = self.gate_up_proj.after(norm, x, residual)
-        return self.down_proj.before_norm(x, residual), residual
+    def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
+        gated, residual = self.gate_up_proj.after_norm(hidden, norm)
+        return self.down_proj.add_to(residual, gated)

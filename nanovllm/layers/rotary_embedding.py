@@ -11,7 +11,7 @@ from nanovllm.config import RopeConfig
 
 
 def rope_table(head_dim: int, max_position: int, rope: RopeConfig, device: torch.device) -> Tensor:
-    """Return [positions, 2, head_dim / 2]: pairs (i, i + head_dim / 2) turn by these angles."""
+    """Return the cosines and sines of pairs (i, i + head_dim / 2): [positions, 2, head_dim / 2]."""
     positions = torch.arange(max_position).float()[:, None]
     angles = positions * rope_frequencies(head_dim, rope, positions)
     table = torch.stack((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
@@ -47,8 +47,8 @@ def _dynamic_base(head_dim: int, rope: RopeConfig, positions: Tensor) -> Tensor:
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Slow frequencies are divided by the factor, fast ones kept, those between blended."""
-    turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained context
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # over the trained context
+    blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / rope.factor)
 
@@ -58,9 +58,9 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     num_frequencies = len(frequencies)
     first, last = (
         num_frequencies
-        * math.log(rope.original_max_position / (turns * 2 * math.pi))
+        * math.log(rope.original_max_position / (rotations * 2 * math.pi))
         / math.log(rope.theta)
-        for turns in (rope.beta_fast, rope.beta_slow)
+        for rotations in (rope.beta_fast, rope.beta_slow)
     )
     if rope.is_truncated:
         first, last = math.floor(first), math.ceil(last)

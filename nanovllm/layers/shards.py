@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that its group shares, and how a checkpoint's tensors fill it."""
+"""Tensor-parallel shares: which part of a weight a rank holds, and what it copies from where."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from nanovllm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a dimension that a rank holds; what lies past the whole is padding."""
+    """A rank's part of a dimension: `count` elements from `first` on.
 
-    size: int  # of the whole
+    A dimension that does not divide is padded: elements from `size` on are not in the checkpoint.
+    """
+
+    size: int  # of the whole dimension, as a checkpoint stores it
     first: int
     count: int
 
     def times(self, unit: int) -> Share:
-        """The same share, of a dimension with `unit` elements for each of this one's."""
+        """The same share in smaller units: a share of heads, times head_dim, is one of outputs."""
         return Share(self.size * unit, self.first * unit, self.count * unit)
 
     @property
     def stored(self) -> slice:
-        """The place of what is not padding."""
+        """The elements that are not padding."""
         return slice(min(self.first, self.size), min(self.first + self.count, self.size))
 
 
@@ -62,33 +65,52 @@ def check_splits(model: ModelConfig, size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPart:
-    index: tuple[slice, ...]  # of the stored tensor
-    view: Tensor  # what it is copied into
+class CopiedPart:
+    source: tuple[slice, ...]  # of the stored tensor; (): all of it
+    target: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """The place of one of a checkpoint's tensors."""
+class ExpectedTensor:
+    """A tensor that a checkpoint must have, and the parts of it that this rank copies."""
 
     shape: tuple[int, ...]  # as it is stored
-    parts: tuple[WeightPart, ...]  # what this rank takes of it
+    parts: tuple[CopiedPart, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.view.nbytes for part in self.parts)
+        return sum(part.target.nbytes for part in self.parts)
 
 
-def whole_slot(view: Tensor) -> WeightSlot:
-    return WeightSlot(tuple(view.shape), (WeightPart((), view),))
+def expect_whole(target: Tensor) -> ExpectedTensor:
+    return ExpectedTensor(tuple(target.shape), (CopiedPart((), target),))
 
 
-def shared_slot(view: Tensor, rows: list[Share], *columns: Share) -> WeightSlot:
-    """Fill a view with its shares of the rows of a tensor, which stores one whole after another."""
+def expect_shares(target: Tensor, rows: list[Share], *columns: Share) -> ExpectedTensor:
+    """Expect a tensor whose rows are several dimensions, one below another: take a share of each.
+
+    The shares fill the target in the same order.
+    """
     parts, stored, first = [], 0, 0
     for share in rows:
         begin, end = share.stored.start, share.stored.stop
-        index = slice(stored + begin, stored + end), *(column.stored for column in columns)
-        parts.append(WeightPart(index, view[first : first + end - begin]))
+        source = slice(stored + begin, stored + end), *(column.stored for column in columns)
+        parts.append(CopiedPart(source, target[first : first + end - begin]))
         stored, first = stored + share.size, first + share.count
-    return WeightSlot((stored, *(column.size for column in columns)), tuple(parts))
+    return ExpectedTensor((stored, *(column.size for column in columns)), tuple(parts))
+
+
+def expect_stack(
+    target: Tensor, outputs: dict[str, list[Share]], *columns: Share
+) -> dict[str, ExpectedTensor]:
+    """Expect a tensor for each name; their shares fill the target one below another."""
+    tensors, first = {}, 0
+    for name, rows in outputs.items():
+        tensors[name] = expect_shares(target[first:], rows, *columns)
+        first += sum(share.count for share in rows)
+    return tensors
+
+
+def num_outputs(outputs: dict[str, list[Share]]) -> int:
+    """How many this rank has of them all."""
+    return sum(share.count for rows in outputs.values() for share in rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import DecoderWeights, LayerWeights, PackedStep
+from nanovllm.kernels.ops import DecoderWeights, Hidden, LayerWeights, PackedStep
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
@@ -19,7 +19,7 @@ BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
 
 
 class DecoderLayer(Layer):
-    """Pre-norm attention and MLP; the residual is carried beside x so that adds fuse with norms."""
+    """Attention and MLP, each behind a norm and added to the residual."""
 
     def __init__(
         self,
@@ -36,12 +36,10 @@ class DecoderLayer(Layer):
         self.add_module(mlp_name, mlp)  # the name under which its weights are found: the first
         self.mlp = mlp
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
-    ) -> tuple[Tensor | None, Tensor]:
-        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch)
-        x = self.self_attn.o_proj.before_norm(output, residual)
-        return self.mlp(self.post_attention_layernorm, x, residual)
+    def forward(self, hidden: Hidden, rope: Tensor, batch: ForwardBatch) -> Hidden:
+        output, residual = self.self_attn(hidden, self.input_layernorm, rope, batch)
+        hidden = self.self_attn.o_proj.add_to(residual, output)
+        return self.mlp(hidden, self.post_attention_layernorm)
 
     def weights(self, rope: Tensor) -> LayerWeights | None:
         """The layer's weights for `Ops.pack_step`, if its MLP is a plain one."""
@@ -80,13 +78,12 @@ class DecoderBody(Layer):
         }
         self.ropes = [tables[layer.rope] for layer in config.layers]
 
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
-        """Return what the last layer adds and what it adds to, for the tokens with logits."""
-        x, residual = self.embed_tokens(batch.input_ids), None
+    def forward(self, batch: ForwardBatch) -> Hidden:
+        """Return the hidden states of the tokens with logits, before the final norm."""
+        hidden = Hidden(self.embed_tokens(batch.input_ids))
         for layer, rope in zip(self.layers, self.ropes, strict=True):
-            x, residual = layer(x, residual, rope, batch)
-        assert residual is not None, "a model without layers"
-        return x, residual
+            hidden = layer(hidden, rope, batch)
+        return hidden
 
     def layer_weights(self) -> list[LayerWeights] | None:
         """Those of every layer, if all have what `Ops.pack_step` takes."""
@@ -113,7 +110,7 @@ class DecoderModel(Layer):
         self.step: PackedStep | None = None  # the step of one sequence, where it is packed whole
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        return self.lm_head.logits(self.model.norm, *self.model(batch))
+        return self.lm_head.logits(self.model(batch), self.model.norm)
 
     def pack_step(self) -> None:
         """Pack the step of one sequence, once every layer is packed."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.config import LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.layernorm import QKNorm, RMSNorm
@@ -81,13 +82,11 @@ class Gemma3Layer(Layer):
         self.pre_feedforward_layernorm = RMSNorm(config, build)
         self.post_feedforward_layernorm = RMSNorm(config, build)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor | None, rope: Tensor, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
-        output, residual = self.self_attn(self.input_layernorm, x, residual, rope, batch)
-        x = self.post_attention_layernorm(self.self_attn.o_proj(output))
-        gated, residual = self.mlp.gate_up_proj.after(self.pre_feedforward_layernorm, x, residual)
-        return self.post_feedforward_layernorm(self.mlp.down_proj(gated)), residual
+    def forward(self, hidden: Hidden, rope: Tensor, batch: ForwardBatch) -> Hidden:
+        output, residual = self.self_attn(hidden, self.input_layernorm, rope, batch)
+        hidden = Hidden(residual, self.post_attention_layernorm(self.self_attn.o_proj(output)))
+        gated, residual = self.mlp.gate_up_proj.after_norm(hidden, self.pre_feedforward_layernorm)
+        return Hidden(residual, self.post_feedforward_layernorm(self.mlp.down_proj(gated)))
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> Gemma3Layer:

@@ -23,5 +23,5 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def build_layer(config: ModelConfig, layer_index: int, build: Build) -> DecoderLayer:
-    self_attn = SelfAttention(config, layer_index, build, packed="qkv_proj")
-    return DecoderLayer(config, self_attn, GatedMLP(config, build, packed="gate_up_proj"), build)
+    self_attn = SelfAttention(config, layer_index, build, merged="qkv_proj")
+    return DecoderLayer(config, self_attn, GatedMLP(config, build, merged="gate_up_proj"), build)

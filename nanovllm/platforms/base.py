@@ -52,14 +52,14 @@ class Platform(Protocol):
     def has_room_for_copy(self, num_bytes: int) -> bool:
         """Whether weights of `num_bytes` may be kept in two layouts."""
 
-    def fill(self, slot: Tensor, rows: Tensor) -> None:
-        """Copy a piece of a stored weight into place and wait for it; any thread may call this."""
+    def fill(self, target: Tensor, rows: Tensor) -> None:
+        """Copy some rows of a stored weight and wait for them; any thread may call this."""
 
     def upload(self, array: np.ndarray) -> Tensor:
         """Return the array on the device, without waiting; it must not change afterwards."""
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        """Start the way of the tokens to the host."""
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        """Start the way of some tensors to the host."""
 
     def release(self) -> None:
         """Return memory to the device that nothing refers to any more."""

@@ -63,14 +63,14 @@ class CpuPlatform:
         # calloc maps zero pages and touches none; torch.zeros would write every one.
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
-    def fill(self, slot: Tensor, rows: Tensor) -> None:
-        slot.copy_(rows)
+    def fill(self, target: Tensor, rows: Tensor) -> None:
+        target.copy_(rows)
 
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        return Pending(tokens.numpy)
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
     def release(self) -> None:
         pass

@@ -157,12 +157,12 @@ class CudaPlatform:
     def has_room_for_copy(self, num_bytes: int) -> bool:
         return False
 
-    def fill(self, slot: Tensor, rows: Tensor) -> None:
+    def fill(self, target: Tensor, rows: Tensor) -> None:
         with self.in_order():
-            pinned = torch.empty(slot.shape, dtype=slot.dtype, pin_memory=True)
+            pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
             # A copy straight from the file's pages would be staged by one thread of the driver.
             pinned.copy_(rows)
-            slot.copy_(pinned, non_blocking=True)
+            target.copy_(pinned, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
             copied.synchronize()  # before pinned is freed and handed out again
@@ -174,16 +174,16 @@ class CudaPlatform:
         """Copy an array to the beginning of a tensor, without waiting."""
         target[: len(array)].copy_(pin(array), non_blocking=True)
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        pinned.copy_(tokens, non_blocking=True)
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for target, tensor in zip(pinned, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
 
-        def wait() -> np.ndarray:
+        def wait() -> list[np.ndarray]:
             arrived.synchronize()
-            array: np.ndarray = pinned.numpy()
-            return array
+            return [tensor.numpy() for tensor in pinned]
 
         return Pending(wait)
 

@@ -22,7 +22,7 @@ def make_batch(
 ) -> ForwardBatch:
     upload = tables.platform.upload
     slots, positions = (upload(column) for column in tokens_of(plan))
-    input_ids, kv_slots = look_up(tables, slots, positions)
+    input_ids, cache_offsets = look_up(tables, slots, positions)
     rows = BatchRows(plan.slots, plan.starts, plan.counts, tables.block_table)
     sampled = None
     if not is_decode(plan):
@@ -31,15 +31,15 @@ def make_batch(
         last_rows = attention.plan(rows.last_tokens(is_sampled), dtype)
         sampled = SampledTokens(upload(last_tokens), last_rows)
     return ForwardBatch(
-        input_ids, positions, kv_slots, sampled, attention.plan(rows, dtype), caches
+        input_ids, positions, cache_offsets, sampled, attention.plan(rows, dtype), caches
     )
 
 
 def look_up(tables: SlotTables, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens at some positions, and where in the cache their keys go."""
     block_ids = tables.block_table[slots, positions // tables.block_size].long()
-    kv_slots = block_ids * tables.block_size + positions % tables.block_size
-    return tables.tokens[slots, positions], kv_slots
+    cache_offsets = block_ids * tables.block_size + positions % tables.block_size
+    return tables.tokens[slots, positions], cache_offsets
 
 
 def tokens_of(plan: StepPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
+from nanovllm.layers.build import Layer
 from nanovllm.layers.embed_head import LMHead
-from nanovllm.layers.shards import WeightSlot
+from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
@@ -33,18 +34,21 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 def load_weights(
     model: nn.Module, checkpoint: Checkpoint, platform: Platform, show_progress: bool = True
 ) -> None:
-    """Copy what has a slot of every tensor; missing, extra and odd shapes raise."""
+    """Fill every parameter and pack every layer; missing and extra tensors and odd shapes raise."""
     start = time.perf_counter()
-    slots, tied = weight_slots(model), tied_slots(model)
-    found = _match(list_tensors(checkpoint), slots, tied, checkpoint.path)
-    tensors = [tensor for tensor in found if tensor.name in slots]
-    num_bytes = sum(slot.nbytes for slot in slots.values())
+    layers, tied = UnpackedLayers(model, platform), tied_tensors(model)
+    expected = layers.expected
+    found = _match(list_tensors(checkpoint), expected, tied, checkpoint.path)
+    tensors = [tensor for tensor in found if tensor.name in expected]
+    num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None: where there is no terminal; a closed stderr is none at all.
     is_hidden = None if show_progress and sys.stderr is not None else True
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
-        for num_copied in _fill_all(tensors, slots, platform):
-            progress.update(num_copied)
+        for name in _fill_all(tensors, expected, platform):
+            progress.update(expected[name].nbytes)
+            layers.loaded(name)
+    layers.pack_rest()
     for tensor in found:
         if tensor.name in tied:
             _check_copy(tensor, tied[tensor.name])
@@ -53,55 +57,99 @@ def load_weights(
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
-def fill_dummy_weights(model: nn.Module, seed: int) -> None:
+def fill_dummy_weights(model: nn.Module, platform: Platform, seed: int) -> None:
     """Small random matrices and norms of one: shapes and speed of the real thing, no download."""
-    slots = list(weight_slots(model).values())
-    generator = torch.Generator(slots[0].parts[0].view.device).manual_seed(seed)
-    for slot in slots:
-        view = slot.parts[0].view
-        # Drawn whole, so that every number of ranks has the same model.
-        tensor = view if view.shape == slot.shape else view.new_empty(slot.shape)
-        if tensor.dim() == 1:
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, 0.02, generator=generator)
-        if tensor is not view:
-            for part in slot.parts:
-                part.view.copy_(tensor[part.index])
+    layers = UnpackedLayers(model, platform)
+    generator = torch.Generator(platform.device).manual_seed(seed)
+    for name in list(layers.expected):
+        _fill_randomly(layers.expected[name], generator)
+        layers.loaded(name)
+    layers.pack_rest()
 
 
-def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """Map every checkpoint name the model expects to its place."""
-    slots: dict[str, WeightSlot] = {}
-    for path, module in model.named_modules():
-        if hasattr(module, "weight_slots"):
-            slots.update(module.weight_slots(path))
-    return slots
+def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator) -> None:
+    target = expected.parts[0].target
+    # Drawn whole, so that every number of ranks has the same model.
+    tensor = target if target.shape == expected.shape else target.new_empty(expected.shape)
+    if tensor.dim() == 1:
+        tensor.fill_(1.0)
+    else:
+        tensor.normal_(0.0, 0.02, generator=generator)
+    if tensor is not target:
+        for part in expected.parts:
+            part.target.copy_(tensor[part.source])
 
 
-def tied_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """Map names that a checkpoint may repeat to the place that another weight fills."""
-    heads = [(path, m) for path, m in model.named_modules() if isinstance(m, LMHead)]
-    return {name: slot for path, head in heads for name, slot in head.tied_slots(path).items()}
+class UnpackedLayers:
+    """A model's layers while they are loaded: each is packed once its own tensors are in place.
+
+    What packing replaces is then freed, so that no more than one layer is held twice.
+    """
+
+    def __init__(self, model: nn.Module, platform: Platform) -> None:
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._has_room = platform.has_room_for_copy(num_bytes)
+        self.expected: dict[str, ExpectedTensor] = {}  # what is not in place, by name
+        self._layer_of: dict[str, Layer] = {}
+        self._num_missing: dict[Layer, int] = {}
+        for path, layer in _layers(model):
+            tensors = layer.expected_tensors(path)
+            self.expected |= tensors
+            self._layer_of |= dict.fromkeys(tensors, layer)
+            self._num_missing[layer] = len(tensors)
+
+    def loaded(self, name: str) -> None:
+        del self.expected[name]  # which refers to what packing replaces
+        layer = self._layer_of[name]
+        self._num_missing[layer] -= 1
+        if self._num_missing[layer] == 0:
+            self._pack(layer)
+
+    def pack_rest(self) -> None:
+        """Pack the layers that have no tensors of their own, such as a tied LM head."""
+        for layer in list(self._num_missing):
+            self._pack(layer)
+
+    def _pack(self, layer: Layer) -> None:
+        num_missing = self._num_missing.pop(layer)
+        assert num_missing == 0, f"{num_missing} tensors are missing"
+        layer.pack(self._has_room)
+
+
+def expected_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
+    """Every tensor that a checkpoint must have, by name."""
+    by_layer = (layer.expected_tensors(path) for path, layer in _layers(model))
+    return {name: tensor for tensors in by_layer for name, tensor in tensors.items()}
+
+
+def tied_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
+    """Every tensor that a checkpoint may have as a copy of another one, by name."""
+    by_head = (head.tied_tensors(path) for path, head in _layers(model) if isinstance(head, LMHead))
+    return {name: tensor for tensors in by_head for name, tensor in tensors.items()}
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
+    modules = model.named_modules()
+    return [(path, module) for path, module in modules if isinstance(module, Layer)]
 
 
 def _match(
     tensors: list[StoredTensor],
-    slots: dict[str, WeightSlot],
-    tied: dict[str, WeightSlot],
+    expected: dict[str, ExpectedTensor],
+    tied: dict[str, ExpectedTensor],
     path: Path,
 ) -> list[StoredTensor]:
-    """Return the tensors that have a slot each; name what is extra, odd or missing."""
-    places = slots | tied
+    """Return the tensors that are expected or tied; name what is extra, odd or missing."""
+    known = expected | tied
     found: dict[str, StoredTensor] = {}
     problems = []
     for tensor in tensors:
         if IGNORED.match(tensor.name):
             continue
-        if problem := _problem(tensor, places, found):
+        if problem := _problem(tensor, known, found):
             problems.append(f"{tensor.file}: tensor {tensor.name!r} {problem}")
         found.setdefault(tensor.name, tensor)
-    problems += [f"{path}: tensor {name!r} is missing" for name in slots if name not in found]
+    problems += [f"{path}: tensor {name!r} is missing" for name in expected if name not in found]
     if problems:
         more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
         raise CheckpointError("; ".join(problems[:MAX_NAMED]) + more)
@@ -109,48 +157,47 @@ def _match(
 
 
 def _problem(
-    tensor: StoredTensor, slots: dict[str, WeightSlot], found: dict[str, StoredTensor]
+    tensor: StoredTensor, known: dict[str, ExpectedTensor], found: dict[str, StoredTensor]
 ) -> str | None:
-    if tensor.name not in slots:
+    if tensor.name not in known:
         return "has no place in the model"
     if tensor.name in found:
         return f"appears twice, also in {found[tensor.name].file}"
-    expected = slots[tensor.name].shape
-    if tensor.shape != expected:
-        return f"has shape {list(tensor.shape)}, expected {list(expected)}"
+    shape = known[tensor.name].shape
+    if tensor.shape != shape:
+        return f"has shape {list(tensor.shape)}, expected {list(shape)}"
     return None
 
 
 def _fill_all(
-    tensors: list[StoredTensor], slots: dict[str, WeightSlot], platform: Platform
-) -> Iterator[int]:
-    """Copy all tensors; yield the bytes of each that is done."""
+    tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], platform: Platform
+) -> Iterator[str]:
+    """Copy all tensors; yield the name of each that is done."""
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        yield from readers.map(partial(_fill, slots=slots, platform=platform), tensors)
+        yield from readers.map(partial(_fill, expected=expected, platform=platform), tensors)
 
 
 @torch.inference_mode()  # threads do not inherit the mode
-def _fill(tensor: StoredTensor, slots: dict[str, WeightSlot], platform: Platform) -> int:
-    slot = slots[tensor.name]
-    for view, rows in _pieces(tensor, slot):
-        platform.fill(view, rows)
-    return slot.nbytes
+def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], platform: Platform) -> str:
+    for target, rows in _pieces(tensor, expected[tensor.name]):
+        platform.fill(target, rows)
+    return tensor.name
 
 
-def _check_copy(tensor: StoredTensor, slot: WeightSlot) -> None:
+def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:
     """Refuse a second copy of a tied weight that differs from the first: one of them is wrong."""
-    if not all(torch.equal(view, rows.to(view)) for view, rows in _pieces(tensor, slot)):
+    if not all(torch.equal(target, rows.to(target)) for target, rows in _pieces(tensor, tied)):
         raise CheckpointError(
             f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
             "tie_word_embeddings in config.json says it equals; set that to false to use it"
         )
 
 
-def _pieces(tensor: StoredTensor, slot: WeightSlot) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read a tensor; yield some lines of its place, and what belongs there."""
-    for part in slot.parts:
+def _pieces(tensor: StoredTensor, expected: ExpectedTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Read a tensor; yield some rows of its target, and what belongs there."""
+    for part in expected.parts:
         first = 0
-        for rows in tensor.read(part.index):
-            yield part.view[first : first + len(rows)], rows
+        for rows in tensor.read(part.source):
+            yield part.target[first : first + len(rows)], rows
             first += len(rows)
-        assert first == len(part.view), f"{tensor.name}: {first} of {len(part.view)} rows"
+        assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"

@@ -12,6 +12,7 @@ from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import Forward, StepLogits
 from nanovllm.worker.logits_edits import LogitsEdits
+from nanovllm.worker.logprobs import Logprobs
 from nanovllm.worker.tables import SlotTables
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
@@ -22,22 +23,29 @@ class ModelRunner:
     """Runs the model, then samples; logits may be edited in between."""
 
     tables: SlotTables
-    edits: LogitsEdits
     forward: Forward
     sampler: Sampler
     check: Callable[[], None] | None = None  # raises if the device could not finish a step
+
+    def __post_init__(self) -> None:
+        self.edits = LogitsEdits(self.tables)
+        self.logprobs = Logprobs(self.tables)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
         self.tables.update(plan)
         self.edits.update(plan)
+        self.logprobs.update(plan)
         logits = self.forward(plan)
+        kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
-        tokens = self.tables.platform.fetch(self.sampler(logits, plan))
-        return Pending(lambda: self._result(tokens))
+        tokens = self.sampler(logits, plan)
+        results = (tokens,) if kept is None else (tokens, *kept.of(tokens))
+        fetched = self.tables.platform.fetch(*results)
+        return Pending(lambda: self._result(fetched))
 
-    def _result(self, tokens: Pending[np.ndarray]) -> StepResult:
-        values = tokens.result()
+    def _result(self, fetched: Pending[list[np.ndarray]]) -> StepResult:
+        tokens, *logprobs = fetched.result()
         if self.check is not None:
             self.check()
-        return StepResult(values[:, None])
+        return StepResult(tokens[:, None], *logprobs)

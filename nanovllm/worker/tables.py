@@ -22,16 +22,16 @@ ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`width` numbers of a slot, and what a sequence that enters it brings for them."""
+    """`width` numbers of a slot, or one, and what a sequence that enters it brings for them."""
 
     dtype: type[np.number[Any]]
     value: Callable[[NewRow], Any]
-    width: int = 1
+    width: int | None = None
 
     @property
     def num_words(self) -> int:
         """Of 32 bits, for one slot."""
-        return self.width * np.dtype(self.dtype).itemsize // 4
+        return (self.width or 1) * np.dtype(self.dtype).itemsize // 4
 
 
 def slot_columns(max_model_len: int, block_size: int) -> dict[str, Column]:
@@ -105,8 +105,8 @@ class SlotTables:
         column = self._columns[name]
         words = self.words[self._offsets[name] :][: (self.num_slots + 1) * column.num_words]
         dtype = getattr(torch, np.dtype(column.dtype).name)
-        table = words.view(dtype).view(self.num_slots + 1, column.width)
-        return table.squeeze(1) if column.width == 1 else table
+        table = words.view(dtype)
+        return table if column.width is None else table.view(self.num_slots + 1, column.width)
 
     def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return what a sequence's arrival changes in each table, as offsets and values."""

@@ -6,11 +6,9 @@ The workers of a group get the same plans in the same order, and each runs its s
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
@@ -20,7 +18,6 @@ from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.pending import Pending
-from nanovllm.platforms.base import Platform
 from nanovllm.worker.backend import Backend
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
@@ -70,10 +67,9 @@ class Worker:
         self._agree(0)  # no rank loads before all have looked at what is free
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
-            fill_dummy_weights(model, config.seed)
+            fill_dummy_weights(model, platform, config.seed)
         else:
             load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
-        pack_weights(model, platform)
         if not config.enforce_eager:
             model.pack_step()
 
@@ -124,12 +120,3 @@ class Worker:
         caches = spec.views(cache, num_blocks)
         eager = EagerForward(model, tables, self.backend.attention, caches, spec.dtype)
         self.backend.sampler(tables)(eager(plan), plan)
-
-
-def pack_weights(model: nn.Module, platform: Platform) -> None:
-    """Lay out every weight as the device works with it fastest."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "pack")]
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    has_room = platform.has_room_for_copy(num_bytes)
-    for module in modules:
-        module.pack(has_room)

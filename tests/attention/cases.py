@@ -67,14 +67,14 @@ class Case:
         """Store k and v as a layer does, with a rotation that turns nothing."""
         rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
         positions = torch.zeros(len(self.qkv), dtype=torch.int64)
-        cache, slots = self.cache, self.kv_slots()
+        cache, slots = self.cache, self.cache_offsets()
         ops.rope_write(self.qkv, None, rope, positions, cache.k, cache.v, slots)
 
     def queries(self) -> Tensor:
         """A view, as in a layer."""
         return self.qkv[:, : -2 * self.cache.k.shape[2]]
 
-    def kv_slots(self) -> Tensor:
+    def cache_offsets(self) -> Tensor:
         block_size = self.cache.k.shape[1]
         slots = [
             table[position // block_size] * block_size + position % block_size

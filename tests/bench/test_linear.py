@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.linear import ROWS, floor, line, make_weights, shapes_by_name
+from benchmarks.linear import ROWS, floor, line, main, make_weights, shapes_by_name
 from benchmarks.linear_variants import (
     Shape,
     candidates,
@@ -18,7 +18,7 @@ from benchmarks.linear_variants import (
     one_row_candidates,
 )
 from nanovllm.bench.models import model_names
-from tests.bench.test_scripts import script
+from nanovllm.errors import ConfigError
 from tests.devices import run_interpreted
 
 CPU = torch.device("cpu")
@@ -87,16 +87,18 @@ def test_every_way_to_project_is_right() -> None:
     assert printed.split() == ["summed", "gated", "plain"]
 
 
-def test_it_needs_a_gpu() -> None:
+def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    result = script("linear", "--rows", "1")
-    assert result.returncode == 2
-    assert "no CUDA device" in result.stderr
+    monkeypatch.setattr("sys.argv", ["linear", "--rows", "1"])
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        main()
 
 
-def test_options() -> None:
-    result = script("linear", "--help")
-    assert result.returncode == 0
-    assert all(name in result.stdout for name in (*model_names(), "--sweep"))
-    assert " ".join(map(str, ROWS)) in result.stdout
+def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["linear", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*model_names(), "--sweep"))
+    assert " ".join(map(str, ROWS)) in shown

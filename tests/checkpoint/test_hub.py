@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("gguf")
@@ -19,9 +20,10 @@ pytest.importorskip("gguf")
 from nanovllm import LLM
 from nanovllm.bench.models import model_path
 from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.errors import ConfigError
 from tests.checkpoint.hub_server import TOKEN, Files, Hub, serve
-from tests.checkpoint.tiny_gguf import HIDDEN, write_gguf
+from tests.checkpoint.tiny_gguf import HEAD_DIM, HIDDEN, write_gguf
 from tests.checkpoints import TinyCheckpoint
 from tests.cli.terminal_process import ROOT
 
@@ -64,10 +66,7 @@ NO_TOKENIZER = (
     "a tokenizer (tokenizer.json or tokenizer.model or vocab.json; "
     "skip_tokenizer_init=True needs none)"
 )
-WITHOUT_HUB = [
-    pytest.param({"HF_HUB_OFFLINE": "1"}, id="HF_HUB_OFFLINE"),
-    pytest.param({"HF_ENDPOINT": "http://127.0.0.1:9"}, id="no-network"),
-]
+WITHOUT_HUB = [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}]
 GENERATE = """
 from nanovllm import LLM, SamplingParams
 sizes = dict(kvcache_block_size=16, max_num_seqs=4, max_model_len=64)
@@ -201,6 +200,45 @@ def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]])
     assert set(hub.fetched()) == {"config.json", "generation_config.json"}
 
 
+def test_a_gguf_file_that_cannot_run_is_not_fetched(
+    hub: Hub, run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Its header says so, of which more is fetched until all of it is there."""
+    tokens = {"tokenizer.ggml.tokens": [f"token {i}" for i in range(1000)]}
+    metadata = {
+        "key": {"llama.new": 1},
+        "large": {"llama.feed_forward_length": 4_000_000, "llama.block_count": 4},
+    }
+    raw = {"type": {"blk.0.new": np.zeros(4, np.int8)}}
+    raw["good"] = {"rope_freqs.weight": np.ones(HEAD_DIM // 2, np.float32)}
+    files, header_bytes = {}, {}
+    for name in ("other", "key", "type", "large", "good"):
+        values = tokens | metadata.get(name, {})
+        path = write_gguf(tmp_path / f"{name}.gguf", metadata=values, raw=raw.get(name))
+        files[path.name], header_bytes[path.name] = path.read_bytes(), open_gguf(path).data_offset
+    files["other.gguf"] = files["other.gguf"].replace(b"llama", b"llamb")
+    hub.models["org/new"] = {"main": files}
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
+    calls = [{"model": f"org/new/{name}", **options} for name in files]
+    answers = run(
+        "from nanovllm.checkpoint import hub_gguf\nhub_gguf.FIRST_BYTES = 1024\n" + START,
+        json.dumps(calls),
+    )
+    messages = [
+        "UnsupportedModelError org/new/other.gguf has architecture 'llamb'",
+        "UnsupportedModelError org/new/key.gguf uses llama.new: not supported",
+        "UnsupportedModelError org/new/type.gguf: tensor blk.0.new has type I8",
+        "ConfigError org/new/large.gguf in .* does not fit",
+    ]
+    assert len(answers) == len(messages)
+    for answer, message in zip(answers, messages, strict=True):
+        assert re.match(message, answer), answer
+    assert hub.fetched() == ["good.gguf"]
+    assert len(hub.ranges) > 2 * len(files)
+    beyond = {name for name, first, _ in hub.ranges if first >= header_bytes[name]}
+    assert beyond == {"good.gguf"}  # whose factors belong to its config
+
+
 def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[Any]]) -> None:
     of_bin, of_gguf, missing, no_config = find(
         {"model": "org/bin"},
@@ -222,10 +260,7 @@ def test_short_names_are_hub_ids(find: Callable[..., list[Any]]) -> None:
     assert (qwen3[2], smollm2[2]) == (5, 6)
 
 
-@pytest.mark.parametrize("gone", WITHOUT_HUB)
-def test_a_complete_copy_serves_without_the_hub(
-    hub: Hub, find: Callable[..., list[Any]], gone: dict[str, str]
-) -> None:
+def test_a_complete_copy_serves_without_the_hub(hub: Hub, find: Callable[..., list[Any]]) -> None:
     commits = {name: hub.commit("org/name", name) for name in ("main", "v2", "refs/pr/1")}
     by_name = [{"model": "org/name", "revision": name} for name in (None, "v2")]
     by_commit = {"model": "org/name", "revision": commits["refs/pr/1"]}
@@ -239,28 +274,24 @@ def test_a_complete_copy_serves_without_the_hub(
     find(partial)
     hub.asked.clear()
     absent = {"model": "org/name", "revision": "v3"}
-    *again, in_part, no_weights, nothing, other = find(
-        *by_name, by_commit, partial, {"model": "org/bin"}, {"model": "org/absent"}, absent, **gone
-    )
-    assert hub.asked == []
-    assert again == found
-    assert in_part[1:] == ["none", 4]
-    for error, wanted in (
-        (no_weights, "'org/bin'"),
-        (nothing, "'org/absent'"),
-        (other, "'org/name at revision v3'"),
-    ):
-        assert f"{wanted} is neither a folder here nor (completely) in the hub cache" in error
-        assert "connect to the network" in error
-    assert ("HF_HUB_OFFLINE" in nothing) == ("HF_HUB_OFFLINE" in gone)
+    calls = [*by_name, by_commit, partial, {"model": "org/bin"}, {"model": "org/absent"}, absent]
+    for gone in WITHOUT_HUB:
+        *again, in_part, no_weights, nothing, other = find(*calls, **gone)
+        assert hub.asked == []
+        assert again == found
+        assert in_part[1:] == ["none", 4]
+        for error, wanted in (
+            (no_weights, "'org/bin'"),
+            (nothing, "'org/absent'"),
+            (other, "'org/name at revision v3'"),
+        ):
+            assert f"{wanted} is neither a folder here nor (completely) in the hub cache" in error
+            assert "connect to the network" in error
+        assert ("HF_HUB_OFFLINE" in nothing) == ("HF_HUB_OFFLINE" in gone)
 
 
-@pytest.mark.parametrize("gone", WITHOUT_HUB)
 def test_a_partial_copy_names_what_it_lacks(
-    hub: Hub,
-    find: Callable[..., list[Any]],
-    forget: Callable[..., None],
-    gone: dict[str, str],
+    hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
     """Whether the rest is on the hub is not known, so nothing is said about that."""
     lost: dict[str, tuple[set[str], list[str]]] = {
@@ -277,36 +308,35 @@ def test_a_partial_copy_names_what_it_lacks(
     for repo_id, (names, _) in lost.items():
         forget(repo_id, *names)
     hub.asked.clear()
-    errors = find(*calls, **gone)
-    assert hub.asked == []
-    for error, (repo_id, (_, missing)) in zip(errors, lost.items(), strict=True):
-        assert error.startswith(f"{repo_id!r} is only partly in the hub cache")
-        assert "connect to the network, or pass a local folder. Missing from " in error
-        assert error.endswith(f"{hub.commit(repo_id, 'main')}: {', '.join(missing)}")
-        assert ("(HF_HUB_OFFLINE is set); unset it" in error) == ("HF_HUB_OFFLINE" in gone)
-        assert ("could not be reached" in error) == ("HF_ENDPOINT" in gone)
+    for gone in WITHOUT_HUB:
+        errors = find(*calls, **gone)
+        assert hub.asked == []
+        for error, (repo_id, (_, missing)) in zip(errors, lost.items(), strict=True):
+            assert error.startswith(f"{repo_id!r} is only partly in the hub cache")
+            assert "connect to the network, or pass a local folder. Missing from " in error
+            assert error.endswith(f"{hub.commit(repo_id, 'main')}: {', '.join(missing)}")
+            assert ("(HF_HUB_OFFLINE is set); unset it" in error) == ("HF_HUB_OFFLINE" in gone)
+            assert ("could not be reached" in error) == ("HF_ENDPOINT" in gone)
     assert find(*calls) == found
 
 
-@pytest.mark.parametrize("gone", WITHOUT_HUB)
 def test_a_gguf_file_that_is_not_cached(
-    find: Callable[..., list[Any]], forget: Callable[..., None], gone: dict[str, str]
+    find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
     find({"model": "org/gguf/q8/a.gguf"})
     forget("org/gguf")
-    found, other, whole = find(
-        {"model": "org/gguf/q8/a.gguf"}, {"model": "org/gguf/b.gguf"}, {"model": "org/gguf"}, **gone
-    )
-    assert found == ["a.gguf", "gguf", HIDDEN]
-    for error, missing in ((other, ": b.gguf"), (whole, ": config.json")):
-        assert error.startswith("'org/gguf' is only partly in the hub cache")
-        assert 'or pass a local folder or "org/gguf/q8/a.gguf". Missing from ' in error
-        assert missing in error
+    calls = [{"model": f"org/gguf{file}"} for file in ("/q8/a.gguf", "/b.gguf", "")]
+    for gone in WITHOUT_HUB:
+        found, other, whole = find(*calls, **gone)
+        assert found == ["a.gguf", "gguf", HIDDEN]
+        for error, missing in ((other, ": b.gguf"), (whole, ": config.json")):
+            assert error.startswith("'org/gguf' is only partly in the hub cache")
+            assert 'or pass a local folder or "org/gguf/q8/a.gguf". Missing from ' in error
+            assert missing in error
 
 
-@pytest.mark.parametrize("gone", WITHOUT_HUB)
 def test_a_complete_copy_needs_no_list_of_files(
-    hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None], gone: dict[str, str]
+    hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
     """Nor an index of shards that are all there, as their names tell."""
     hub.models["org/other"] = {"main": model(7, WANTED)}
@@ -314,7 +344,8 @@ def test_a_complete_copy_needs_no_list_of_files(
     found = find(*calls)
     forget("org/name")
     forget("org/other", INDEX)
-    assert find(*calls, **gone) == found
+    for gone in WITHOUT_HUB:
+        assert find(*calls, **gone) == found
 
 
 def test_what_is_gone_from_the_hub_is_no_matter_of_the_network(

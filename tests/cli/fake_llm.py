@@ -74,4 +74,4 @@ class FakeLLM:
             if on_step is not None:
                 on_step(StepOutput([], [], 0, 1))
             is_last = number == len(self.texts)
-            yield StreamPiece(index, piece, [1], output if is_last else None, index)
+            yield StreamPiece(index, piece, [1], output if is_last else None, index=index)

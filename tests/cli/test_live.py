@@ -181,7 +181,7 @@ def test_the_summary_adds_up() -> None:
 
 def piece(index: int, text: str, is_last: bool = False) -> StreamPiece:
     output = RequestOutput(index, None, [1, 2, 3], text, [7], "stop", 1, 0.5, 1.0)
-    return StreamPiece(index, text, [7], output if is_last else None, index)
+    return StreamPiece(index, text, [7], output if is_last else None, index=index)
 
 
 def random_text(rng: random.Random) -> str:

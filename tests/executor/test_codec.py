@@ -26,6 +26,13 @@ def test_results(shape: tuple[int, int]) -> None:
         assert got.tokens.dtype == np.int32
         assert got.tokens.shape == shape
         assert got.tokens.tolist() == tokens.tolist()
+        assert got.ranks is None
+    sent = StepResult(tokens, tokens + 1, (tokens / 7).astype(np.float32), tokens[:, 0])
+    got = decode_result(bytearray(b"".join(encode_result(sent))))
+    for field in fields(StepResult):
+        mine, theirs = getattr(sent, field.name), getattr(got, field.name)
+        assert mine.dtype == theirs.dtype
+        assert mine.tolist() == theirs.tolist()
 
 
 def assert_equal(plan: StepPlan, other: StepPlan) -> None:

@@ -13,7 +13,7 @@ from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kernels import create_cpu_ops
-from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.ops import Hidden, Ops
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
@@ -21,11 +21,13 @@ from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import ExpertNames, SparseMLP
+from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
+from nanovllm.layers.weight_format import ExpertNames
 from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.platforms.cpu_features import find_cpu_features
-from nanovllm.worker.loader import weight_slots
+from nanovllm.worker.loader import UnpackedLayers, expected_tensors
 from tests.checkpoints import VARIANTS
 
 MODEL = replace(
@@ -61,20 +63,20 @@ def build(ops: Ops, group: TPGroup = ALONE) -> Build:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {name: 0.2 * torch.randn(slot.shape) for name, slot in weight_slots(module).items()}
+    tensors = expected_tensors(module)
+    return {name: 0.2 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
 
 
 def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
-    """As the loader does: a slot says what it takes of the tensor of its name."""
-    slots = weight_slots(module)
-    assert slots.keys() == stored.keys()
-    for name, slot in slots.items():
-        assert slot.shape == stored[name].shape
-        for part in slot.parts:
-            part.view.copy_(stored[name][part.index])
-    for layer in list(module.modules()):
-        if hasattr(layer, "pack"):
-            layer.pack(False)
+    """As the loader does: each tensor's parts say what is copied where."""
+    layers = UnpackedLayers(module, CpuPlatform())
+    assert layers.expected.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert layers.expected[name].shape == tensor.shape
+        for part in layers.expected[name].parts:
+            part.target.copy_(tensor[part.source])
+        layers.loaded(name)
+    layers.pack_rest()
 
 
 def add_up(parts: list[Tensor]) -> Tensor:
@@ -88,36 +90,36 @@ def norm_of(ops: Ops) -> RMSNorm:
 
 
 @SIZES
-@pytest.mark.parametrize("packed", [None, "gate_up_proj"])
-def test_mlp(ops: Ops, size: int, packed: str | None) -> None:
-    one = GatedMLP(MODEL, build(ops), packed)
+@pytest.mark.parametrize("merged", [None, "gate_up_proj"])
+def test_mlp(ops: Ops, size: int, merged: str | None) -> None:
+    one = GatedMLP(MODEL, build(ops), merged)
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(5, HIDDEN), norm_of(ops)
-    want, total = one(norm, x.clone(), None)
+    want = one(Hidden(x.clone()), norm)
     outputs = []
     for group in unconnected(size):
-        mlp = GatedMLP(MODEL, build(ops, group), packed)
+        mlp = GatedMLP(MODEL, build(ops, group), merged)
         load(mlp, stored)
-        output, residual = mlp(norm, x.clone(), None)
-        torch.testing.assert_close(residual, total)
-        outputs.append(output)
-    torch.testing.assert_close(add_up(outputs), want)
+        hidden = mlp(Hidden(x.clone()), norm)
+        torch.testing.assert_close(hidden.residual, want.residual)
+        outputs.append(hidden.update)
+    torch.testing.assert_close(add_up(outputs), want.update)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2), (1, 4)])
-@pytest.mark.parametrize("packed", [None, "qkv_proj"])
-def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, packed: str | None) -> None:
+@pytest.mark.parametrize("merged", [None, "qkv_proj"])
+def test_attention_projections(ops: Ops, num_kv_heads: int, size: int, merged: str | None) -> None:
     """Every rank has the kv heads of its query heads, the same ones where there are too few."""
     model = replace(MODEL, num_kv_heads=num_kv_heads)
-    one = SelfAttention(model, 0, build(ops), packed=packed)
+    one = SelfAttention(model, 0, build(ops), merged=merged)
     stored = stored_tensors(one)
     load(one, stored)
     x, heads = torch.randn(3, HIDDEN), torch.randn(3, 4, HEAD_DIM)
     q, k, v = one.qkv_proj(x).view(3, -1, HEAD_DIM).split([4, num_kv_heads, num_kv_heads], dim=1)
     outputs = []
     for group in unconnected(size):
-        attention = SelfAttention(model, 0, build(ops, group), packed=packed)
+        attention = SelfAttention(model, 0, build(ops, group), merged=merged)
         load(attention, stored)
         own = range(group.rank * 4 // size, (group.rank + 1) * 4 // size)
         own_kv = sorted({head * num_kv_heads // 4 for head in own})
@@ -134,12 +136,12 @@ def test_experts(ops: Ops, size: int) -> None:
     stored = stored_tensors(one)
     load(one, stored)
     x, norm = torch.randn(7, HIDDEN), norm_of(ops)
-    want, _ = one(norm, x.clone(), None)
+    want = one(Hidden(x.clone()), norm).update
     outputs = []
     for group in unconnected(size):
         sparse = SparseMLP(HIDDEN, EXPERTS, names, build(ops, group))
         load(sparse, stored)
-        outputs.append(sparse(norm, x.clone(), None)[0])
+        outputs.append(sparse(Hidden(x.clone()), norm).update)
     torch.testing.assert_close(add_up(outputs), want)
 
 
@@ -184,12 +186,12 @@ def test_lm_head(ops: Ops, vocab_size: int, size: int, is_tied: bool) -> None:
         embedding.weight.fill_(torch.inf)  # what pads must not matter
         load(embedding, {".weight": weight})
         head = LMHead(HIDDEN, vocab_size, build(ops, group), embedding if is_tied else None)
-        head.weight[split(vocab_size, group).stored.stop :].fill_(torch.inf)
+        head.weight.values[split(vocab_size, group).stored.stop :].fill_(torch.inf)
         load(head, {} if is_tied else {"lm_head.weight": weight})
         heads.append(head)
-    shards = [head.logits(norm, x.clone(), None) for head in heads]
+    shards = [head.logits(Hidden(x.clone()), norm) for head in heads]
     heads[0].group = Gathered(size, shards[1:])  # type: ignore[assignment]
-    logits = heads[0].logits(norm, x.clone(), None)
+    logits = heads[0].logits(Hidden(x.clone()), norm)
     assert logits.shape == (3, vocab_size)
     assert logits.is_contiguous()
     torch.testing.assert_close(logits, norm(x.clone()) @ weight.t())
@@ -201,8 +203,8 @@ class AddsToResidual:
     def __call__(self, x: Tensor) -> Tensor:
         return 2 * x
 
-    def summands(self, x: Tensor, residual: Tensor) -> None:
-        residual.add_(2 * x)
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        return Hidden(residual.add_(2 * x))
 
 
 @pytest.mark.parametrize("group", [TPGroup(0, 2), TPGroup(1, 2)], ids=["rank-0", "rank-1"])
@@ -211,16 +213,18 @@ def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
     linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
     linear._packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
-    assert torch.equal(linear.before_norm(x, residual), 2 * x)
-    assert torch.equal(residual, torch.ones(3, HIDDEN))
+    hidden = linear.add_to(residual, x)
+    assert torch.equal(hidden.update, 2 * x)
+    assert torch.equal(hidden.residual, torch.ones(3, HIDDEN))
 
 
 def test_one_rank_may_add_to_the_residual(ops: Ops) -> None:
     linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops), "o_proj")
     linear._packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
-    assert linear.before_norm(x, residual) is None
-    assert torch.equal(residual, 1 + 2 * x)
+    hidden = linear.add_to(residual, x)
+    assert hidden.update is None
+    assert torch.equal(hidden.residual, 1 + 2 * x)
 
 
 @pytest.mark.parametrize(("size", "num_ranks"), [(12, 1), (12, 4), (13, 4), (5, 4), (3, 8)])

@@ -30,12 +30,15 @@ import gguf
 
 from benchmarks.loading import load_in_process, write_checkpoint
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint import weights
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
 from nanovllm.checkpoint.weights import StoredTensor
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.layers.build import Build
+from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.layers.build import Build, Layer
+from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
 from nanovllm.worker import loader, worker
@@ -50,6 +53,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 Tensors = dict[str, Tensor]
 Tiny = Callable[[str], TinyCheckpoint]
 
+CPU = torch.device("cpu")
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -532,11 +536,11 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
     whole = {tensor.name: math.prod(tensor.shape) for tensor in weights.list_tensors(checkpoint)}
     shares: Counter[str] = Counter()
     for rank in range(4):
-        build = Build(torch.device("cpu"), torch.float32, None, None, TPGroup(rank, 4))  # type: ignore[arg-type]
+        build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps(), TPGroup(rank, 4))
         model, reads = build_model(model_config, 64, build), ReadBytes()
+        held = sum(parameter.numel() for parameter in model.parameters())
         with mock.patch.object(loader, "list_tensors", reads.list_tensors):
             loader.load_weights(model, checkpoint, create_platform("cpu"))
-        held = sum(parameter.numel() for parameter in model.parameters())
         assert sum(reads.num_bytes.values()) == 4 * held
         shares += reads.num_bytes
     for name, size in whole.items():
@@ -547,6 +551,43 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
             copies = 2  # there are two heads for four ranks
         if "qkv_proj" not in name:
             assert shares[name] == 4 * copies * size, name
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-tied", "qwen3-moe"])
+def test_a_layer_is_packed_when_its_last_tensor_is_there(
+    tiny: Tiny, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before; and nothing refers any more to what it was loaded into."""
+    stored = read_tensors(tiny(variant))
+    model_config = read_config(find_checkpoint(str(tiny(variant).path)).config)
+    build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
+    model = build_model(model_config, 64, build)
+    layers = loader.UnpackedLayers(model, create_platform("cpu"))
+    missing = {
+        layer: set(names)
+        for path, layer in model.named_modules()
+        if isinstance(layer, Layer) and (names := layer.expected_tensors(path))
+    }
+    packed: list[Layer] = []
+    pack = loader.UnpackedLayers._pack
+
+    def note(self: loader.UnpackedLayers, layer: Layer) -> None:
+        packed.append(layer)
+        pack(self, layer)
+
+    monkeypatch.setattr(loader.UnpackedLayers, "_pack", note)
+    for name in stored:
+        layers.loaded(name)
+        assert name not in layers.expected
+        for names in missing.values():
+            names.discard(name)
+        assert set(packed) == {layer for layer, names in missing.items() if not names}
+    head = model.lm_head
+    assert (head in packed) == (not head.is_tied)
+    layers.pack_rest()
+    assert len(packed) == len(set(packed))
+    assert head in packed
+    assert not any(hasattr(layer, "weight") for layer in packed if isinstance(layer, MergedLinear))
 
 
 class Terminal(io.StringIO):
@@ -560,7 +601,7 @@ def test_a_bar_at_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     checkpoint = find_checkpoint(str(llama.path), need_tokenizer=False)
-    build = Build(torch.device("cpu"), torch.float32, None, None)  # type: ignore[arg-type]
+    build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
     model = build_model(read_config(checkpoint.config), 64, build)
     loader.load_weights(model, checkpoint, create_platform("cpu"), show_progress=show_progress)
     assert ("Loading weights" in sys.stderr.getvalue()) == show_progress  # type: ignore[attr-defined]

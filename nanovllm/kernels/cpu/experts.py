@@ -35,27 +35,27 @@ def route(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     top_k, is_normalized = args[at + 5], args[at + 6] != 0
     begin, end = thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads
     for token in range(begin, end):
-        line, pair = token * num_experts, token * top_k
+        row_start, pair = token * num_experts, token * top_k
         for choice in range(top_k):
-            ids[pair + choice] = _best_after(ids, pair, choice, logits, line, num_experts)
-        largest, total = load(logits, line + ids[pair]), float32(0)
+            ids[pair + choice] = _best_after(ids, pair, choice, logits, row_start, num_experts)
+        largest, total = load(logits, row_start + ids[pair]), float32(0)
         for i in range(top_k):
-            weights[pair + i] = np.exp(load(logits, line + ids[pair + i]) - largest)
+            weights[pair + i] = np.exp(load(logits, row_start + ids[pair + i]) - largest)
             total += weights[pair + i]
         if not is_normalized:
             total = float32(0)
             for i in range(num_experts):
-                total += np.exp(load(logits, line + i) - largest)
+                total += np.exp(load(logits, row_start + i) - largest)
         for i in range(top_k):
             weights[pair + i] = round_to(weights[pair + i] / total, like)
 
 
 @kernel
-def _best_after(ids: Any, pair: int, choice: int, logits: Any, line: int, count: int) -> int:
-    """The largest logit's place, the lower of equals, among those not yet chosen."""
+def _best_after(ids: Any, pair: int, choice: int, logits: Any, row_start: int, count: int) -> int:
+    """The index of the largest logit, the lower of equals, among those not yet chosen."""
     best, largest = int64(-1), float32(0)
     for i in range(count):
-        value, is_free = load(logits, line + i), True
+        value, is_free = load(logits, row_start + i), True
         if best >= 0 and not value > largest:
             continue
         for j in range(choice):
@@ -67,7 +67,7 @@ def _best_after(ids: Any, pair: int, choice: int, logits: Any, line: int, count:
 
 @kernel
 def group(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """Sort pairs by expert: starts[expert] is the place of its first one in order."""
+    """Sort pairs by expert: starts[expert] is the index of its first one in order."""
     order, starts = pointer_to(args[at], int32(0)), pointer_to(args[at + 1], int32(0))
     ids, num_pairs, num_experts = pointer_to(args[at + 2], int32(0)), args[at + 3], args[at + 4]
     if thread != 0:
@@ -78,7 +78,7 @@ def group(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
         starts[ids[pair] + 1] += 1
     for i in range(num_experts):
         starts[i + 1] += starts[i]
-    for pair in range(num_pairs):  # each start runs on to the next one's place
+    for pair in range(num_pairs):  # each start moves on to the next expert's
         order[starts[ids[pair]]] = pair
         starts[ids[pair]] += 1
     for i in range(num_experts, 0, -1):
@@ -106,7 +106,7 @@ def grouped_linear(args: Any, at: int, thread: int, num_threads: int, like: Any)
     xs = sums + EXPERT_TILE
     begin, end = thread * num_out // num_threads, (thread + 1) * num_out // num_threads
     apart = (end - begin) // NUM_STREAMS
-    last = end - (NUM_STREAMS - 1) * apart  # of the first stream: some lines may be in two of them
+    last = end - (NUM_STREAMS - 1) * apart  # of the first stream: some rows may be in two of them
     for expert in range(num_experts):
         first, num_rows = int64(starts[expert]), int64(starts[expert + 1] - starts[expert])
         for row in range(num_rows):
@@ -114,23 +114,30 @@ def grouped_linear(args: Any, at: int, thread: int, num_threads: int, like: Any)
             for i in range(num_in):
                 scratch[xs + row * num_in + i] = load(x, source + i)
         for out in range(begin, last):
-            line = (expert * num_out + out) * num_in
+            row_start = (expert * num_out + out) * num_in
             for row in range(0, num_rows, MAX_TILE_ROWS):
                 count = min(MAX_TILE_ROWS, num_rows - row)
                 _dot_tile(
-                    weight, line, apart * num_in, scratch, xs + row * num_in, num_in, sums, count
+                    weight,
+                    row_start,
+                    apart * num_in,
+                    scratch,
+                    xs + row * num_in,
+                    num_in,
+                    sums,
+                    count,
                 )
                 for j in range(count * NUM_STREAMS):
                     pair = order[first + row + j // NUM_STREAMS]
-                    place = pair * num_out + out + j % NUM_STREAMS * apart
-                    store(y, place, scratch[sums + j])
+                    index = pair * num_out + out + j % NUM_STREAMS * apart
+                    store(y, index, scratch[sums + j])
 
 
 @kernel
 def _dot_tile(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Multiply four lines of a with `count` rows of b, up to MAX_TILE_ROWS."""
+    """Multiply four rows of a with `count` rows of b, up to MAX_TILE_ROWS."""
     if count == 1:
         dot_row(a, a_base, stride, b, b_base, dim, dim, sums)
     elif count == 2:

@@ -12,7 +12,7 @@ import numpy as np
 from numba import cfunc, int64, types
 from numba.core import event
 
-from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, run_any_line, run_line
+from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, run_any_instruction, run_instruction
 from nanovllm.kernels.cpu.simd import FAST, call, pointer_to
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ SOURCES = ("kernels", "experts", "simd")  # of what the interpreter calls
 def compile_interpreter(element: Element, has_experts: bool) -> Any:
     """Return a C function that runs a program; every thread of a team calls it.
 
-    Its argument points to int64: the program's address and number of lines, in how many parts each
-    kernel is done, whichever threads do them, then the addresses of OpenMP's functions for the
-    thread's number, the number of threads, and a barrier (or zeros).
+    Its argument points to int64: the program's address, its number of instructions, into how many
+    parts each kernel is split, whichever threads run them, then the addresses of OpenMP's functions
+    for the thread's number, the number of threads, and a barrier (or zeros).
     """
     sources = _hash_sources()
     like = np.uint16(0) if element == "bfloat16" else np.float32(0)
@@ -33,17 +33,17 @@ def compile_interpreter(element: Element, has_experts: bool) -> Any:
     def interpret(header):  # type: ignore[no-untyped-def]
         # `sources` is enclosed only so that a changed kernel file misses the cache, which looks at
         # this file and at what the function encloses.
-        program, num_lines = pointer_to(header[0], int64(0)), header[1] + 0 * sources
+        program, num_instructions = pointer_to(header[0], int64(0)), header[1] + 0 * sources
         num_parts, thread, num_threads = header[2], int64(0), int64(1)
         if header[3] != 0:
             thread, num_threads = int64(call(header[3])), int64(call(header[4]))
-        for line in range(num_lines):
+        for row in range(num_instructions):
             for i in range(thread, num_parts, num_threads):
                 if has_experts:
-                    run_any_line(program, line * PROGRAM_WIDTH, i, num_parts, like)
+                    run_any_instruction(program, row * PROGRAM_WIDTH, i, num_parts, like)
                 else:
-                    run_line(program, line * PROGRAM_WIDTH, i, num_parts, like)
-            if num_threads > 1 and line + 1 < num_lines:
+                    run_instruction(program, row * PROGRAM_WIDTH, i, num_parts, like)
+            if num_threads > 1 and row + 1 < num_instructions:
                 call(header[5])
 
     compile_function = partial(

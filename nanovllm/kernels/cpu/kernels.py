@@ -1,8 +1,9 @@
 """CPU kernels for numba to compile, each with a number.
 
-A program is a table of int64, one line per kernel: its number, then its arguments. Addresses point
-to elements of the type of `like`, float32 or (for the bits of bfloat16) uint16, unless they are
-named otherwise; fractions travel as the bits of a float32. All arithmetic is float32.
+A program is a table of int64, one row per instruction: a kernel's number, then its arguments.
+Addresses point to elements of the type of `like`, float32 or (for the bits of bfloat16) uint16,
+unless they are named otherwise; fractions travel as the bits of a float32. All arithmetic is
+float32.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LN_2 = np.float32(0.6931471805599453)
 
 
 @part
-def run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def run_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     number = args[at]
     if number == EMBED:
         _embed(args, at + 1, thread, num_threads, like)
@@ -59,11 +60,11 @@ def run_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> No
 
 
 @part
-def run_any_line(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
+def run_any_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
     """Also those of experts, which take as long to compile as all the others."""
     number = args[at]
     if number < ROUTE:
-        run_line(args, at, thread, num_threads, like)
+        run_instruction(args, at, thread, num_threads, like)
     elif number == ROUTE:
         route(args, at + 1, thread, num_threads, like)
     elif number == GROUP:
@@ -158,7 +159,7 @@ def _add_norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> N
 
 @ordered_kernel
 def _gate(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """out = activation(gate) * up, both in one line per row.
+    """out = activation(gate) * up, which stand side by side in each row.
 
     The activation is gate * sigmoid(gate * (linear + cubic * gate**2)).
     """
@@ -181,27 +182,30 @@ def _rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any) ->
     qkv, rope = pointer_to(args[at], like), pointer_to(args[at + 1], float32(0))
     q_norm, k_norm = pointer_to(args[at + 2], float32(0)), pointer_to(args[at + 3], float32(0))
     has_norm, eps = args[at + 2] != 0, as_float(uint32(args[at + 4]))
-    positions, kv_slots = pointer_to(args[at + 5], int64(0)), pointer_to(args[at + 6], int64(0))
+    positions, cache_offsets = (
+        pointer_to(args[at + 5], int64(0)),
+        pointer_to(args[at + 6], int64(0)),
+    )
     k_cache, v_cache = pointer_to(args[at + 7], like), pointer_to(args[at + 8], like)
     num_tokens, num_heads = args[at + 9], args[at + 10]
     num_kv_heads, head_dim = args[at + 11], args[at + 12]
-    num_turned = num_heads + num_kv_heads
-    per_token = num_turned + num_kv_heads
+    num_rotated = num_heads + num_kv_heads
+    per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
     begin, end = thread * num_items // num_threads, (thread + 1) * num_items // num_threads
     for item in range(begin, end):
         token, head, base = item // per_token, item % per_token, item * head_dim
-        if head < num_turned:
+        if head < num_rotated:
             if has_norm:
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
             _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
         if head >= num_heads:
             kv_head = (head - num_heads) % num_kv_heads
-            place = (kv_slots[token] * num_kv_heads + kv_head) * head_dim
-            cache = k_cache if head < num_turned else v_cache
+            offset = (cache_offsets[token] * num_kv_heads + kv_head) * head_dim
+            cache = k_cache if head < num_rotated else v_cache
             for i in range(head_dim):
-                cache[place + i] = qkv[base + i]
+                cache[offset + i] = qkv[base + i]
 
 
 @kernel
@@ -223,7 +227,7 @@ def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
     sums = queries + group * head_dim
     scores = sums + group * head_dim
     stride = num_kv_heads * head_dim
-    # Threads take turns at (row, kv head), so that long rows do not gather on one of them.
+    # Each thread takes every num_threads-th (row, kv head), so that none gets all the long rows.
     for item in range(thread, num_rows * num_kv_heads, num_threads):
         row, kv_head = item // num_kv_heads, item % num_kv_heads
         length, table = int64(lengths[row]), row * table_stride
@@ -269,10 +273,10 @@ def _rms_norm(out: Any, x: Any, base: int, weight: Any, eps: float, dim: int, li
 
 
 @part
-def _rotate(x: Any, base: int, rope: Any, turn: int, half: int) -> None:
+def _rotate(x: Any, base: int, rope: Any, angle: int, half: int) -> None:
     for i in range(half):
         first, second = load(x, base + i), load(x, base + half + i)
-        cos, sin = rope[turn + i], rope[turn + half + i]
+        cos, sin = rope[angle + i], rope[angle + half + i]
         store(x, base + i, first * cos - second * sin)
         store(x, base + half + i, second * cos + first * sin)
 
@@ -321,7 +325,7 @@ def _dot(a: Any, a_base: int, b: Any, b_base: int, count: int) -> Any:
 def _dots(
     a: Any, a_base: int, stride: int, b: Any, b_base: int, dim: int, sums: int, count: int
 ) -> None:
-    """Set b[sums + i] to the product of a's line i with b, for `count` lines `stride` apart."""
+    """Set b[sums + i] to the product of a's row i with b, for `count` rows `stride` apart."""
     num_whole = count // NUM_STREAMS * NUM_STREAMS
     for i in range(0, num_whole, NUM_STREAMS):
         dot_row(a, a_base + i * stride, stride, b, b_base, 0, dim, sums + i)
@@ -333,7 +337,7 @@ def _dots(
 def _add_weighted(
     b: Any, sums: int, a: Any, a_base: int, stride: int, weights: int, count: int, dim: int
 ) -> None:
-    """Add to b[sums:] the lines of a, each times its weight in b[weights:]."""
+    """Add to b[sums:] the rows of a, each times its weight in b[weights:]."""
     num_wide = dim // NUM_WEIGHTED * NUM_WEIGHTED
     for begin in range(0, num_wide, NUM_WEIGHTED):
         add_weighted_lanes(b, sums + begin, a, a_base + begin, stride, weights, count)

@@ -16,6 +16,7 @@ from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
     DecoderWeights,
+    Hidden,
     LinearFn,
     NormWeights,
     PackedExperts,
@@ -50,20 +51,14 @@ class NumbaOps:
         self._launch(kernels.EMBED, *addresses, num_rows, dim, float_bits(scale))
         return out
 
-    def norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        assert x is not None  # ComposedLinear never leaves it out
-        num_rows, dim = x.shape
-        weight, eps = norm.weight.data_ptr(), float_bits(norm.eps)
-        if residual is None:
-            out = self._empty(num_rows, dim)
-            addresses = out.data_ptr(), x.data_ptr(), weight
-            self._launch(kernels.NORM, *addresses, eps, num_rows, dim)
-            return out, x
-        addresses = x.data_ptr(), residual.data_ptr(), weight
-        self._launch(kernels.ADD_NORM, *addresses, eps, num_rows, dim)
-        return x, residual
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        residual, update = hidden.residual, hidden.update
+        num_rows, dim = residual.shape
+        out = self._empty(num_rows, dim) if update is None else update
+        addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
+        kernel = kernels.NORM if update is None else kernels.ADD_NORM
+        self._launch(kernel, *addresses, float_bits(norm.eps), num_rows, dim)
+        return out, residual
 
     def rope_write(
         self,
@@ -73,7 +68,7 @@ class NumbaOps:
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         num_kv_heads = k_cache.shape[2]
@@ -85,7 +80,7 @@ class NumbaOps:
             0 if norm is None else norm.k.data_ptr(),
             0 if norm is None else float_bits(norm.eps),
             positions.data_ptr(),
-            kv_slots.data_ptr(),
+            cache_offsets.data_ptr(),
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             num_tokens,
@@ -183,7 +178,7 @@ class NumbaExperts:
     def _linear(
         self, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, max_rows: int
     ) -> Tensor:
-        """Multiply each pair with its expert; x has a line for each token, or for each pair."""
+        """Multiply each pair with its expert; x has a row for each token, or for each pair."""
         launcher = self.ops.launcher
         num_experts, num_out, num_in = weight.shape
         num_pairs = len(order)
@@ -191,8 +186,8 @@ class NumbaExperts:
         scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + EXPERT_TILE))
         tensors = y, x, weight, order, starts, scratch
         addresses = [tensor.data_ptr() for tensor in tensors]
-        pairs_per_line = num_pairs // max(len(x), 1)
-        sizes = max_rows, num_experts, pairs_per_line, num_out, num_in
+        pairs_per_row = num_pairs // max(len(x), 1)
+        sizes = max_rows, num_experts, pairs_per_row, num_out, num_in
         launcher.launch(kernels.GROUPED_LINEAR, *addresses, *sizes)
         return y
 

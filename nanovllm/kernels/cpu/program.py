@@ -51,12 +51,12 @@ class OnlyViews(_RefuseProducts, TorchDispatchMode):
 class Program:
     """Kernel calls to run in order, and the memory that they point to."""
 
-    def __init__(self, lines: np.ndarray, kept: list[Tensor], team: Team) -> None:
-        self.lines = lines
+    def __init__(self, instructions: np.ndarray, kept: list[Tensor], team: Team) -> None:
+        self.instructions = instructions
         self._kept = kept
         self._team = team
-        sizes = len(lines), team.num_threads
-        self._header = np.array([lines.ctypes.data, *sizes, *team.openmp_calls], np.int64)
+        sizes = len(instructions), team.num_threads
+        self._header = np.array([instructions.ctypes.data, *sizes, *team.openmp_calls], np.int64)
         self._address = self._header.ctypes.data
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ class Team:
 class Recording:
     """A program in the making."""
 
-    lines: list[tuple[int, ...]]
+    instructions: list[tuple[int, ...]]
     kept: list[Tensor]
 
 
@@ -122,12 +122,12 @@ class Launcher:
         """Must come before their kernels are launched; models without need not wait for them."""
         self._team.compile_experts()
 
-    def launch(self, *line: int) -> None:
+    def launch(self, *instruction: int) -> None:
         recording = self._recording()
         if recording is not None:
-            recording.lines.append(line)
+            recording.instructions.append(instruction)
             return
-        self._single.lines[0, : len(line)] = line
+        self._single.instructions[0, : len(instruction)] = instruction
         self._single.run_on(self.num_threads)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -161,10 +161,10 @@ class Launcher:
                 output = function()
         finally:
             self._recordings.current = None
-        lines = np.zeros((len(recording.lines), PROGRAM_WIDTH), np.int64)
-        for i, line in enumerate(recording.lines):
-            lines[i, : len(line)] = line
-        return Program(lines, recording.kept, self._team), output
+        instructions = np.zeros((len(recording.instructions), PROGRAM_WIDTH), np.int64)
+        for i, instruction in enumerate(recording.instructions):
+            instructions[i, : len(instruction)] = instruction
+        return Program(instructions, recording.kept, self._team), output
 
     def _recording(self) -> Recording | None:
         return getattr(self._recordings, "current", None)

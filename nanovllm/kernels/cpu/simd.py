@@ -133,7 +133,7 @@ def as_float(context: Any, bits: Any) -> Any:
 
 
 def make_tile(num_rows: int) -> Any:
-    """Make a product of NUM_STREAMS lines of a, `stride` apart, with num_rows lines of b.
+    """Make a product of NUM_STREAMS rows of a, `stride` apart, with num_rows rows of b.
 
     It sets b[sums + row * NUM_STREAMS + stream]; the tail of a length that fills no whole cache
     line is added by plain loops.
@@ -168,10 +168,10 @@ def make_tile(num_rows: int) -> Any:
             for base in a_bases:
                 _prefetch(builder, a, builder.add(builder.add(base, offset), i64(ahead)))
             for lane in range(0, per_line, LANES):
-                place = builder.add(offset, i64(lane))
-                rows = [_load_lanes(builder, b, builder.add(base, place)) for base in b_bases]
+                index = builder.add(offset, i64(lane))
+                rows = [_load_lanes(builder, b, builder.add(base, index)) for base in b_bases]
                 for stream, base in enumerate(a_bases):
-                    values = _load_lanes(builder, a, builder.add(base, place))
+                    values = _load_lanes(builder, a, builder.add(base, index))
                     for total, row in zip(totals[stream::NUM_STREAMS], rows, strict=True):
                         _add_product(builder, total, values, row)
         for i, total in enumerate(totals):

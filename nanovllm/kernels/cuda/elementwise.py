@@ -8,34 +8,33 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
-from nanovllm.kernels.ops import ACTIVATIONS, Activation, QKNormWeights
+from nanovllm.kernels.ops import ACTIVATIONS, Activation, Hidden, NormWeights, QKNormWeights
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x, or of x + residual, which then also becomes the residual.
-
-    An x of [parts, rows, dim] stands for its sum over the parts.
-    """
-    num_rows, dim = x.shape[-2:]
-    dtype = x.dtype if residual is None else residual.dtype  # parts are float32
-    out = torch.empty(num_rows, dim, device=x.device, dtype=dtype)
+def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
+    """Return the norm of residual + update; the residual becomes that sum."""
+    residual, update = hidden.residual, hidden.update
+    num_rows, dim = residual.shape
+    num_splits = 0
+    if update is not None:
+        num_splits = len(update) if update.dim() == 3 else 1
+    out = torch.empty_like(residual)
     block = triton.next_power_of_2(dim)
     # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
     per_thread = 4 if num_rows <= MAX_ROWS else 8
     _rms_norm[(num_rows,)](
         out,
-        x,
-        x if residual is None else residual,
-        weight,
-        eps,
+        residual,
+        update,
+        norm.weight,
+        norm.eps,
         dim,
         BLOCK=block,
-        PARTS=1 if x.dim() == 2 else len(x),
-        HAS_RESIDUAL=residual is not None,
+        NUM_SPLITS=num_splits,
         num_warps=min(max(block // (32 * per_thread), 1), 8),
-        **launch_options(x, num_rows),
+        **launch_options(residual, num_rows),
     )
     return out
 
@@ -63,9 +62,9 @@ def rope_write(
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    kv_slots: Tensor,
+    cache_offsets: Tensor,
 ) -> None:
-    """See Ops.rope_write; a kv slot below 0 belongs to padding and is not written."""
+    """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
     num_q_heads = num_heads - 2 * num_kv_heads
@@ -78,7 +77,7 @@ def rope_write(
         positions,
         k_cache,
         v_cache,
-        kv_slots,
+        cache_offsets,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -99,7 +98,7 @@ def gather_decode(
     block_size: int,
     input_ids: Tensor,
     positions: Tensor,
-    kv_slots: Tensor,
+    cache_offsets: Tensor,
     context_lens: Tensor,
     order: Tensor,
 ) -> None:
@@ -116,7 +115,7 @@ def gather_decode(
         block_table,
         input_ids,
         positions,
-        kv_slots,
+        cache_offsets,
         context_lens,
         order,
         num_rows,
@@ -133,28 +132,28 @@ def gather_decode(
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
     out,
-    x,
     residual,
+    update,
     weight,
     eps,
     dim,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """NUM_SPLITS counts the partial sums of the update; 0: there is none."""
     base = tl.program_id(0).to(tl.int64) * dim
     i = tl.arange(0, BLOCK)
     mask = i < dim
     factor = tl.load(weight + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
-    value = tl.load(x + base + i, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        place = x + part * tl.num_programs(0) * dim + base
-        value += tl.load(place + i, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
-        total = value.to(residual.dtype.element_ty)
+    value = tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
+    if NUM_SPLITS > 0:
+        added = tl.load(update + base + i, mask=mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            partial_sum = update + split * tl.num_programs(0) * dim + base
+            added += tl.load(partial_sum + i, mask=mask, other=0.0)
+        total = (added + value).to(residual.dtype.element_ty)
         tl.store(residual + base + i, total, mask=mask)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
@@ -184,10 +183,10 @@ def _gate(  # type: ignore[no-untyped-def]
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Both activations are the number times a sigmoid."""
-    bent = gate
+    exponent = gate
     if ACTIVATION == "gelu_tanh":
-        bent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
-    return gate / (1.0 + tl.exp(-bent))
+        exponent = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent))
 
 
 @triton.jit
@@ -200,7 +199,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     positions,
     k_cache,
     v_cache,
-    kv_slots,
+    cache_offsets,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -210,25 +209,25 @@ def _rope_write(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid's second coordinate: 0 turns the queries, 1 the keys, and stores keys and values."""
+    """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
     i = tl.arange(0, HALF_BLOCK)
-    turn = tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
-    cos = tl.load(rope + turn, mask=i < half, other=0.0)[None, :]
-    sin = tl.load(rope + turn + half, mask=i < half, other=0.0)[None, :]
-    slot = tl.load(kv_slots + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)[:, None]
+    angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
+    cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
+    sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
+    offset = tl.load(cache_offsets + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, HEADS_BLOCK)[:, None]
-        place = qkv + base + heads * HEAD_DIM + i[None, :]
+        q = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
-        first, second = _turn(place, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
-        tl.store(place, first, mask=mask)
-        tl.store(place + half, second, mask=mask)
+        first, second = _rotate(q, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
+        tl.store(q, first, mask=mask)
+        tl.store(q + half, second, mask=mask)
     else:
-        _turn_and_store(
+        _rotate_and_store(
             qkv + base + NUM_Q_HEADS * HEAD_DIM,
             k_norm,
             eps,
@@ -236,7 +235,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
             sin,
             k_cache,
             v_cache,
-            slot,
+            offset[:, None],
             NUM_KV_HEADS,
             HEAD_DIM,
             KV_HEADS_BLOCK,
@@ -246,7 +245,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn_and_store(  # type: ignore[no-untyped-def]
+def _rotate_and_store(  # type: ignore[no-untyped-def]
     kv,
     k_norm,
     eps,
@@ -254,7 +253,7 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
     sin,
     k_cache,
     v_cache,
-    slot,
+    cache_offset,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
@@ -266,9 +265,9 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
     heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
     mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
     offsets = heads * HEAD_DIM + i[None, :]
-    first, second = _turn(kv + offsets, mask, k_norm, eps, cos, sin, i, half, HAS_NORM)
-    cached = slot * NUM_KV_HEADS * HEAD_DIM + offsets
-    is_used = mask & (slot >= 0)
+    first, second = _rotate(kv + offsets, mask, k_norm, eps, cos, sin, i, half, HAS_NORM)
+    cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
+    is_used = mask & (cache_offset >= 0)
     tl.store(k_cache + cached, first, mask=is_used)
     tl.store(k_cache + cached + half, second, mask=is_used)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
@@ -277,13 +276,13 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
-    place, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
+def _rotate(  # type: ignore[no-untyped-def]
+    x, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Return both halves of some heads, normalised if asked for, and turned."""
-    dtype = place.dtype.element_ty
-    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(place + half, mask=mask, other=0.0).to(tl.float32)
+    """Return both halves of some heads, normalised if asked for, and rotated."""
+    dtype = x.dtype.element_ty
+    first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(total / (2 * half) + eps)[:, None]
@@ -302,7 +301,7 @@ def _gather_decode(  # type: ignore[no-untyped-def]
     block_table,
     input_ids,
     positions,
-    kv_slots,
+    cache_offsets,
     context_lens,
     order,
     num_rows,
@@ -324,10 +323,10 @@ def _gather_decode(  # type: ignore[no-untyped-def]
     block = tl.load(
         block_table + slot * table_stride + position // BLOCK_SIZE, mask=is_used, other=0
     ).to(tl.int64)
-    kv_slot = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    cache_offset = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(input_ids + row, token, mask=mask)
     tl.store(positions + row, position.to(tl.int64), mask=mask)
-    tl.store(kv_slots + row, kv_slot, mask=mask)
+    tl.store(cache_offsets + row, cache_offset, mask=mask)
     tl.store(context_lens + row, length, mask=mask)
     rank = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, CHUNK):

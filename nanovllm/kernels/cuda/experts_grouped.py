@@ -23,9 +23,9 @@ from nanovllm.kernels.ops import Routing
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    num_rows: int  # of x in a tile
-    num_lines: int  # of the weight
-    tile: int  # inputs per step of the loop
+    block_rows: int  # pairs in a tile
+    block_out: int  # outputs of one program
+    block_in: int  # inputs per step of the loop
     num_warps: int
     num_stages: int
 
@@ -43,7 +43,7 @@ def grouped_config(rows_per_expert: int, x: Tensor) -> GroupedConfig:
     if x.dtype == torch.float32:  # no tensor cores
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
     config = next(config for most, config in CONFIGS if rows_per_expert <= most)
-    stage_bytes = (config.num_rows + config.num_lines) * config.tile * x.itemsize
+    stage_bytes = (config.block_rows + config.block_out) * config.block_in * x.itemsize
     return replace(config, num_stages=min(config.num_stages, shared_bytes(x.device) // stage_bytes))
 
 
@@ -62,7 +62,7 @@ def run_grouped(
     config = config or grouped_config(num_pairs // num_experts, x)
     counts = torch.zeros(num_experts, device=x.device, dtype=torch.int32)
     ids, weights, ranks = route(logits, routing, counts)
-    max_tiles = min(num_pairs, num_experts + num_pairs // config.num_rows)
+    max_tiles = min(num_pairs, num_experts + num_pairs // config.block_rows)
     order = torch.empty(num_pairs, device=x.device, dtype=torch.int32)
     tiles = torch.empty(max_tiles, 3, device=x.device, dtype=torch.int32)
     experts_block = triton.next_power_of_2(num_experts)
@@ -77,7 +77,7 @@ def run_grouped(
         num_pairs,
         max_tiles,
         num_experts,
-        ROWS=config.num_rows,
+        BLOCK_ROWS=config.block_rows,
         BLOCK=block,
         EXPERTS=experts_block,
         num_warps=4,
@@ -85,12 +85,12 @@ def run_grouped(
     )
     y = torch.empty(num_pairs, size, device=x.device, dtype=x.dtype)
     _multiply(y, x, gate_up, order, tiles, top_k, config, is_gated=True)
-    summands = torch.empty(num_tokens, top_k, hidden, device=x.device, dtype=x.dtype)
-    _multiply(summands, y, down, order, tiles, top_k, config, is_gated=False)
+    pair_outputs = torch.empty(num_tokens, top_k, hidden, device=x.device, dtype=x.dtype)
+    _multiply(pair_outputs, y, down, order, tiles, top_k, config, is_gated=False)
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(hidden), 1024)
     grid = num_tokens, triton.cdiv(hidden, block)
-    _add_choices[grid](out, summands, weights, hidden, TOP_K=top_k, BLOCK=block, **options)
+    _add_choices[grid](out, pair_outputs, weights, hidden, TOP_K=top_k, BLOCK=block, **options)
     return out
 
 
@@ -104,11 +104,15 @@ def _multiply(
     config: GroupedConfig,
     is_gated: bool,
 ) -> None:
-    """Multiply pairs with their experts; gated: tokens to sorted pairs, else those to pairs."""
+    """Multiply every pair with its expert.
+
+    Gated: from the rows of tokens to those of pairs, sorted by expert; else from these to the rows
+    of pairs as they were.
+    """
     _, num_out, num_in = weight.shape
     num_out = num_out // 2 if is_gated else num_out
-    lines = config.num_lines // 2 if is_gated else config.num_lines
-    _grouped[(triton.cdiv(num_out, lines), len(tiles))](
+    block_out = config.block_out // 2 if is_gated else config.block_out
+    _grouped[(triton.cdiv(num_out, block_out), len(tiles))](
         y,
         x,
         weight,
@@ -117,11 +121,11 @@ def _multiply(
         num_out,
         NUM_IN=num_in,
         TOP_K=top_k,
-        ROWS=config.num_rows,
-        LINES=lines,
-        TILE=config.tile,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=config.block_in,
         IS_GATED=is_gated,
-        IS_EVEN=num_out % lines == 0 and num_in % config.tile == 0,
+        IS_EVEN=num_out % block_out == 0 and num_in % config.block_in == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(x, len(order) // top_k),
@@ -138,12 +142,12 @@ def _sort(  # type: ignore[no-untyped-def]
     num_pairs,
     max_tiles,
     num_experts,
-    ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Put pairs in the order of experts, and say of each tile: expert, first and end in the order.
+    """Sort pairs by expert, and write each tile's expert, first pair and end in that order.
 
     There are at most as many tiles as pairs.
     """
@@ -156,7 +160,7 @@ def _sort(  # type: ignore[no-untyped-def]
     rank = tl.load(ranks + i, mask=i < num_pairs, other=0)
     tl.store(order + start + rank, i, mask=i < num_pairs)
 
-    tile_ends = tl.cumsum((count + ROWS - 1) // ROWS, 1)
+    tile_ends = tl.cumsum((count + BLOCK_ROWS - 1) // BLOCK_ROWS, 1)
     is_before = tile_ends <= i[:, None]
     expert = tl.sum(is_before.to(tl.int32), 1)  # at least num_experts where there is no such tile
     first_tile = tl.max(tl.where(is_before, tile_ends, 0), 1)
@@ -164,7 +168,7 @@ def _sort(  # type: ignore[no-untyped-def]
     end = start + tl.sum(tl.where(experts == expert[:, None], count, 0), 1)
     is_tile = i < max_tiles
     tl.store(tiles + 3 * i, expert, mask=is_tile)
-    tl.store(tiles + 3 * i + 1, start + (i - first_tile) * ROWS, mask=is_tile)
+    tl.store(tiles + 3 * i + 1, start + (i - first_tile) * BLOCK_ROWS, mask=is_tile)
     tl.store(tiles + 3 * i + 2, end, mask=is_tile)
 
 
@@ -178,67 +182,67 @@ def _grouped(  # type: ignore[no-untyped-def]
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    LINES: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weight's lines are the left operand: they fill the tensor cores, however few rows."""
+    """The weight is the left operand: its rows fill the tensor cores, however few the pairs."""
     wait_for_inputs(OVERLAP)
     tile = tiles + 3 * tl.program_id(1)
     expert, begin, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if begin >= end:
         return
-    outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    lines = outs
-    if IS_GATED:  # a tile of gate lines, then the same ones of up
-        places = tl.arange(0, 2 * LINES)
-        outs = tl.program_id(0) * LINES + places % LINES
-        lines = outs + places // LINES * num_out
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    w_rows = outs
+    if IS_GATED:  # rows of gate, then the same rows of up
+        both = tl.arange(0, 2 * BLOCK_OUT)
+        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
+        w_rows = outs + both // BLOCK_OUT * num_out
         weight += expert * 2 * num_out * NUM_IN
     else:
         weight += expert * num_out * NUM_IN
-    line_places = weight + lines[:, None] * NUM_IN
-    is_line = (outs < num_out)[:, None]
-    rows = begin + tl.arange(0, ROWS)
+    w_start = weight + w_rows[:, None] * NUM_IN
+    is_out = (outs < num_out)[:, None]
+    rows = begin + tl.arange(0, BLOCK_ROWS)
     is_row = rows < end
     pairs = tl.load(order + rows, mask=is_row, other=0).to(tl.int64)
     sources = pairs // TOP_K if IS_GATED else rows.to(tl.int64)
-    row_places = x + sources[None, :] * NUM_IN
-    inputs = tl.arange(0, TILE)
-    acc = tl.zeros((lines.shape[0], ROWS), tl.float32)
-    for first in tl.range(0, NUM_IN, TILE):
+    x_start = x + sources[None, :] * NUM_IN
+    inputs = tl.arange(0, BLOCK_IN)
+    sums = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
+    for first in tl.range(0, NUM_IN, BLOCK_IN):
         i = first + inputs
         if IS_EVEN:
-            w_tile = tl.load(line_places + i[None, :])
-            x_tile = tl.load(row_places + i[:, None], mask=is_row[None, :], other=0.0)
+            w_tile = tl.load(w_start + i[None, :])
+            x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
         else:
             is_in = i < NUM_IN
-            w_tile = tl.load(line_places + i[None, :], mask=is_line & is_in[None, :], other=0.0)
+            w_tile = tl.load(w_start + i[None, :], mask=is_out & is_in[None, :], other=0.0)
             mask = is_row[None, :] & is_in[:, None]
-            x_tile = tl.load(row_places + i[:, None], mask=mask, other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+            x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
+        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
     if IS_GATED:
-        gate, up = tl.split(acc.reshape(2, LINES, ROWS).permute(1, 2, 0))
-        acc = activate(gate, "silu") * up
-    outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
+        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
+        sums = activate(gate, "silu") * up
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     targets = rows.to(tl.int64) if IS_GATED else pairs
-    places = y + targets[None, :] * num_out + outs[:, None]
-    tl.store(places, acc.to(y.dtype.element_ty), mask=is_row[None, :] & (outs < num_out)[:, None])
+    y_tile = y + targets[None, :] * num_out + outs[:, None]
+    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row[None, :] & (outs < num_out)[:, None])
 
 
 @triton.jit
 def _add_choices(  # type: ignore[no-untyped-def]
-    out, summands, weights, dim, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    out, pair_outputs, weights, dim, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
-        place = summands + (token * TOP_K + choice) * dim + i
+        outputs = pair_outputs + (token * TOP_K + choice) * dim + i
         weight = tl.load(weights + token * TOP_K + choice)
-        total += weight * tl.load(place, mask=i < dim, other=0.0).to(tl.float32)
+        total += weight * tl.load(outputs, mask=i < dim, other=0.0).to(tl.float32)
     tl.store(out + token * dim + i, total.to(out.dtype.element_ty), mask=i < dim)

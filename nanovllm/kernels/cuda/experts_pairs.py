@@ -15,8 +15,8 @@ from nanovllm.kernels.cuda.elementwise import activate
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import NormWeights, Routing
 
-GATE_UP_LINES = 2  # of the gate, and as many of the up, for a program
-DOWN_ELEMENTS = 4096  # of the weight on its way to a program
+GATE_UP_BLOCK = 2  # outputs of a program
+DOWN_ELEMENTS = 4096  # of the weight that a program loads at a time
 
 
 def route(
@@ -62,25 +62,25 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
     out = torch.empty_like(x)
     options = launch_options(x, num_tokens)
-    _pair_gate_up[(triton.cdiv(size, GATE_UP_LINES), len(y))](
+    _pair_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
         *(y, x, gate_up, ids, size),
         NUM_IN=hidden,
         TOP_K=top_k,
-        LINES=GATE_UP_LINES,
-        TILE=min(triton.next_power_of_2(hidden), 2048),
+        BLOCK_OUT=GATE_UP_BLOCK,
+        BLOCK_IN=min(triton.next_power_of_2(hidden), 2048),
         num_warps=4,
         **options,
     )
     top_k_block = triton.next_power_of_2(top_k)
-    tile = min(max(size & -size, 64), 128)  # wastes no lane
-    lines = max(DOWN_ELEMENTS // (top_k_block * tile), 1)
-    _pair_down[(triton.cdiv(hidden, lines), num_tokens)](
+    block_in = min(max(size & -size, 64), 128)  # wastes no lane
+    block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
+    _pair_down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, hidden),
         NUM_IN=size,
         TOP_K=top_k,
         TOP_K_BLOCK=top_k_block,
-        LINES=lines,
-        TILE=tile,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
         num_warps=8,
         **options,
     )
@@ -137,10 +137,10 @@ def _choose(logits, num_experts, choices, TOP_K: tl.constexpr, BLOCK: tl.constex
     """Return the experts of a token, by logit, then by index."""
     keys = _load_keys(logits, num_experts, BLOCK)
     experts = choices * 0
-    for place in tl.static_range(TOP_K):
+    for choice in tl.static_range(TOP_K):
         best = tl.max(keys, 0)
         expert = (BLOCK - 1 - (best & (BLOCK - 1))).to(tl.int32)
-        experts = tl.where(choices == place, expert, experts)
+        experts = tl.where(choices == choice, expert, experts)
         keys = _drop(keys, keys == best)
     return experts
 
@@ -197,22 +197,22 @@ def _pair_gate_up(  # type: ignore[no-untyped-def]
     num_out,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
-    LINES: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """y[pair] = silu(gate) * up."""
     wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
-    out = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_out = (out < num_out)[:, None]
     gates = weight + expert * 2 * num_out * NUM_IN + out[:, None] * NUM_IN
     ups = gates + num_out * NUM_IN
-    gate_sums = tl.zeros((LINES, TILE), tl.float32)
-    up_sums = tl.zeros((LINES, TILE), tl.float32)
-    for begin in tl.range(0, NUM_IN, TILE, loop_unroll_factor=2):
-        i = begin + tl.arange(0, TILE)
+    gate_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    up_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN, loop_unroll_factor=2):
+        i = begin + tl.arange(0, BLOCK_IN)
         is_in = i < NUM_IN
         mask = is_out & is_in[None, :]
         gate = tl.load(gates + i[None, :], mask=mask, other=0.0)
@@ -236,32 +236,32 @@ def _pair_down(  # type: ignore[no-untyped-def]
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
-    LINES: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A tile has the same lines of all the experts of a token, whose sum never leaves it."""
+    """A program computes the same outputs of all experts of a token, and adds them up."""
     token = tl.program_id(1)
     choices = tl.arange(0, TOP_K_BLOCK)
     is_choice = choices < TOP_K
     pairs = token * TOP_K + choices
-    outs = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    is_line = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
     # The kernel before this one started after the choice was made: weights need not wait for it.
     expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
-    places = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
-    lanes = tl.arange(0, TILE)
-    tile = tl.load(places + lanes, mask=is_line & (lanes < NUM_IN), other=0.0)
+    w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
+    lanes = tl.arange(0, BLOCK_IN)
+    w_tile = tl.load(w_start + lanes, mask=is_out & (lanes < NUM_IN), other=0.0)
     wait_for_inputs(OVERLAP)
-    sums = tl.zeros((TOP_K_BLOCK, LINES, TILE), tl.float32)
-    for begin in tl.range(0, NUM_IN, TILE):
+    sums = tl.zeros((TOP_K_BLOCK, BLOCK_OUT, BLOCK_IN), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN):
         i = begin + lanes
-        after = i + TILE
-        next_tile = tl.load(places + after, mask=is_line & (after < NUM_IN), other=0.0)
+        after = i + BLOCK_IN
+        next_tile = tl.load(w_start + after, mask=is_out & (after < NUM_IN), other=0.0)
         mask = is_choice[:, None] & (i < NUM_IN)
         values = tl.load(y + pairs[:, None] * NUM_IN + i, mask=mask, other=0.0)
-        sums += tile.to(tl.float32) * values.to(tl.float32)[:, None, :]
-        tile = next_tile
+        sums += w_tile.to(tl.float32) * values.to(tl.float32)[:, None, :]
+        w_tile = next_tile
     factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
     totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
     tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)

@@ -14,11 +14,12 @@ from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cuda import elementwise
 from nanovllm.kernels.cuda.experts_grouped import run_grouped
 from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
-from nanovllm.kernels.cuda.linear_few_rows import choose_parts, few_rows_linear, has_few_rows
-from nanovllm.kernels.cuda.linear_one_row import skinny_linear
+from nanovllm.kernels.cuda.linear_few_rows import choose_splits, few_rows_linear, has_few_rows
+from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
+    Hidden,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -41,14 +42,8 @@ class TritonOps:
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
-    def norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        if x is None:
-            x, residual = residual, None
-        assert x is not None
-        normed = elementwise.rms_norm(x, residual, norm.weight, norm.eps)
-        return normed, x if residual is None else residual
+    def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        return elementwise.rms_norm(hidden, norm), hidden.residual
 
     def rope_write(
         self,
@@ -58,9 +53,9 @@ class TritonOps:
         positions: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        kv_slots: Tensor,
+        cache_offsets: Tensor,
     ) -> None:
-        elementwise.rope_write(qkv, norm, rope, positions, k_cache, v_cache, kv_slots)
+        elementwise.rope_write(qkv, norm, rope, positions, k_cache, v_cache, cache_offsets)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return elementwise.gate(gate_up, activation)
@@ -97,29 +92,26 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 1:
-            return skinny_linear(x, self.weight, self.bias, activation=self.activation)[0]
+            return one_row_linear(Hidden(x), None, self.weight, self.bias, self.activation)[0]
         if has_few_rows(len(x), self.weight):
             return few_rows_linear(x, self.weight, self.bias, self.activation)
         y = F.linear(x, self.weight, self.bias)
         return y if self.activation is None else self.ops.gate(y, self.activation)
 
-    def summands(self, x: Tensor, residual: Tensor) -> Tensor | None:
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
         assert self.activation is None
         if len(x) >= ADD_ROWS and self.bias is None:
-            residual.addmm_(x, self.weight.t())
-            return None
-        num_parts = choose_parts(len(x), self.weight)
-        if num_parts == 1:
-            return self(x)
-        return few_rows_linear(x, self.weight, self.bias, None, num_parts)
+            return Hidden(residual.addmm_(x, self.weight.t()))
+        num_splits = choose_splits(len(x), self.weight)
+        if num_splits == 1:
+            return Hidden(residual, self(x))
+        return Hidden(residual, few_rows_linear(x, self.weight, self.bias, None, num_splits))
 
-    def after_norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights
-    ) -> tuple[Tensor, Tensor]:
-        if x is not None and x.shape == (1, self.weight.shape[1]):  # and not summands
-            return skinny_linear(x, self.weight, self.bias, residual, norm, self.activation)
-        normed, total = self.ops.norm(x, residual, norm)
-        return self(normed), total
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        if len(hidden.residual) == 1:
+            return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +133,12 @@ class CudaExperts:
         return run_pairs(x, ids, weights, self.gate_up, self.down)
 
     def after_norm(
-        self, x: Tensor | None, residual: Tensor | None, norm: NormWeights, router: PackedLinear
+        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
-        hidden = self.down.shape[1]
-        if x is not None and x.shape == (1, hidden) and isinstance(router, CudaLinear):
-            logits, total = router.after_norm(x, residual, norm)
-            normed = torch.empty_like(total)
-            ids, weights, _ = route(logits, self.routing, x=total, norm=norm, normed=normed)
-            return run_pairs(normed, ids, weights, self.gate_up, self.down), total
-        normed, total = self.ops.norm(x, residual, norm)
-        return self(normed, router(normed)), total
+        if len(hidden.residual) == 1 and isinstance(router, CudaLinear):
+            logits, residual = router.after_norm(hidden, norm)
+            normed = torch.empty_like(residual)
+            ids, weights, _ = route(logits, self.routing, x=residual, norm=norm, normed=normed)
+            return run_pairs(normed, ids, weights, self.gate_up, self.down), residual
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed, router(normed)), residual

@@ -120,15 +120,13 @@ def sample_tokens(
         columns.temperature,
         columns.min_p,
         columns.seed,
-        workspace.peaks,
-        workspace.floors,
+        workspace.peaks if has_min_p else None,
+        workspace.floors if has_top else None,
         vocab_size,
         split.num_tiles,
         split.num_splits,
         **sizes,
         HAS_NOISE=Sampling.NOISE in asked,
-        HAS_MIN_P=has_min_p,
-        HAS_FLOOR=has_top,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
         num_warps=4,
@@ -174,8 +172,6 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     MAX_SPLITS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     HAS_NOISE: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
     IS_NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -186,9 +182,11 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     row_temperature = tl.load(temperature + slot)
     scale = -LN_2 * row_temperature
     key = _row_key(tl.load(seed + slot), tl.load(context_lens + row))
-    floor = tl.load(floors + row) if HAS_FLOOR else -float("inf")
-    peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK) if HAS_MIN_P else 0.0
-    reach = _reach(row_temperature, tl.load(min_p + slot)) if HAS_MIN_P else -float("inf")
+    floor = -float("inf") if floors is None else tl.load(floors + row)
+    peak, reach = 0.0, -float("inf")
+    if peaks is not None:
+        peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
+        reach = _reach(row_temperature, tl.load(min_p + slot))
     lanes = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_id = split * num_tiles * BLOCK + lanes
@@ -197,7 +195,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
         score = value.to(tl.float32)
         score = tl.where(score == score, score, float("inf"))  # NaN
-        if HAS_MIN_P or HAS_FLOOR:
+        if peaks is not None or floors is not None:
             is_kept = (score >= floor) & (score - peak >= reach) | (score == float("inf"))
             score = tl.where(is_kept, score, -float("inf"))
             # Most tiles hold nothing that is kept, and noise is what costs time.

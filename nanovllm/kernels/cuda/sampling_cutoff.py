@@ -143,7 +143,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
     """Choose a logit that at least num_wanted groups reach, and so at least as many tokens."""
     row = tl.program_id(0)
     tl.store(num_candidates + row, 0)
-    heat, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
     if (k > 0) | (p < 1.0):
         groups = tl.arange(0, BLOCK)
         peaks = tl.load(
@@ -155,7 +155,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
         # The upper half of the bits is enough: candidates need not be exact in number.
         key = _descend(_to_key(peaks), weights, num_wanted, 16)
         pivot = tl.where(num_wanted > 0, _from_key(key, 16), -float("inf"))
-        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), heat)))
+        tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), row_temperature)))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_splits"])
@@ -182,7 +182,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     """Collect the logits from the pivot upwards, in any order, and sum the mass of all."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    heat, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
     if (k > 0) | (p < 1.0):
         peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
         pivot = tl.load(pivots + row)
@@ -191,18 +191,18 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         count = tl.zeros((BLOCK,), tl.int32)
         for tile in range(first_tile, first_tile + num_tiles):
             value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
-            mass += _mass(value, peak, heat)
+            mass += _mass(value, peak, row_temperature)
             count += (value >= pivot).to(tl.int32)
         tl.store(masses + row * MAX_SPLITS + split, tl.sum(mass, 0))
         total = tl.sum(count, 0)
         if total > 0:
-            place = tl.atomic_add(num_candidates + row, total, sem="relaxed")
-            place += tl.cumsum(count, 0) - count
+            offset = tl.atomic_add(num_candidates + row, total, sem="relaxed")
+            offset += tl.cumsum(count, 0) - count
             for tile in range(first_tile, first_tile + num_tiles):
                 value = _load_logits(logits + row * stride, tile * BLOCK + lanes, vocab_size)
-                fits = (value >= pivot) & (place < CAPACITY)
-                tl.store(candidates + row * CAPACITY + place, value, mask=fits)
-                place += (value >= pivot).to(tl.int32)
+                fits = (value >= pivot) & (offset < CAPACITY)
+                tl.store(candidates + row * CAPACITY + offset, value, mask=fits)
+                offset += (value >= pivot).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -228,7 +228,8 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    heat, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
+    logits += row * stride
+    row_temperature, k, p = _cuts(tl.load(slots + row), temperature, top_k, top_p, vocab_size)
     floor = -float("inf")
     if (k > 0) | (p < 1.0):
         peak = row_peak(peaks + row * MAX_SPLITS, num_splits, SPLITS_BLOCK)
@@ -236,32 +237,55 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
         mass = tl.load(masses + row * MAX_SPLITS + splits, mask=splits < num_splits, other=0)
         total = tl.sum(mass, 0)
         count = tl.load(num_candidates + row)
-        places = tl.arange(0, CAPACITY)
-        is_used = places < count
-        value = tl.load(candidates + row * CAPACITY + places, mask=is_used, other=-float("inf"))
-        mass = _mass(value, peak, heat)
-        is_all = tl.load(pivots + row) <= _lowest(peak, heat)
+        offsets = tl.arange(0, CAPACITY)
+        is_used = offsets < count
+        value = tl.load(candidates + row * CAPACITY + offsets, mask=is_used, other=-float("inf"))
+        mass = _mass(value, peak, row_temperature)
+        is_all = tl.load(pivots + row) <= _lowest(peak, row_temperature)
         is_among = tl.where(k > 0, count >= k, tl.sum(mass, 0) >= _limit(p, total))
         if (is_all | is_among) & (count <= CAPACITY):
-            key = tl.zeros((), tl.uint32)
             k = tl.minimum(k, count)
-            if k > 0:
-                key = _descend(_to_key(value), is_used.to(tl.int32), k, KEY_BITS)
-                total = tl.sum(tl.where(_to_key(value) >= key, mass, 0), 0)
-            if p < 1.0:
-                key = _descend(_to_key(value), mass, _limit(p, total), KEY_BITS)
-            floor = _from_key(key, KEY_BITS)
+            floor = _search_candidates(value, mass, is_used, k, p, total, KEY_BITS)
         else:
-            line = logits + row * stride
-            key = tl.zeros((), tl.uint32)
-            if k > 0:
-                key = _descend_row(line, vocab_size, peak, heat, k, True, KEY_BITS, BLOCK)
-                total = _mass_from(line, vocab_size, peak, heat, key, BLOCK)
-            if p < 1.0:
-                limit = _limit(p, total)
-                key = _descend_row(line, vocab_size, peak, heat, limit, False, KEY_BITS, BLOCK)
-            floor = _from_key(key, KEY_BITS)
+            floor = _search_row(
+                logits, vocab_size, peak, row_temperature, k, p, total, KEY_BITS, BLOCK
+            )
     tl.store(floors + row, floor)
+
+
+@triton.jit
+def _search_candidates(value, mass, is_used, k, p, total, KEY_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The floor of a row whose cut is among its candidates."""
+    key = tl.zeros((), tl.uint32)
+    if k > 0:
+        key = _descend(_to_key(value), is_used.to(tl.int32), k, KEY_BITS)
+        total = tl.sum(tl.where(_to_key(value) >= key, mass, 0), 0)
+    if p < 1.0:
+        key = _descend(_to_key(value), mass, _limit(p, total), KEY_BITS)
+    return _from_key(key, KEY_BITS)
+
+
+@triton.jit
+def _search_row(  # type: ignore[no-untyped-def]
+    logits,
+    vocab_size,
+    peak,
+    temperature,
+    k,
+    p,
+    total,
+    KEY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The floor of a row, sought among all its logits."""
+    key = tl.zeros((), tl.uint32)
+    if k > 0:
+        key = _descend_row(logits, vocab_size, peak, temperature, k, True, KEY_BITS, BLOCK)
+        total = _mass_from(logits, vocab_size, peak, temperature, key, BLOCK)
+    if p < 1.0:
+        limit = _limit(p, total)
+        key = _descend_row(logits, vocab_size, peak, temperature, limit, False, KEY_BITS, BLOCK)
+    return _from_key(key, KEY_BITS)
 
 
 @triton.jit
@@ -274,29 +298,29 @@ def row_peak(peaks, num_splits, SPLITS_BLOCK: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def _cuts(slot, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
     """Temperature, top_k and top_p of a row; k is 0 and p is 1 where they change nothing."""
-    heat = tl.load(temperature + slot)
+    row_temperature = tl.load(temperature + slot)
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)
-    k = tl.where((heat > 0.0) & (k < vocab_size), k, 0)
-    return heat, k, tl.where(heat > 0.0, p, 1.0)
+    k = tl.where((row_temperature > 0.0) & (k < vocab_size), k, 0)
+    return row_temperature, k, tl.where(row_temperature > 0.0, p, 1.0)
 
 
 @triton.jit
-def _load_logits(line, ids, vocab_size):  # type: ignore[no-untyped-def]
-    return tl.load(line + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+def _load_logits(logits, ids, vocab_size):  # type: ignore[no-untyped-def]
+    return tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
-def _lowest(peak, heat):  # type: ignore[no-untyped-def]
+def _lowest(peak, temperature):  # type: ignore[no-untyped-def]
     """Below this logit, as masked tokens are, probabilities vanish in float32."""
-    return peak - 87.3 * heat
+    return peak - 87.3 * temperature
 
 
 @triton.jit
-def _mass(value, peak, heat):  # type: ignore[no-untyped-def]
+def _mass(value, peak, temperature):  # type: ignore[no-untyped-def]
     """A token's probability over that of the row's best, as an integer."""
     # The bound keeps 0 * inf out of it where the temperature is next to nothing.
-    weight = tl.exp2((value - peak) * tl.minimum(1.0 / heat * LOG2_E, 1e30))
+    weight = tl.exp2((value - peak) * tl.minimum(1.0 / temperature * LOG2_E, 1e30))
     return (weight * MASS_ONE).to(tl.int64)
 
 
@@ -339,10 +363,10 @@ def _descend(keys, weights, target, KEY_BITS: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _descend_row(  # type: ignore[no-untyped-def]
-    line,
+    logits,
     vocab_size,
     peak,
-    heat,
+    temperature,
     target,
     IS_COUNT: tl.constexpr,
     KEY_BITS: tl.constexpr,
@@ -358,11 +382,11 @@ def _descend_row(  # type: ignore[no-untyped-def]
         above_middle = tl.zeros((BLOCK,), tl.int64)
         above_high = tl.zeros((BLOCK,), tl.int64)
         for start in range(0, vocab_size, BLOCK):
-            value = _load_logits(line, start + lanes, vocab_size)
+            value = _load_logits(logits, start + lanes, vocab_size)
             if IS_COUNT:
                 mass = (start + lanes < vocab_size).to(tl.int64)
             else:
-                mass = _mass(value, peak, heat)
+                mass = _mass(value, peak, temperature)
             keys = _to_key(value)
             above_low += tl.where(keys >= low, mass, 0)
             above_middle += tl.where(keys >= middle, mass, 0)
@@ -375,11 +399,11 @@ def _descend_row(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mass_from(line, vocab_size, peak, heat, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mass_from(logits, vocab_size, peak, temperature, key, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The mass of a row's tokens from a key upwards."""
     lanes = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab_size, BLOCK):
-        value = _load_logits(line, start + lanes, vocab_size)
-        mass += tl.where(_to_key(value) >= key, _mass(value, peak, heat), 0)
+        value = _load_logits(logits, start + lanes, vocab_size)
+        mass += tl.where(_to_key(value) >= key, _mass(value, peak, temperature), 0)
     return tl.sum(mass, 0)

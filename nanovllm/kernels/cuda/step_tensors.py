@@ -41,14 +41,14 @@ def reference_step(
     tensors: StepTensors,
     constants: StepConstants,
     token: int,
-    places: Tensor,
+    offsets: Tensor,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the logits [vocab] of a context's last token, and store its keys and values.
 
-    `places` are those of the context's keys in caches [tokens, kv_heads, head_dim].
+    `offsets` are where the context's keys are in caches [tokens, kv_heads, head_dim].
     """
     x = tensors.embedding[token].to(dtype)
     for layer in range(len(tensors.qkv)):
@@ -57,8 +57,8 @@ def reference_step(
         qkv = F.linear(rms_norm(x, norm, constants.eps), tensors.qkv[layer].to(dtype), bias)
         k_cache, v_cache = k_caches[layer], v_caches[layer]
         qk_norms = None if tensors.qk_norms is None else tensors.qk_norms[layer]
-        turn = tensors.rope[len(places) - 1]
-        output = _attend(qkv, qk_norms, turn, places, k_cache, v_cache, constants)
+        angles = tensors.rope[len(offsets) - 1]
+        output = _attend(qkv, qk_norms, angles, offsets, k_cache, v_cache, constants)
         x = x + F.linear(output, tensors.o[layer].to(dtype))
         normed = rms_norm(x, mlp_norm, constants.eps)
         gate, up = F.linear(normed, tensors.gate_up[layer].to(dtype)).chunk(2)
@@ -71,8 +71,8 @@ def reference_step(
 def _attend(
     qkv: Tensor,
     norms: Tensor | None,
-    turn: Tensor,
-    places: Tensor,
+    angles: Tensor,
+    offsets: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     constants: StepConstants,
@@ -82,9 +82,9 @@ def _attend(
     q, k, v = heads.split([len(heads) - 2 * num_kv_heads, num_kv_heads, num_kv_heads])
     if norms is not None:
         q, k = (rms_norm(x, norms[i], constants.eps) for i, x in enumerate((q, k)))
-    q, k = (rotate(x, turn[0], turn[1]) for x in (q, k))
-    k_cache[places[-1]], v_cache[places[-1]] = k.to(k_cache.dtype), v.to(v_cache.dtype)
-    seen = places if constants.window is None else places[-constants.window :]
+    q, k = (rotate(x, angles[0], angles[1]) for x in (q, k))
+    k_cache[offsets[-1]], v_cache[offsets[-1]] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    seen = offsets if constants.window is None else offsets[-constants.window :]
     keys, values = k_cache[seen].to(q.dtype), v_cache[seen].to(q.dtype)
     keys[-1], values[-1] = k, v
     group = len(q) // num_kv_heads

@@ -15,7 +15,6 @@ from nanovllm.kernels.ops import Ops
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.cpu.sampler import TorchSampler
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.logits_edits import LogitsEdits
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
 
@@ -34,18 +33,18 @@ class CpuBackend:
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         config, tables = self.config, eager.tables
-        edits, sampler = LogitsEdits(tables), self.sampler(tables)
+        sampler = self.sampler(tables)
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.
         if self.ops.launcher is None or is_eager or not self.group.is_alone:
-            return ModelRunner(tables, edits, eager, sampler)
+            return ModelRunner(tables, eager, sampler)
         from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
         from nanovllm.worker.cpu.recorded_forward import RecordedForward
 
         assert isinstance(self.ops, NumbaOps)
         recorded = RecordedForward(eager, self.ops, config.max_model_len)
         recorded.prepare()
-        return ModelRunner(tables, edits, recorded, sampler)
+        return ModelRunner(tables, recorded, sampler)
 
 
 def create_cpu_backend(

@@ -71,7 +71,7 @@ class RecordedForward:
             batch,
             input_ids=batch.input_ids.clone(),
             positions=batch.positions.clone(),
-            kv_slots=batch.kv_slots.clone(),
+            cache_offsets=batch.cache_offsets.clone(),
             attention=NumbaPlan(
                 plan.tokens.clone(),
                 plan.lengths.clone(),
@@ -87,6 +87,6 @@ class RecordedForward:
 def _copy(source: ForwardBatch, target: ForwardBatch) -> None:
     target.input_ids.copy_(source.input_ids)
     target.positions.copy_(source.positions)
-    target.kv_slots.copy_(source.kv_slots)
+    target.cache_offsets.copy_(source.cache_offsets)
     target.attention.lengths.copy_(source.attention.lengths)
     target.attention.block_tables.copy_(source.attention.block_tables)

@@ -17,7 +17,6 @@ from nanovllm.worker.cuda.decode_graphs import GraphedSteps, graph_bytes
 from nanovllm.worker.cuda.prefill_graphs import GraphedChunks, chunk_sizes
 from nanovllm.worker.cuda.sampler import TritonSampler
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.logits_edits import LogitsEdits
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
 
@@ -56,10 +55,10 @@ class CudaBackend:
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         tables, platform = eager.tables, self.platform
-        edits, sampler = LogitsEdits(tables), self.sampler(tables)
+        sampler = self.sampler(tables)
         attention, max_model_len = self._graphed_attention(), self.config.max_model_len
         if attention is None:
-            return ModelRunner(tables, edits, eager, sampler)
+            return ModelRunner(tables, eager, sampler)
         chunks = None
         if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(eager, attention, platform, self.max_tokens, max_model_len)
@@ -68,7 +67,7 @@ class CudaBackend:
         graphed.capture(show_progress=is_watched and self.group.rank == 0)
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(tables, edits, graphed, graphed.sample, check)
+        return ModelRunner(tables, graphed, graphed.sample, check)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

@@ -90,7 +90,7 @@ class GraphedSteps:
         self._input_ids, self._context_lens, self._order = torch.zeros(
             3, num_slots, dtype=torch.int32, device=platform.device
         )
-        self._positions, self._kv_slots = torch.zeros(
+        self._positions, self._cache_offsets = torch.zeros(
             2, num_slots, dtype=torch.int64, device=platform.device
         )
         self._kv = [cache.k for cache in eager.caches], [cache.v for cache in eager.caches]
@@ -182,7 +182,7 @@ class GraphedSteps:
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
-        inputs = self._input_ids[:size], self._positions[:size], self._kv_slots[:size]
+        inputs = self._input_ids[:size], self._positions[:size], self._cache_offsets[:size]
         gather_decode(
             slots,
             tables.lengths,

@@ -120,7 +120,7 @@ class GraphedChunks:
         eager, tables = self.eager, self.eager.tables
         parts = self._split(size)
         slots, positions = parts[0].long().view(2, -1)
-        input_ids, kv_slots = look_up(tables, slots, positions)
+        input_ids, cache_offsets = look_up(tables, slots, positions)
         table, max_context = tables.block_table, self.max_model_len
         plan = self.attention.chunk_plan(
             table, parts[1].view(3, -1), parts[2].view(4, -1), max_context, size.num_tokens
@@ -129,9 +129,9 @@ class GraphedChunks:
         last = self.attention.decode_plan(
             DecodeRows(table, sampled_slots, context_lens, None, max_context)
         )
-        kv_slots = torch.where(slots == self.num_slots, -1, kv_slots)
+        cache_offsets = torch.where(slots == self.num_slots, -1, cache_offsets)
         sampled = SampledTokens(index.long(), last)
-        batch = ForwardBatch(input_ids, positions, kv_slots, sampled, plan, eager.caches)
+        batch = ForwardBatch(input_ids, positions, cache_offsets, sampled, plan, eager.caches)
         return eager.model(batch)
 
 

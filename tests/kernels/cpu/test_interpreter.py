@@ -33,7 +33,7 @@ def compile_anew(
 ) -> Any:
     """What a new process would do, with kernels that compile quickly and an empty cache."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(interpreter, "run_line", _run_quickly_compiled)
+    monkeypatch.setattr(interpreter, "run_instruction", _run_quickly_compiled)
     caplog.set_level(logging.INFO, logger=interpreter.__name__)
     return lambda: interpreter.compile_interpreter("float32", False)
 

@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 from nanovllm.config import RopeConfig
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
-from nanovllm.kernels.ops import Activation, NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, PackedLinear, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.platforms.cpu_features import find_cpu_features
@@ -163,7 +163,7 @@ def test_norm(num_rows: int, dim: int, scale: float, dtype: torch.dtype) -> None
     x = scale * make(num_rows, dim, dtype=dtype)
     weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
     before = x.clone()
-    got, want = (ops.norm(x, None, weights)[0] for ops in (make_ops(dtype), torch_ops))
+    got, want = (ops.norm(Hidden(x), weights)[0] for ops in (make_ops(dtype), torch_ops))
     assert_as_rounded(got, want)
     assert torch.equal(x, before)
 
@@ -174,8 +174,8 @@ def test_norm(num_rows: int, dim: int, scale: float, dtype: torch.dtype) -> None
 def test_norm_of_a_sum(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, residual = make(num_rows, dim, dtype=dtype), make(num_rows, dim, dtype=dtype, seed=2)
     weights = NormWeights(make(dim, dtype=torch.float32, seed=1), EPS)
-    want, want_sum = torch_ops.norm(x.clone(), residual.clone(), weights)
-    got, got_sum = make_ops(dtype).norm(x.clone(), residual.clone(), weights)
+    want, want_sum = torch_ops.norm(Hidden(residual.clone(), x.clone()), weights)
+    got, got_sum = make_ops(dtype).norm(Hidden(residual.clone(), x.clone()), weights)
     assert torch.equal(got_sum, want_sum)
     assert_as_rounded(got, want)
 
@@ -255,17 +255,17 @@ def test_rope_write(
     norm = QKNormWeights(q_weight, k_weight, EPS) if has_norm else None
     rope = rope_table(head_dim, 100, RopeConfig(10000.0), torch.device("cpu"))
     positions = torch.randint(100, (num_tokens,), generator=generator)
-    kv_slots = torch.randperm(6 * 16, generator=generator)[:num_tokens]
+    cache_offsets = torch.randperm(6 * 16, generator=generator)[:num_tokens]
     results = []
     for ops in (make_ops(dtype), torch_ops):
         turned = qkv.clone()
         caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        ops.rope_write(turned, norm, rope, positions, *caches, kv_slots)
+        ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
         results.append(turned)
         for cached, heads in zip(caches, turned[:, num_heads:].chunk(2, dim=1), strict=True):
             lines = cached.view(-1, num_kv_heads, head_dim)
-            assert torch.equal(lines[kv_slots], heads)
-            lines[kv_slots] = 7.0
+            assert torch.equal(lines[cache_offsets], heads)
+            lines[cache_offsets] = 7.0
             assert bool((cached == 7.0).all())  # nothing but its slots was written
     got, want = results
     assert torch.equal(got[:, -num_kv_heads:], qkv[:, -num_kv_heads:])
@@ -288,12 +288,12 @@ RowOp = Callable[[NumbaOps, Tensor], Tensor]
 
 
 def norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
-    return ops.norm(x, None, NormWeights(torch.ones(x.shape[1]), EPS))[0]
+    return ops.norm(Hidden(x), NormWeights(torch.ones(x.shape[1]), EPS))[0]
 
 
 def add_norm_rows(ops: NumbaOps, x: Tensor) -> Tensor:
     norm = NormWeights(torch.ones(x.shape[1]), EPS)
-    y, residual = ops.norm(x.clone(), x.clone(), norm)
+    y, residual = ops.norm(Hidden(x.clone(), x.clone()), norm)
     return torch.cat((y, residual), dim=1)
 
 
@@ -328,13 +328,13 @@ def test_a_broken_row_changes_no_other(
 @DTYPES
 def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> None:
     rope = rope_table(16, 8, RopeConfig(10000.0), torch.device("cpu"))
-    positions, kv_slots = torch.arange(4), torch.tensor([3, 9, 1, 7])
+    positions, cache_offsets = torch.arange(4), torch.tensor([3, 9, 1, 7])
     caches = []
     for value in (0.0, math.nan):
         qkv = make(4, 6, 16, dtype=dtype)
         qkv[2] = value
         cache = torch.zeros(2, 1, 16, 2, 16, dtype=dtype)
-        make_ops(dtype).rope_write(qkv, None, rope, positions, cache[0], cache[1], kv_slots)
+        make_ops(dtype).rope_write(qkv, None, rope, positions, cache[0], cache[1], cache_offsets)
         caches.append(cache)
     others = [slot for slot in range(16) if slot != 1]
     assert torch.equal(caches[0][:, :, others], caches[1][:, :, others])

@@ -22,7 +22,7 @@ from nanovllm.kernels import create_cpu_ops
 from nanovllm.kernels.cpu import program as program_module
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher, NotRecordableError, find_openmp, float_bits
-from nanovllm.kernels.ops import NormWeights, PackedLinear
+from nanovllm.kernels.ops import Hidden, NormWeights, PackedLinear
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.platforms.cpu_features import find_cpu_features
 
@@ -50,9 +50,9 @@ class Block:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         x = self.ops.embed(token_ids, self.table, 1.0)
-        x, residual = self.ops.norm(x, None, self.norm)
+        x, residual = self.ops.norm(Hidden(x), self.norm)
         for _ in range(3):
-            x, residual = self.ops.norm(self.down(self.up(x)), residual, self.norm)
+            x, residual = self.ops.norm(self.down.add_to(residual, self.up(x)), self.norm)
         return x
 
 

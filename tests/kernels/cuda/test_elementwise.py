@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.cuda.linear_few_rows import choose_parts
+from nanovllm.kernels.cuda.linear_few_rows import choose_splits
 from tests.devices import run_interpreted
 from tests.kernels.cuda.interpreted import fused_cases as cases
 
@@ -22,10 +22,10 @@ def test_interpreted_kernels_equal_the_reference() -> None:
     run_interpreted(cases.__name__)
 
 
-def test_parts_are_for_few_rows_and_more_rows_of_small_weights() -> None:
+def test_splits_are_for_few_rows_and_more_rows_of_small_weights() -> None:
     def parts(num_rows: int, num_out: int, num_in: int) -> int:
         weight = torch.empty(num_out, num_in, dtype=torch.bfloat16, device="meta")
-        return choose_parts(num_rows, weight)
+        return choose_splits(num_rows, weight)
 
     assert [parts(rows, 1024, 3072) for rows in (1, 2, 64, 256, 257)] == [1, 4, 4, 4, 1]
     assert [parts(rows, 4096, 4096) for rows in (1, 2, 64, 65)] == [1, 2, 2, 1]
@@ -45,8 +45,8 @@ class TestCompiled:
         cases.check_rope_write(dtype, "cuda")
 
     @DTYPES
-    def test_skinny_linear(self, dtype: torch.dtype) -> None:
-        cases.check_skinny_linear(dtype, "cuda")
+    def test_one_row_linear(self, dtype: torch.dtype) -> None:
+        cases.check_one_row_linear(dtype, "cuda")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
     def test_few_rows_linear(self, dtype: torch.dtype) -> None:

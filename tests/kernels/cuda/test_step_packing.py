@@ -19,6 +19,7 @@ from nanovllm.kernels.ops import DecoderWeights, PackedStep
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.loader import fill_dummy_weights
 
 SIZES = {
@@ -49,10 +50,7 @@ def packed_model(
     config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
     ops = NotingOps()
     model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
-    fill_dummy_weights(model, 0)
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "pack")]
-    for module in modules:
-        module.pack(False)
+    fill_dummy_weights(model, CpuPlatform(), 0)
     return model, ops
 
 

@@ -62,8 +62,8 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array, order="C"))
 
-    def fetch(self, tokens: Tensor) -> Pending[np.ndarray]:
-        return super().fetch(tokens.clone())  # the next replay overwrites them
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        return super().fetch(*(t.clone() for t in tensors))  # the next replay overwrites them
 
     def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
 
@@ -101,7 +101,7 @@ def check_tokens(root: Path) -> None:
 
 
 def check_logits(root: Path) -> None:
-    """One row, a few and more; the summands of a projection reach the norm, also of one row.
+    """One row, a few and more; the norm adds the partial sums of a projection, also of one row.
 
     A group of one rank, which adds up, gathers and broadcasts for itself, gives the same.
     """

@@ -13,7 +13,7 @@ from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.experts_grouped import grouped_config
 from nanovllm.kernels.cuda.experts_pairs import route
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import NormWeights, Routing
+from nanovllm.kernels.ops import Hidden, NormWeights, Routing
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.kernels.torch_ops import route as reference_route
 from tests.kernels.expert_layers import LAYERS, Layer
@@ -104,12 +104,11 @@ def check_after_norm(device: str) -> None:
     """
     dtype = torch.float32
     one, many, two = Layer(1, 6, 1, 40, 24), Layer(1, 60, 8, 70, 33, False), Layer(2, 5, 2, 48, 16)
-    for layer, has_residual in ((one, False), (one, True), (many, False), (two, True)):
+    for layer, has_update in ((one, False), (one, True), (many, False), (two, True)):
         x, _ = layer.inputs(dtype, device)
         generator = torch.Generator().manual_seed(5)
         router = torch.randn(layer.num_experts, layer.hidden, generator=generator).to(device, dtype)
         norm = NormWeights(torch.rand(layer.hidden, generator=generator).to(device) + 0.5, 1e-6)
-        residual = x.flip(1) if has_residual else None
         results = []
         for ops in (TorchOps(), TritonOps()):
             if isinstance(ops, TritonOps):
@@ -117,9 +116,9 @@ def check_after_norm(device: str) -> None:
             else:
                 linear = ops.pack_linear(router, None, None, has_room=False)
             experts = ops.pack_experts(*layer.weights(dtype, device), layer.routing)
-            for _ in range(1 + has_residual):  # the second shows that counters are as they were
-                more = None if residual is None else residual.clone()
-                result = experts.after_norm(x.clone(), more, norm, linear)
+            for _ in range(1 + has_update):  # the second shows that counters are as they were
+                hidden = Hidden(x.clone(), x.flip(1) if has_update else None)
+                result = experts.after_norm(hidden, norm, linear)
             results.append(result)
         for want, got in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -11,9 +11,9 @@ from torch import Tensor
 from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.elementwise import gather_decode
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
-from nanovllm.kernels.cuda.linear_one_row import skinny_linear
+from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Activation, NormWeights, QKNormWeights
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
@@ -32,11 +32,11 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 def check_norms_and_gate(dtype: torch.dtype, device: str) -> None:
     for shape in ((1, 64), (3, 576), (5, 1000)):
-        x, residual = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
+        residual, update = (make(*shape, dtype=dtype, device=device, seed=i) for i in range(2))
         norm = NormWeights(make(shape[1], dtype=torch.float32, device=device, seed=2), 1e-6)
-        for more in (None, residual):
+        for has_update in (False, True):
             got, want = (
-                ops.norm(x.clone(), None if more is None else more.clone(), norm)
+                ops.norm(Hidden(residual.clone(), update.clone() if has_update else None), norm)
                 for ops in (TritonOps(), TorchOps())
             )
             for a, b in zip(got, want, strict=True):
@@ -58,13 +58,13 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
         weights = [make(head_dim, dtype=torch.float32, device=device, seed=i) for i in (3, 4)]
         norm = QKNormWeights(*weights, 1e-6) if has_norm else None
         positions = torch.tensor([0, 99, 7, 7, 50], device=device)
-        kv_slots = torch.tensor([3, 63, 0, 17, 40], device=device)
+        cache_offsets = torch.tensor([3, 63, 0, 17, 40], device=device)
         results = []
         for ops in (TritonOps(), TorchOps()):
             turned = qkv.clone()
             shape = (4, 16, num_kv_heads, head_dim)
             caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
-            ops.rope_write(turned, norm, rope, positions, *caches, kv_slots)
+            ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
             results.append((turned[:, :num_heads], *caches))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
@@ -74,42 +74,42 @@ def check_padding_is_not_written(device: str) -> None:
     qkv = make(2, 6, 64, dtype=torch.float32, device=device)
     rope = make(4, 2, 32, dtype=torch.float32, device=device)
     caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
-    positions, kv_slots = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
-    TritonOps().rope_write(qkv, None, rope, positions, *caches, kv_slots)
+    positions, cache_offsets = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
+    TritonOps().rope_write(qkv, None, rope, positions, *caches, cache_offsets)
     for cache in caches:
         assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
 
 
-def check_skinny_linear(dtype: torch.dtype, device: str) -> None:
-    """Every mix of bias, gate, norm and residual equals the operations one by one."""
+def check_one_row_linear(dtype: torch.dtype, device: str) -> None:
+    """Every mix of bias, gate, norm and update equals the operations one by one."""
     sizes = [(34, 70), (8, 2048)]
     if device != "cpu":  # the interpreter takes milliseconds per program
         sizes += [(40, 2048), (64, 300), (4100, 96)]
     flags = (False, True)
     for (num_out, num_in), has_bias, activation, kind in itertools.product(
-        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "residual")
+        sizes, flags, (None, *ACTIVATIONS), ("alone", "norm", "update")
     ):
         weight = make(num_out, num_in, dtype=dtype, device=device) / num_in**0.5
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(1, num_in, dtype=dtype, device=device)
-        residual = None
-        if kind == "residual":
-            residual = make(1, num_in, dtype=dtype, device=device, seed=9)
+        update = None
+        if kind == "update":
+            update = make(1, num_in, dtype=dtype, device=device, seed=9)
         composed = TorchOps().pack_linear(weight, bias, activation, has_room=False)
         if kind == "alone":
-            got, _ = skinny_linear(x, weight, bias, activation=activation)
+            got, _ = one_row_linear(Hidden(x), None, weight, bias, activation)
             assert_close(got, composed(x))
             continue
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
-        got, total = skinny_linear(x, weight, bias, residual, norm, activation)
-        want, want_total = composed.after_norm(x.clone(), residual, norm)
+        got, residual = one_row_linear(Hidden(x, update), norm, weight, bias, activation)
+        want, want_residual = composed.after_norm(Hidden(x.clone(), update), norm)
         assert_close(got, want)
-        assert_close(total, want_total)
+        assert_close(residual, want_residual)
 
 
 def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
-    """Sizes that fill the tiles and sizes that do not; parts add up to the whole."""
-    for num_rows, num_out, num_in, activation, num_parts, has_bias in (
+    """Sizes that fill the tiles and sizes that do not; partial sums add up to the product."""
+    for num_rows, num_out, num_in, activation, num_splits, has_bias in (
         (2, 64, 128, None, 1, False),
         (5, 200, 96, None, 1, True),
         (17, 128, 200, None, 2, True),
@@ -118,14 +118,14 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
         (64, 64, 512, None, 4, False),
         (33, 64, 320, None, 4, True),
     ):
-        num_lines = num_out if activation is None else 2 * num_out
-        weight = make(num_lines, num_in, dtype=dtype, device=device) / num_in**0.5
-        bias = make(num_lines, dtype=dtype, device=device) if has_bias else None
+        weight_rows = num_out if activation is None else 2 * num_out
+        weight = make(weight_rows, num_in, dtype=dtype, device=device) / num_in**0.5
+        bias = make(weight_rows, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
-        got = few_rows_linear(x, weight, bias, activation, num_parts)
-        if num_parts > 1:
-            assert got.shape == (num_parts, *want.shape)
+        got = few_rows_linear(x, weight, bias, activation, num_splits)
+        if num_splits > 1:
+            assert got.shape == (num_splits, *want.shape)
             got = got.sum(0).to(dtype)
         assert_close(got, want)
 
@@ -147,10 +147,9 @@ def check_projections_of_any_number_of_rows(dtype: torch.dtype, device: str) -> 
         for ops in (TritonOps(), TorchOps()):
             first = ops.pack_linear(weight, bias, None, has_room=False)
             second = ops.pack_linear(after_weight, None, "silu", has_room=False)
-            total = residual.clone()
             with patch.object(cuda_ops, "ADD_ROWS", 300):
-                summands = first.summands(x, total)
-            results.append(second.after_norm(summands, total, norm))
+                hidden = first.add_to(residual.clone(), x)
+            results.append(second.after_norm(hidden, norm))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
 
@@ -159,17 +158,17 @@ def check_gather_decode(device: str) -> None:
     """A few rows by hand, and more than one program takes."""
     lengths = torch.tensor([3, 17, 1, 64, 33, 0], dtype=torch.int32, device=device)
     slots = torch.tensor([4, 0, 5, 3, 2], dtype=torch.int32, device=device)  # slot 5 is padding
-    input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+    input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
     assert input_ids == [4 * 64 + 32, 2, 0, 3 * 64 + 63, 2 * 64]
     assert positions == [32, 2, 0, 63, 0]
-    assert kv_slots == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
+    assert cache_offsets == [18 * 16, 2, -1, 15 * 16 + 15, 8 * 16]
     assert context_lens == [33, 3, 0, 64, 1]
     assert order == [3, 0, 1, 4, 2]
     for num_rows in (129, 1100):
         generator = torch.Generator().manual_seed(num_rows)
         lengths = torch.randint(0, 65, (num_rows,), generator=generator).int().to(device)
         slots = torch.randperm(num_rows, generator=generator).int().to(device)
-        input_ids, positions, kv_slots, context_lens, order = gathered(slots, lengths)
+        input_ids, positions, cache_offsets, context_lens, order = gathered(slots, lengths)
         want = lengths[slots.long()].cpu()
         last = (want - 1).clamp(min=0)
         assert context_lens == want.tolist()
@@ -177,7 +176,7 @@ def check_gather_decode(device: str) -> None:
         is_used, lines = want > 0, slots.cpu()
         assert input_ids == torch.where(is_used, lines * 64 + last, 0).tolist()
         cached = (lines * 4 + last // 16) * 16 + last % 16
-        assert kv_slots == torch.where(is_used, cached, -1).tolist()
+        assert cache_offsets == torch.where(is_used, cached, -1).tolist()
         assert order == want.argsort(descending=True, stable=True).tolist()
 
 
@@ -187,8 +186,8 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     tokens = torch.arange(num_lines * 64, dtype=torch.int32, device=device).view(num_lines, 64)
     block_table = torch.arange(num_lines * 4, dtype=torch.int32, device=device).view(num_lines, 4)
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
-    positions, kv_slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-    columns = (input_ids, positions, kv_slots, context_lens, order)
+    positions, cache_offsets = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    columns = (input_ids, positions, cache_offsets, context_lens, order)
     gather_decode(slots, lengths, tokens, block_table, 16, *columns)
     return [column.tolist() for column in columns]
 
@@ -197,7 +196,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         check_norms_and_gate(dtype, "cpu")
         check_rope_write(dtype, "cpu")
-        check_skinny_linear(dtype, "cpu")
+        check_one_row_linear(dtype, "cpu")
         check_projections_of_any_number_of_rows(dtype, "cpu")
     check_few_rows_linear(torch.float16, "cpu")
     check_padding_is_not_written("cpu")
