@@ -34,9 +34,9 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
         self.tables.update(plan)
+        logits = self.forward(plan)  # first: the device has work while the host prepares the rest
         self.edits.update(plan)
         self.logprobs.update(plan)
-        logits = self.forward(plan)
         kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
         tokens = self.sampler(logits, plan)

@@ -77,12 +77,13 @@ class GraphedSteps:
         chunks: GraphedChunks | None,
     ) -> None:
         self.eager = eager
+        self.tables = eager.tables
         self.chunks = chunks
         self.attention = attention
         self.sampler = sampler
         self.platform = platform
         self.max_model_len = max_model_len
-        num_slots = eager.tables.num_slots
+        num_slots = self.tables.num_slots
         self.sizes = graph_sizes(num_slots)
         self._padding = num_slots  # the tables' last row
         self._host_slots = np.full(num_slots, self._padding, np.int32)
@@ -98,34 +99,38 @@ class GraphedSteps:
         is_whole = step is not None and step.suits(*self._kv)
         self.max_whole_context = step.max_context if step is not None and is_whole else 0
         self._graphs: dict[int, StepGraphs] = {}
-        # The model for rows that share their first keys, and its logits.
+        # The model for rows that share their first keys, and its logits: of every other size.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
-        max_blocks, block_size = eager.tables.block_table.shape[1], eager.tables.block_size
+        can_share = isinstance(attention, TritonAttention)
+        self._shared_sizes = [size for size in self.sizes if can_share and size >= MIN_ROWS][::-2]
+        self._shared_sizes.reverse()
+        max_blocks, block_size = self.tables.block_table.shape[1], self.tables.block_size
         self._shared = SharedPrefixes(platform, num_slots, max_blocks, block_size)
 
     def capture(self, show_progress: bool) -> None:
         """Record every size, those with the most logits first: the others use their memory."""
         captures = [partial(self._capture, size) for size in self.sizes[::-1]]
-        if isinstance(self.attention, TritonAttention):
-            sizes = [size for size in self.sizes[::-1] if size >= MIN_ROWS]
-            captures += [partial(self._capture_shared, size) for size in sizes]
+        captures += [partial(self._capture_shared, size) for size in self._shared_sizes[::-1]]
         if self.chunks is not None:
             captures += [partial(self.chunks.capture, size) for size in self.chunks.sizes[::-1]]
         for capture in tqdm(captures, "Capturing graphs", disable=not show_progress, leave=False):
             capture()
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        self._shared.enter(plan.new_rows)
         if not is_decode(plan):
             step = None if self.chunks is None else self.chunks(plan)
-            return self.eager(plan) if step is None else step
+            step = step or self.eager(plan)
+            self._shared.enter(plan.new_rows)  # last: the device has work meanwhile
+            return step
+        self._shared.enter(plan.new_rows)
         num_rows = len(plan.slots)
         self._send_slots(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
         graphs = self._graphs[size]
         if graphs.run_whole is not None and plan.starts[0] < self.max_whole_context:
             graphs.run_whole()
-        elif size in self._shared_graphs and self._shared.find(plan.slots):
+        elif num_rows >= MIN_ROWS and self._shared_sizes and self._shared.find(plan.slots):
+            size = self._shared_sizes[bisect_left(self._shared_sizes, num_rows)]
             run_shared, logits = self._shared_graphs[size]
             run_shared()
             return self._step_logits(logits, num_rows, None)
@@ -136,7 +141,7 @@ class GraphedSteps:
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         if logits.graph_size is None:
             return self.sampler(logits, plan)
-        asked, samplers = self.eager.tables.sampling(plan), self._graphs[logits.graph_size].samplers
+        asked, samplers = self.tables.sampling(plan), self._graphs[logits.graph_size].samplers
         recorded = next((sampling for sampling in samplers if asked in sampling), None)
         if recorded is None:
             return self.sampler.sample(logits, asked)
@@ -178,7 +183,7 @@ class GraphedSteps:
             self._host_slots = host
 
     def _run_model(self, size: int, shared: SharedRows | None = None) -> Tensor:
-        eager, tables = self.eager, self.eager.tables
+        eager, tables = self.eager, self.tables
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
@@ -201,7 +206,7 @@ class GraphedSteps:
 
     def _run_whole(self, logits: Tensor) -> Tensor:
         """Run the one row as one kernel, which reads the tables itself."""
-        step, tables = self.eager.model.step, self.eager.tables
+        step, tables = self.eager.model.step, self.tables
         assert step is not None
         state = tables.lengths, tables.tokens, tables.block_table
         step.run(self._slots[:1], *state, *self._kv, logits, self._context_lens[:1])

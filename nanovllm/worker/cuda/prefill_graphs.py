@@ -148,15 +148,16 @@ def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[
     )
     tokens[0] = singles[0] = sampled[0] = padding
     token_slots, positions = tokens_of(plan)
-    tokens[:, : len(positions)] = token_slots, positions
-    ends = plan.counts.cumsum()
-    rows = np.stack((plan.slots, ends - plan.counts, plan.counts, plan.starts + plan.counts))
+    tokens[0, : len(token_slots)] = token_slots
+    tokens[1, : len(positions)] = positions
+    ends, context_lens = plan.counts.cumsum(), plan.starts + plan.counts
     is_single, is_sampled = plan.counts == 1, plan.num_logits > 0
-    longer = rows[:, ~is_single]
+    longer = np.array((plan.slots, ends - plan.counts, plan.counts, context_lens))[:, ~is_single]
     prompts[:, : longer.shape[1]] = longer
-    if singles.size:
-        singles[1] = size.num_tokens - 1 if is_single.all() else longer[1, 0]
-        singles[:, : is_single.sum()] = rows[[0, 1, 3]][:, is_single]
-    rows[1] = ends - 1
-    sampled[:, : is_sampled.sum()] = rows[[0, 1, 3]][:, is_sampled]
+    if size.num_singles:
+        alone = np.array((plan.slots, ends - 1, context_lens))[:, is_single]
+        singles[1] = longer[1, 0] if longer.size else size.num_tokens - 1
+        singles[:, : alone.shape[1]] = alone
+    last = np.array((plan.slots, ends - 1, context_lens))[:, is_sampled]
+    sampled[:, : last.shape[1]] = last
     return laid_out
