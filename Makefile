@@ -37,8 +37,7 @@ sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitize
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(BIN)/python -m pytest tests/test_gpu_small.py
 
 report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on a GPU
-	$(BIN)/python -m benchmarks.gpu_report --json benchmarks/out/report.jsonl
-	$(BIN)/python -m benchmarks.tables benchmarks/out/report.jsonl
+	PYTHON=$(BIN)/python benchmarks/report.sh
 
 lint: $(VENV)/.installed-dev ## Check style and types
 	$(BIN)/ruff check .

@@ -1,212 +1,217 @@
-"""One workload of random prompts, run by nanovllm, transformers or vllm: whichever is installed."""
+"""Compare nanovllm, transformers and vLLM: whole runs of the same workloads, side by side.
+
+    python bench.py --engine nanovllm transformers --model smollm2
+    python bench.py --model qwen3-0.6b --load-format dummy --case mixed bs1 bs64 bs256 prefill
+
+One measure for every engine: the time from handing over all prompts to the last token, prompts
+included, divided by the steps (the tokens of an answer) or dividing the tokens. Each engine has a
+process of its own. On a CPU, whose speed comes and goes, they take turns; only ratios count there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import random
-import resource
+import contextlib
+import importlib.util
+import statistics
 import sys
-import time
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import torch
 
-from nanovllm.bench.options import at_least
-from nanovllm.checkpoint.find import ALIASES, find_checkpoint
-from nanovllm.checkpoint.gguf import list_tensors
+from benchmarks.engines import ENGINES, EngineProcess
+from benchmarks.report.records import markdown, shown
+from nanovllm.bench.floors import (
+    ModelCost,
+    Rates,
+    decode_floor,
+    model_cost,
+    prefill_floor,
+    rates_of,
+)
+from nanovllm.bench.models import model_path
+from nanovllm.bench.report import check_writable, keep, number, versions_text
+from nanovllm.bench.workloads import Workload, mixed, mixed_name, uniform
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.cli.bench import add_result_options
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.options import dashed
+from nanovllm.cli.options import at_least, dashed
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
-from nanovllm.platforms import create_platform
+from nanovllm.platforms.cuda import has_cuda
 
-TEMPERATURE = 0.6
-WARM_UP = [1, 2, 3, 4]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    prompts: list[list[int]]
-    max_tokens: list[int]  # per prompt; the end-of-sequence token does not end an answer
-
-    def sampling_params(self, params: Any) -> list[Any]:
-        """vLLM's SamplingParams and ours are spelled alike."""
-        options = {"temperature": TEMPERATURE, "ignore_eos": True}
-        return [params(max_tokens=max_tokens, **options) for max_tokens in self.max_tokens]
+# Prompts, tokens of each, tokens of each answer.
+CASES = {
+    "first": "1x512x1",
+    "bs1": "1x128x512",
+    "bs8": "8x128x256",
+    "bs64": "64x128x256",
+    "bs256": "256x128x256",
+    "prefill": "64x2048x1",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    num_tokens: int  # that were asked for: what a padded batch computes beyond does not count
-    seconds: float
-    time_to_first_token: float | None  # seconds, mean over the prompts
-    dtype: str
+class Case:
+    name: str
+    unit: str  # "tok/s": more is better; "ms/step, whole run": less is
+    workload: Workload
+    num_units: int  # tokens or steps of a run
+
+    def value(self, seconds: float) -> float:
+        return self.num_units / seconds if "tok/s" in self.unit else 1000 * seconds / self.num_units
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    seconds: list[list[float]]  # by case, then by run
     peak_bytes: int
 
 
 def main() -> int:
     args = parse_args()
-    workload = make_workload(args)
-    result = args.run(args, workload)
-    assert result.num_tokens == sum(workload.max_tokens), "an answer has the wrong length"
-    report(args, workload, result)
+    check_writable(args.json)
+    path = model_path(args.model)
+    checkpoint = find_checkpoint(path, need_weights=False, need_tokenizer=False)
+    config = read_config(checkpoint.config)
+    cases = [make_case(name, args, config.vocab_size) for name in args.case]
+    measured = measure_all(args, [case.workload for case in cases])
+    device = "cpu" if args.device == "cpu" else torch.cuda.get_device_name()
+    cost = model_cost(config, 4 if args.dtype == "float32" else 2)
+    rates = rates_of(device, args.bandwidth, args.tflops)
+    floors = [floor(case, cost, rates) for case in cases]
+    print(table(cases, measured, floors))
+    print(f"\n{footnote(args, cases, device)}")
+    about = {"model": args.model, "device": args.device, "dtype": args.dtype}
+    for name, result in measured.items():
+        about |= {"engine": name, "peak_bytes": result.peak_bytes}
+        for case, seconds, best in zip(cases, result.seconds, floors, strict=True):
+            runs = [case.value(each) for each in seconds]
+            keep(args.json, case=case.name, unit=case.unit, runs=runs, floor=best, **about)
     return 0
 
 
-def make_workload(args: argparse.Namespace) -> Workload:
-    checkpoint = find_checkpoint(args.model, need_weights=False, need_tokenizer=False)
-    last_id = min(10000, checkpoint.config["vocab_size"] - 1)
-    rng = random.Random(args.seed)
-    lengths = [rng.randint(args.min_len, args.max_input_len) for _ in range(args.num_seqs)]
-    prompts = [[rng.randint(0, last_id) for _ in range(length)] for length in lengths]
-    return Workload(prompts, [rng.randint(args.min_len, args.max_output_len) for _ in prompts])
+def make_case(name: str, args: argparse.Namespace, vocab_size: int) -> Case:
+    if name == "mixed":
+        sizes = args.num_seqs, args.max_input_len, args.max_output_len
+        workload = mixed(vocab_size, *sizes, args.min_len, args.seed)
+        return Case(mixed_name(*sizes), "tok/s", workload, workload.num_new_tokens)
+    num_prompts, prompt_len, max_tokens = sizes_of(name)
+    workload = uniform(vocab_size, num_prompts, prompt_len, max_tokens)
+    if max_tokens > 1:
+        return Case(name, "ms/step, whole run", workload, max_tokens)
+    if num_prompts > 1:
+        return Case(name, "prompt tok/s", workload, workload.num_prompt_tokens)
+    return Case(name, "ms", workload, 1)
 
 
-def run_nanovllm(args: argparse.Namespace, workload: Workload) -> Result:
-    from nanovllm import LLM, SamplingParams
-
-    names = ("device", "dtype", "load_format", "tensor_parallel_size")
-    options = {name: getattr(args, name) for name in names}
-    max_model_len = args.max_input_len + args.max_output_len
-    with LLM(args.model, max_model_len=max_model_len, skip_tokenizer_init=True, **options) as llm:
-        llm.generate(WARM_UP, SamplingParams(max_tokens=4), use_tqdm=False)
-        start = time.perf_counter()
-        params = workload.sampling_params(SamplingParams)
-        outputs = llm.generate(workload.prompts, params, use_tqdm=sys.stderr.isatty())
-        seconds = time.perf_counter() - start
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        first = sum(output.time_to_first_token for output in outputs) / len(outputs)
-        peak = peak_memory(args.device)  # a GPU's, while it is in use
-    # Only workers that have ended are counted on a CPU.
-    peak = max(peak, peak_memory(args.device))
-    return Result(num_tokens, seconds, first, llm.engine.info.dtype, peak)
+def sizes_of(name: str) -> list[int]:
+    sizes = CASES.get(name, name).split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        known = ", ".join(["mixed", *CASES])
+        raise ConfigError(f"--case {name}: neither one of {known} nor sizes such as 16x128x256")
+    return [int(size) for size in sizes]
 
 
-def run_transformers(args: argparse.Namespace, workload: Workload) -> Result:
-    """One left-padded batch, as `generate` takes it: all rows run until the longest answer ends."""
-    model = load_transformers(args)
-    generate_batch(model, [WARM_UP], max_tokens=4)
-    times: list[float] = []  # of the prompts, then of every token
-    streamer = SimpleNamespace(put=lambda ids: times.append(time.perf_counter()), end=lambda: None)
-    start = time.perf_counter()
-    output = generate_batch(model, workload.prompts, max(workload.max_tokens), streamer=streamer)
-    num_new = output.shape[1] - max(map(len, workload.prompts))
-    seconds = time.perf_counter() - start
-    num_tokens = sum(min(num_new, max_tokens) for max_tokens in workload.max_tokens)
-    dtype = str(model.dtype).removeprefix("torch.")
-    return Result(num_tokens, seconds, times[1] - start, dtype, peak_memory(args.device))
+def measure_all(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Measured]:
+    """Time every engine; on a GPU one after the other, since each may take all of its memory."""
+    groups = [args.engine] if args.device == "cpu" else [[name] for name in args.engine]
+    measured = {}
+    for group in groups:
+        with contextlib.ExitStack() as stack:
+            engines = {}
+            for name in group:
+                engines[name] = EngineProcess(name, args, workloads)
+                stack.callback(engines[name].hang_up)
+                args.dtype = engines[name].dtype  # the first's choice is all's
+            rounds = [
+                [[engine.run(index) for engine in engines.values()] for _ in range(args.repeats)]
+                for index in range(len(workloads))
+            ]  # seconds by case, round and engine
+            for position, (name, engine) in enumerate(engines.items()):
+                seconds = [[each[position] for each in case] for case in rounds]
+                measured[name] = Measured(seconds, engine.end())
+    return measured
 
 
-def load_transformers(args: argparse.Namespace) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if args.tensor_parallel_size > 1:
-        raise ConfigError("--engine transformers runs on one device, not on --tensor-parallel-size")
-
-    is_dummy = args.load_format == "dummy"
-    checkpoint = find_checkpoint(args.model, need_weights=not is_dummy, need_tokenizer=False)
-    dtype = read_config(checkpoint.config).dtype if args.dtype == "auto" else args.dtype
-    if checkpoint.weight_format in ("safetensors", "bin"):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype)
-    else:
-        config = AutoConfig.for_model(**checkpoint.config)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    if checkpoint.weight_format == "gguf":  # transformers itself would need one more package
-        stored = list_tensors(checkpoint.weight_files[0])
-        weights = {each.name: torch.from_numpy(np.concatenate([*each.read()])) for each in stored}
-        model.load_state_dict(weights, strict=False)
-    return model.to(args.device).eval()
+def floor(case: Case, cost: ModelCost, rates: Rates | None) -> float | None:
+    if rates is None:
+        return None
+    seconds = prefill_floor(cost, rates, case.workload.prompt_lens)
+    return case.value(seconds + decode_floor(cost, rates, case.workload))
 
 
-def generate_batch(
-    model: Any, prompts: list[list[int]], max_tokens: int, **options: Any
-) -> torch.Tensor:
-    paddings = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-    rows = [[0] * num + prompt for num, prompt in zip(paddings, prompts, strict=True)]
-    mask = [[0] * num + [1] * len(prompt) for num, prompt in zip(paddings, prompts, strict=True)]
-    return model.generate(
-        torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        min_new_tokens=max_tokens,  # ignores the end-of-sequence token
-        max_new_tokens=max_tokens,
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=0,
-        top_p=1.0,
-        pad_token_id=0,
-        **options,
-    )
+def table(cases: list[Case], measured: dict[str, Measured], floors: list[float | None]) -> str:
+    """Medians; in brackets, how many times better the first engine is than another."""
+    header = ["", *measured, "floor"]
+    rows = []
+    for index, (case, best) in enumerate(zip(cases, floors, strict=True)):
+        seconds = [statistics.median(each.seconds[index]) for each in measured.values()]
+        cells = compared([case.value(each) for each in seconds], seconds)
+        rows.append([f"{case.name}, {case.unit}", *cells, shown(best)])
+    peaks = [each.peak_bytes / 1e9 for each in measured.values()]
+    rows.append(["peak memory, GB", *compared(peaks, peaks), ""])
+    return markdown([dict(zip(header, row, strict=True)) for row in rows])
 
 
-def run_vllm(args: argparse.Namespace, workload: Workload) -> Result:
-    try:
-        from vllm import LLM, SamplingParams
-    except ImportError as error:
-        raise ConfigError(f"--engine vllm needs vLLM (pip install vllm): {error}") from error
-    name, _ = ALIASES.get(args.model, (args.model, None))
-    max_model_len = args.max_input_len + args.max_output_len
-    names = ("dtype", "load_format", "tensor_parallel_size")
-    options = {option: getattr(args, option) for option in names}
-    llm = LLM(name, max_model_len=max_model_len, **options)
-    prompts = [{"prompt_token_ids": prompt} for prompt in [WARM_UP, *workload.prompts]]
-    llm.generate(prompts[:1], SamplingParams(max_tokens=4), use_tqdm=False)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts[1:], workload.sampling_params(SamplingParams))
-    seconds = time.perf_counter() - start
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Result(num_tokens, seconds, None, args.dtype, peak_memory(args.device))
+def compared(values: list[float], costs: list[float]) -> list[str]:
+    others = [
+        f"{number(v)} ({cost / costs[0]:.2f}x)" for v, cost in zip(values, costs, strict=True)
+    ]
+    return [number(values[0]), *others[1:]]
 
 
-def report(args: argparse.Namespace, workload: Workload, result: Result) -> None:
-    first = result.time_to_first_token
-    rows = {
-        "engine": f"{args.engine}, {args.model}, {args.device}, {result.dtype}",
-        "prompts": f"{len(workload.prompts)}, {sum(map(len, workload.prompts)):,} tokens",
-        "output": f"{result.num_tokens:,} tokens in {result.seconds:.2f} s",
-        "speed": f"{result.num_tokens / result.seconds:,.1f} tok/s",
-        "first token": "not reported" if first is None else f"after {first:.3f} s on average",
-        "peak memory": f"{result.peak_bytes / 1e9:.2f} GB",
-    }
-    print("\n".join(f"{name:<14}{value}" for name, value in rows.items()))
-
-
-def peak_memory(device: str) -> int:
-    """Bytes in use on the (first) GPU, or the largest RSS of this process or one of its workers."""
-    if device != "cpu":
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    unit = 1 if sys.platform == "darwin" else 1024
-    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(who).ru_maxrss for who in processes) * unit
+def footnote(args: argparse.Namespace, cases: list[Case], device: str) -> str:
+    weights = "random weights" if args.load_format == "dummy" else "real weights"
+    text = f"{args.model}, {weights}, {args.dtype}, {device}, {versions_text()}. Medians of "
+    text += f"{args.repeats} whole runs after a warm-up."
+    for case in cases:
+        work = case.workload
+        text += f" {case.name}: {len(work.prompts)} prompts, {work.num_prompt_tokens:,} tokens in, "
+        text += f"{work.num_new_tokens:,} out."
+    return text
 
 
 def parse_args() -> argparse.Namespace:
-    engines = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--engine", choices=engines, default="nanovllm", help="default: nanovllm")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, count = parser.add_argument, at_least(1)
+    text = f"of {', '.join(ENGINES)} (default: nanovllm)"
+    add("--engine", nargs="+", choices=ENGINES, default=["nanovllm"], metavar="NAME", help=text)
+    text = "mixed, sized by the options below; "
+    text += ", ".join(f"{name} ({sizes})" for name, sizes in CASES.items())
+    text += "; or other sizes: prompts x tokens of each x tokens of each answer"
+    add("--case", nargs="+", metavar="NAME", help=f"{text} (default: mixed first)")
     add("--model", default="smollm2", help="folder, .gguf file or hub id (default: smollm2)")
-    add("--device", default="auto", help="auto, cpu, cuda (default: auto)")
-    add("--dtype", default="auto", help="default: auto, each engine's own choice")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    text = "auto is the first engine's choice, and then all others' (default: auto)"
+    add("--dtype", default="auto", help=text)
     add("--load-format", default="auto", help="dummy: random weights, no download (default: auto)")
-    add("--seed", type=int, default=0, help="of the prompts and lengths (default: 0)")
-    count = at_least(1)
-    add("--num-seqs", type=count, help="prompts (default: 256, on a CPU 16)")
+    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
+    add("--seed", type=int, default=0, help="of the mixed prompts and lengths (default: 0)")
+    add("--num-seqs", type=count, help="mixed prompts (default: 256, on a CPU 16)")
     add("--max-input-len", type=count, help="tokens (default: 1024 and at least 100; CPU 256, 16)")
     add("--max-output-len", type=count, help="the same for the answers")
     add("--tensor-parallel-size", type=count, default=1, help="devices to split over (default: 1)")
-    args = parser.parse_args(dashed(sys.argv[1:]))
-    args.run = engines[args.engine]
+    add("--hf-batch", type=count, help="prompts that transformers gets at once (default: all)")
+    add_result_options(parser)
+    return complete(parser.parse_args(dashed(sys.argv[1:])))
+
+
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Choose what is left to the device, and refuse what cannot run before anything is loaded."""
     if args.device == "auto":
-        args.device = create_platform("auto").device.type
-    num_seqs, min_len, max_len = (16, 16, 256) if args.device == "cpu" else (256, 100, 1024)
+        args.device = "cuda" if has_cuda() else "cpu"
+    num_seqs, args.min_len, max_len = (16, 16, 256) if args.device == "cpu" else (256, 100, 1024)
     args.num_seqs = args.num_seqs or num_seqs
     args.max_input_len = args.max_input_len or max_len
     args.max_output_len = args.max_output_len or max_len
-    args.min_len = min(min_len, args.max_input_len, args.max_output_len)
+    args.case = args.case or ["mixed", "first"]
+    if "transformers" in args.engine and args.tensor_parallel_size > 1:
+        raise ConfigError("--engine transformers runs on one device, not on --tensor-parallel-size")
+    if "vllm" in args.engine and importlib.util.find_spec("vllm") is None:
+        raise ConfigError("--engine vllm needs vLLM: pip install vllm")
     return args
 
 

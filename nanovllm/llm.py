@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live, check_text
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.prompts import (
     Messages,
     Params,
@@ -100,6 +100,39 @@ class LLM:
         """Answer one conversation or a list of them, formatted by the model's chat template."""
         prompts = self.apply_chat_template(messages, **(chat_template_kwargs or {}))
         return self.generate(prompts, sampling_params, use_tqdm, cache_salt=cache_salt)
+
+    def score(
+        self,
+        prompt: str | list[int],
+        continuations: Sequence[str | list[int]],
+        *,
+        cache_salt: str | None = None,
+    ) -> list[Score]:
+        """Return how likely each continuation of a prompt is.
+
+        A text is tokenised together with the prompt, as the model would read both.
+        """
+        start, wholes = self._with_continuations(prompt, continuations)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        outputs = self.generate(wholes, params, use_tqdm=False, cache_salt=cache_salt)
+        return [_score(output, start) for output in outputs]
+
+    def _with_continuations(
+        self, prompt: str | list[int], continuations: Sequence[str | list[int]]
+    ) -> tuple[int, list[list[int]]]:
+        """Return the prompt's number of tokens, and the tokens of it with each continuation."""
+        encode = self.engine.front.token_ids_of
+        ids = encode(prompt).tolist()
+        wholes = []
+        for index, continuation in enumerate(continuations):
+            if isinstance(prompt, str) and isinstance(continuation, str):
+                whole = encode(prompt + continuation).tolist()
+            else:
+                whole = ids + encode(continuation, add_special_tokens=False).tolist()
+            if len(whole) <= len(ids):
+                raise RequestError(f"continuations[{index}] adds no token to the prompt")
+            wholes.append(whole)
+        return len(ids), wholes
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
@@ -191,6 +224,18 @@ class LLM:
     def _check_usable(self) -> None:
         self._thread.check_process()
         self.engine.raise_if_closed()
+
+
+def _score(output: RequestOutput, start: int) -> Score:
+    """Sum up what the prompt logprobs say of the tokens from `start` on."""
+    assert output.prompt_logprobs is not None
+    token_ids = output.prompt_token_ids[start:]
+    entries = [
+        (entry or {})[token_id]
+        for token_id, entry in zip(token_ids, output.prompt_logprobs[start:], strict=True)
+    ]
+    logprobs = [entry.logprob for entry in entries]
+    return Score(sum(logprobs), logprobs, token_ids, all(entry.rank == 1 for entry in entries))
 
 
 class Progress:

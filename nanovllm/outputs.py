@@ -33,6 +33,7 @@ class RequestOutput(Mapping[str, Any]):
     # If asked for: of every token, by token id; the token itself first, then the likeliest ones.
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)
@@ -45,6 +46,16 @@ class RequestOutput(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely the model finds a continuation of a prompt."""
+
+    logprob: float  # of all its tokens
+    token_logprobs: list[float]
+    token_ids: list[int]
+    is_greedy: bool  # whether each token is the likeliest
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
     priority: int = 0  # lower is served first
     logprobs: int | None = None  # of each output token, and of so many of the likeliest
+    prompt_logprobs: int | None = None  # the same of each prompt token
 
     def __post_init__(self) -> None:
         unwrap_numbers(self)
@@ -63,7 +64,8 @@ class SamplingParams:
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; for greedy use temperature=0")
         self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for no limit")
-        self._require("max_tokens", self.max_tokens >= 1, "at least 1")
+        fits = self.max_tokens >= (1 if self.prompt_logprobs is None else 0)
+        self._require("max_tokens", fits, "at least 1, or 0 with prompt_logprobs")
         fits = 0 <= self.min_tokens <= self.max_tokens
         self._require("min_tokens", fits, f"in [0, max_tokens={self.max_tokens}]")
         is_64_bit = self.seed is None or -(2**63) <= self.seed < 2**64
@@ -85,8 +87,9 @@ class SamplingParams:
         is_valid = allowed is None or min(allowed, default=-1) >= 0
         self._require("allowed_token_ids", is_valid, "at least one id, none below 0")
         self._require("bad_words", all(self.bad_words), "non-empty strings")
-        is_valid = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        self._require("logprobs", is_valid, f"in [0, {MAX_LOGPROBS}]")
+        for name in ("logprobs", "prompt_logprobs"):
+            is_valid = getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS
+            self._require(name, is_valid, f"in [0, {MAX_LOGPROBS}]")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 

@@ -1,12 +1,15 @@
-"""`bench.py`, one workload for several engines, and how it splits the model of ours."""
+"""`bench.py`: several engines, the same workloads, one measure."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
 import bench
+from nanovllm.bench.workloads import Workload
 from nanovllm.cli.exit_code import exit_code
 from tests.cli.terminal_process import run_program
 
@@ -15,13 +18,41 @@ WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8",
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [[], ["--tensor_parallel_size", "3"], ["--engine", "transformers"]], ids=" ".join
+    "engines",
+    [["nanovllm", "transformers"], ["nanovllm", "--tensor_parallel_size", "3"]],
+    ids=" ".join,
 )
-def test_every_engine_runs_the_workload(arguments: list[str]) -> None:
-    result = run_program("bench.py", *WORKLOAD, *arguments, timeout=240)
+def test_engines_run_the_same_workloads(engines: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    cases = ["--case", "mixed", "2x16x1", "1x16x4", "--repeats", "1", "--json", str(results)]
+    result = run_program("bench.py", *WORKLOAD, *cases, "--engine", *engines, timeout=400)
     assert result.returncode == 0, result.stderr
-    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
-    assert names == ["engine", "prompts", "output", "speed", "first token", "peak memory"]
+    rows = [line.split(" | ")[0] for line in result.stdout.splitlines()[2:6]]
+    units = {"nano-2-20-8": "tok/s", "2x16x1": "prompt tok/s", "1x16x4": "ms/step, whole run"}
+    labels = [f"{case}, {unit}" for case, unit in units.items()]
+    assert rows == [f"| {label}" for label in [*labels, "peak memory, GB"]]
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    names = [name for name in ("nanovllm", "transformers") if name in engines]
+    assert [(record["engine"], record["case"], record["unit"]) for record in records] == [
+        (name, case, unit) for name in names for case, unit in units.items()
+    ]
+    assert len({record["dtype"] for record in records}) == 1
+
+
+def test_the_table_says_how_much_better() -> None:
+    cases = [
+        bench.Case("nano", "tok/s", Workload([[1]], [1]), num_units=300),
+        bench.Case("bs1", "ms/step, whole run", Workload([[1]], [1]), num_units=100),
+    ]
+    measured = {
+        "nanovllm": bench.Measured([[1.0, 9.0, 0.5], [1.0]], 2_000_000_000),
+        "other": bench.Measured([[3.0], [2.0]], 1_000_000_000),
+    }
+    assert bench.table(cases, measured, [600.0, None]).splitlines()[2:] == [
+        "| nano, tok/s | 300 | 100 (3.00x) | 600 |",
+        "| bs1, ms/step, whole run | 10.0 | 20.0 (2.00x) | |",
+        "| peak memory, GB | 2.00 | 1.00 (0.50x) | |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +64,8 @@ def test_every_engine_runs_the_workload(arguments: list[str]) -> None:
         ),
         (["--num-seqs", "-3"], "bench.py: error: argument --num-seqs: must be at least 1, got -3"),
         (["--num_seqs", "0"], "bench.py: error: argument --num-seqs: must be at least 1, got 0"),
+        (["--case", "bs1", "8x8"], "bench.py: error: --case 8x8: neither one of mixed, first, bs1"),
+        (["--engine", "vllm"], "bench.py: error: --engine vllm needs vLLM: pip install vllm"),
         (["--max-output-len", "no"], "bench.py: error: argument --max-output-len: invalid integer"),
     ],
 )

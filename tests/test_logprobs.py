@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kernels.torch_sampling import ROWS_AT_A_TIME, token_logprobs
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import DEVICES
@@ -120,7 +120,101 @@ def test_many_rows_are_widened_a_few_at_a_time() -> None:
     assert ((order == tokens[:, None]).int().argmax(-1) + 1).tolist() == ranks.tolist()
 
 
+PROMPT_ASKED: list[dict[str, Any]] = [
+    {"prompt_logprobs": 0, "max_tokens": 0},
+    {"prompt_logprobs": 4, "max_tokens": 6, "logprobs": 2},
+    {"max_tokens": 8},
+    {"prompt_logprobs": 20, "max_tokens": 1},
+    {"prompt_logprobs": 1, "max_tokens": 5, "temperature": 0, "repetition_penalty": 1.5},
+]
+
+
+def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_best: int) -> None:
+    prompt = output.prompt_token_ids
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    with torch.inference_mode():
+        logits = checkpoint.model(torch.tensor([prompt])).logits[0, :-1]
+    right = logits.double().log_softmax(-1)
+    for entries, token_id, wanted in zip(
+        output.prompt_logprobs[1:], prompt[1:], right, strict=True
+    ):
+        assert entries is not None
+        order = wanted.argsort(descending=True).tolist()
+        assert list(entries) == list(dict.fromkeys([token_id, *order[:num_best]]))
+        for each, entry in entries.items():
+            assert abs(entry.logprob - wanted[each].item()) < 1e-4
+            assert entry.rank == order.index(each) + 1
+
+
+@DEVICES
+@pytest.mark.parametrize("mode", list(MODES))
+def test_those_of_prompts(tiny: Any, device: str, mode: str) -> None:
+    """Beside rows that do not ask; the second time the prompts are cached, and still computed."""
+    checkpoint = tiny("qwen3")
+    params = [
+        SamplingParams(seed=i, ignore_eos=True, **asked) for i, asked in enumerate(PROMPT_ASKED)
+    ]
+    prompts = [[5], *make_prompts()[4:8]]
+    prompts[3] = [*range(100)]
+    with LLM(checkpoint.path, device=device, **OPTIONS, **MODES[mode]) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            for output, param in zip(outputs, params, strict=True):
+                assert len(output.token_ids) == param.max_tokens
+                assert output.finish_reason == "length"
+                assert_right(checkpoint, output, param.logprobs)
+                if param.prompt_logprobs is None:
+                    assert output.prompt_logprobs is None
+                else:
+                    assert output.num_cached_tokens == 0
+                    assert_prompt_right(checkpoint, output, param.prompt_logprobs)
+        hit = llm.generate([prompts[3]], SamplingParams(max_tokens=1), use_tqdm=False)[0]
+        assert hit.num_cached_tokens == 96 or mode == "preempted"  # it filled the cache
+
+
+def test_long_prompts_are_scored_piece_by_piece(tiny: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("nanovllm.worker.logprobs.POSITIONS_AT_A_TIME", 7)
+    params = SamplingParams(prompt_logprobs=3, max_tokens=0)
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        outputs = llm.generate([[*range(90)], [*range(40)]], params, use_tqdm=False)
+    for output in outputs:
+        assert_prompt_right(tiny("qwen3"), output, 3)
+
+
+def test_a_prompt_that_streams_no_token(tiny: Any) -> None:
+    params = SamplingParams(prompt_logprobs=1, max_tokens=0)
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        pieces = list(llm.stream([[1, 2, 3]], params))
+    assert [piece.token_ids for piece in pieces] == [[]]
+    assert pieces[0].output is not None
+    assert_prompt_right(tiny("qwen3"), pieces[0].output, 1)
+
+
+def test_scores(tiny: Any) -> None:
+    checkpoint, prompt = tiny("qwen3"), [3, 1, 4, 1, 5]
+    best = checkpoint.generate(prompt, 3)
+    with LLM(checkpoint.path, device="cpu", **OPTIONS) as llm:
+        greedy, other, one = llm.score(prompt, [best, [9, 2, 6, 5], [best[0]]])
+        with pytest.raises(RequestError, match="empty"):
+            llm.score(prompt, [[]])
+    assert greedy.is_greedy
+    assert one.is_greedy
+    assert not other.is_greedy
+    for score in (greedy, other, one):
+        ids = torch.tensor([[*prompt, *score.token_ids]])
+        with torch.inference_mode():
+            right = checkpoint.model(ids).logits[0, 4:-1].double().log_softmax(-1)
+        wanted = right.gather(1, torch.tensor(score.token_ids)[:, None])[:, 0].tolist()
+        assert score.token_logprobs == pytest.approx(wanted, abs=1e-4)
+        assert score.logprob == pytest.approx(sum(wanted), abs=1e-3)
+
+
 @pytest.mark.parametrize("logprobs", [-1, 101, 2.5, True, "3"])
 def test_numbers_that_make_no_sense_are_named(logprobs: Any) -> None:
-    with pytest.raises(ConfigError, match="logprobs must be"):
-        SamplingParams(logprobs=logprobs)
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            SamplingParams(**{name: logprobs})
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1, or 0 with"):
+        SamplingParams(max_tokens=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cpu_vs_transformers import load_transformers
+from benchmarks.engines import load_transformers
 from nanovllm import LLM, SamplingParams
 from tests.checkpoints import MIN_GAP
 
@@ -28,7 +28,7 @@ def test_equals_transformers_token_for_token(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
 
-    model = load_transformers("float32")
+    model = load_transformers("smollm2", "cpu", "float32")
     for prompt, output in zip(prompts, outputs, strict=True):
         # Greedy decoding, all of its steps in one: each token is what its predecessors lead to.
         with torch.inference_mode():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from nanovllm.bench.workloads import Workload
 from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,23 @@ class Rates:
 
     def __str__(self) -> str:
         return f"{self.bytes_per_second / 1e12:g} TB/s, {self.flops_per_second / 1e12:g} TFLOP/s"
+
+
+def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) -> Rates | None:
+    """The rates given in tera, or an H200's on an H200; those of other devices are not known."""
+    given = [bandwidth, tflops]
+    if "H200" not in device_name and None in given:
+        if given == [None, None]:
+            return None
+        raise ConfigError(
+            f"the rates of this device ({device_name}) are not known: give both --bandwidth "
+            "and --tflops, or neither"
+        )
+    default = Rates()
+    return Rates(
+        default.bytes_per_second if bandwidth is None else bandwidth * 1e12,
+        default.flops_per_second if tflops is None else tflops * 1e12,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from nanovllm.bench.floors import Rates
 from nanovllm.errors import ConfigError
@@ -23,10 +24,9 @@ class Setup:
     enforce_eager: bool = False
 
     def heading(self) -> str:
-        versions = ", ".join(f"{name} {release}" for name, release in installed().items())
         rows = {
-            "model": f"{self.model}, random weights, {self.dtype}",
-            "device": f"{self.device}, {versions}{', eager' if self.enforce_eager else ''}",
+            "model": f"{self.model}, {self.dtype}",
+            "device": f"{self.device}, {versions_text()}{', eager' if self.enforce_eager else ''}",
             "floor": f"at {self.rates}" if self.rates else "not known: see --bandwidth, --tflops",
         }
         return "\n".join(f"{name:<14}{value}" for name, value in rows.items())
@@ -40,15 +40,11 @@ class Result:
     floor: float | None
     first_token_ms: float
 
-    @property
-    def value(self) -> float:
-        return statistics.median(self.runs)
-
     def line(self) -> str:
-        parts = [f"{self.case:<14}{number(self.value):>9} {self.unit:<8}"]
+        value = statistics.median(self.runs)
+        parts = [f"{self.case:<14}{number(value):>9} {self.unit:<8}"]
         if self.floor is not None:
-            share = self.value / self.floor
-            share = share if self.unit == "tok/s" else 1 / share
+            share = value / self.floor if self.unit == "tok/s" else self.floor / value
             parts.append(f"floor {number(self.floor):>7} ({share:.0%} of what is possible)")
         parts.append(f"runs {' '.join(map(number, self.runs))}")
         if self.unit != "ms":
@@ -56,12 +52,23 @@ class Result:
         return "   ".join(parts)
 
 
-def json_line(setup: Setup, result: Result) -> str:
-    record = {**asdict(result), "value": result.value, **asdict(setup), "versions": installed()}
-    return json.dumps(record) + "\n"
+def keep(
+    path: str | None, *, case: str, unit: str, runs: list[float], floor: float | None, **others: Any
+) -> None:
+    """Append a result to a file, if there is one, as a line of JSON: all benchmarks write these."""
+    if path is not None:
+        record = {"case": case, "unit": unit, "runs": runs, "value": statistics.median(runs)}
+        record |= {"floor": floor, **others, "versions": installed()}
+        _append(path, json.dumps(record) + "\n")
 
 
-def append(path: str, text: str) -> None:
+def check_writable(path: str | None) -> None:
+    """A file that cannot be written is better known before a measurement than after it."""
+    if path is not None:
+        _append(path, "")
+
+
+def _append(path: str, text: str) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
@@ -75,11 +82,15 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
+def versions_text() -> str:
+    return ", ".join(f"{name} {release}" for name, release in installed().items())
+
+
 def installed() -> dict[str, str]:
     versions = {}
-    for name in ("torch", "triton"):
+    for name in ("torch", "triton", "transformers", "vllm"):
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:  # triton is optional
+        except PackageNotFoundError:
             continue
     return versions

@@ -108,9 +108,9 @@ def _add(
 
 def check_fits(llm: LLM, workload: Workload) -> None:
     """Sequences that are cut short would be measured as if they had been cheap."""
-    limit = llm.engine.core.max_len
-    if workload.longest > limit:
+    limit, longest = llm.engine.core.max_len, max(workload.total_lens)
+    if longest > limit:
         raise ConfigError(
-            f"the workload has a sequence of {workload.longest} tokens, but the engine ends them "
+            f"the workload has a sequence of {longest} tokens, but the engine ends them "
             f"at {limit}: raise --max-model-len, or choose a model or a pool that holds more"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-MIN_LEN = 100
 LAST_ID = 10000
 
 
@@ -27,24 +26,40 @@ class Workload:
         return sum(self.max_tokens)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and answer."""
-        return max(map(sum, zip(self.prompt_lens, self.max_tokens, strict=True)))
+    def total_lens(self) -> list[int]:
+        """Tokens of each sequence, prompt and answer."""
+        return [sum(lens) for lens in zip(self.prompt_lens, self.max_tokens, strict=True)]
 
 
-def mixed(vocab_size: int, num_prompts: int = 256, max_len: int = 1024) -> Workload:
+def mixed(
+    vocab_size: int,
+    num_prompts: int = 256,
+    max_input_len: int = 1024,
+    max_output_len: int = 1024,
+    min_len: int = 100,
+    seed: int = 0,
+) -> Workload:
     """nano-vLLM's benchmark: 142,827 tokens in and 133,966 out, lengths from 100 to 1,024.
 
     Lengths and ids are drawn in turn, prompt by prompt, and the answers' lengths after them all:
     another order gives other numbers.
     """
-    rng = random.Random(0)
-    last_id, min_len = min(LAST_ID, vocab_size - 1), min(MIN_LEN, max_len // 8 + 1)
+    rng = random.Random(seed)
+    last_id = min(LAST_ID, vocab_size - 1)
+    min_len = min(min_len, min(max_input_len, max_output_len) // 8 + 1)
     prompts = [
-        [rng.randint(0, last_id) for _ in range(rng.randint(min_len, max_len))]
+        [rng.randint(0, last_id) for _ in range(rng.randint(min_len, max_input_len))]
         for _ in range(num_prompts)
     ]
-    return Workload(prompts, [rng.randint(min_len, max_len) for _ in prompts])
+    return Workload(prompts, [rng.randint(min_len, max_output_len) for _ in prompts])
+
+
+def mixed_name(num_prompts: int, max_input_len: int, max_output_len: int) -> str:
+    """ "nano", or what a smaller one is called in results."""
+    if (num_prompts, max_input_len, max_output_len) == (256, 1024, 1024):
+        return "nano"
+    lengths = [max_input_len] + [max_output_len] * (max_input_len != max_output_len)
+    return "-".join(map(str, ["nano", num_prompts, *lengths]))
 
 
 def uniform(vocab_size: int, num_prompts: int, prompt_len: int, max_tokens: int) -> Workload:

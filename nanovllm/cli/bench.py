@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from nanovllm.bench.commands import (
-    Benchmark,
-    arrivals,
-    latency,
-    prefill,
-    prefix,
-    run,
-    throughput,
-)
-from nanovllm.bench.options import (
-    add_engine_options,
-    add_floor_options,
-    add_result_options,
-    add_target_option,
-    at_least,
-)
-from nanovllm.cli.options import HELP_FORMAT
+from nanovllm.bench import commands
+from nanovllm.bench.floors import Rates, rates_of
+from nanovllm.bench.models import model_names, model_path
+from nanovllm.bench.report import Setup, check_writable, keep
+from nanovllm.cli.options import HELP_FORMAT, add_engine_options, at_least, engine_config
+from nanovllm.cli.start import load_llm
 
-DESCRIPTION = """\
-Measure the engine with random weights in a real model's shapes: nothing is downloaded. Each number
-is the median of some passes after a warm-up, and stands beside its physical floor: the bytes that
-must be read and the operations that must be done, at the rates the device is known to sustain.
-The engine is stepped directly: what passes between a caller's thread and its own is left out."""
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+DESCRIPTION = f"""\
+Measure the engine with random weights in a real model's shapes. Nothing is downloaded for
+{", ".join(model_names())};
+of a folder, a file or a hub id only the config is read. Each number is the median of some passes
+after a warm-up, and stands beside its physical floor: the bytes that must be read and the
+operations that must be done, at the rates the device is known to sustain. The engine is stepped
+directly: what passes between a caller's thread and its own is left out."""
 
 EXAMPLES = """\
 examples:
@@ -50,7 +46,8 @@ The floor takes all prompts in one step, then decodes all requests together."""
 
 LATENCY = """\
 Time decode steps: N prompts of 128 tokens, 256 new tokens each (512 where N is 1), from the step in
-which the last prompt got its first token to the end, divided by the steps in between."""
+which the last prompt got its first token to the end, divided by the steps in between. To compare
+engines, bench.py divides whole runs, prompts included."""
 
 PREFILL = """\
 Count prompt tokens per second: 64 prompts of 2,048 tokens and one new token each."""
@@ -59,19 +56,17 @@ PREFIX = """\
 Time the first token of a prompt that the engine has never seen (cold), then of another that shares
 all but its last 20 tokens (cached), for some lengths of the shared part."""
 
-
 ARRIVALS = """\
 Let requests arrive at random (a Poisson process) and take percentiles of what users wait: from
 arrival to the first token (ttft), and from each token to the next, until the last request has come
 (itl). Prompts delay the answers that run beside them: --target-inter-token-ms sets how far."""
 
-
 if TYPE_CHECKING:
-    Names = argparse._SubParsersAction[argparse.ArgumentParser]
+    Parsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def add_parser(commands: Names) -> None:
-    parser = commands.add_parser(
+def add_parser(parsers: Parsers) -> None:
+    parser = parsers.add_parser(
         "bench",
         help="measure speed, with random weights",
         usage="nanovllm bench NAME [options]",
@@ -82,89 +77,108 @@ def add_parser(commands: Names) -> None:
     names = parser.add_subparsers(
         title="benchmarks", metavar="NAME", required=True, prog="nanovllm bench"
     )
-    add_throughput(names)
-    add_latency(names)
-    add_prefill(names)
-    add_prefix(names)
-    add_arrivals(names)
-
-
-def add_throughput(names: Names) -> None:
-    examples = [
-        "throughput --model qwen3-8b --json results.jsonl",
-        "throughput --num-seqs 1024 --samples-of 1000 --max-len 256",
-    ]
-    parser = _add(names, "throughput", throughput, THROUGHPUT, examples)
+    samples = "throughput --num-seqs 1024 --max-num-seqs 1024 --samples-of 1000 --max-len 256"
+    examples = ["throughput --model qwen3-8b --json results.jsonl", samples]
+    parser = _add_benchmark(names, commands.throughput, THROUGHPUT, examples)
     _add_count(parser, "--num-seqs", 256, "requests")
     _add_count(parser, "--max-len", 1024, "longest prompt and longest answer, in tokens")
-    parser.add_argument(
-        "--samples-of",
-        type=at_least(1),
-        metavar="N",
-        help="requests that are all samples of one prompt of N tokens, with answers of --max-len",
-    )
+    text = "make all requests samples of one prompt of N tokens, with answers of --max-len"
+    parser.add_argument("--samples-of", type=at_least(1), metavar="N", help=text)
 
-
-def add_latency(names: Names) -> None:
     examples = ["latency --batch 1 64", "latency --prompt-len 2000 --new-tokens 100"]
-    parser = _add(names, "latency", latency, LATENCY, examples)
-    _add_counts(parser, "--batch", [1, 8, 64, 256], "how many prompts run at once")
+    parser = _add_benchmark(names, commands.latency, LATENCY, examples)
+    _add_count(parser, "--batch", [1, 8, 64, 256], "how many prompts run at once")
     _add_count(parser, "--prompt-len", 128, "tokens in a prompt")
-    parser.add_argument(
-        "--new-tokens",
-        type=at_least(2),
-        metavar="N",
-        help="tokens in an answer (default: 256, but 512 where one prompt runs alone)",
-    )
+    text = "tokens in an answer (default: 256, but 512 where one prompt runs alone)"
+    parser.add_argument("--new-tokens", type=at_least(2), metavar="N", help=text)
 
-
-def add_prefill(names: Names) -> None:
     examples = ["prefill", "prefill --num-seqs 2 --prompt-len 8192 --max-model-len 8200"]
-    parser = _add(names, "prefill", prefill, PREFILL, examples)
+    parser = _add_benchmark(names, commands.prefill, PREFILL, examples)
     _add_count(parser, "--num-seqs", 64, "prompts")
     _add_count(parser, "--prompt-len", 2048, "tokens in a prompt")
 
-
-def add_prefix(names: Names) -> None:
     examples = ["prefix", "prefix --prefix-len 500 --device cpu"]
-    parser = _add(names, "prefix", prefix, PREFIX, examples)
-    _add_counts(parser, "--prefix-len", [1000, 2000, 4000], "tokens that both prompts share")
+    parser = _add_benchmark(names, commands.prefix, PREFIX, examples)
+    _add_count(parser, "--prefix-len", [1000, 2000, 4000], "tokens that both prompts share")
 
-
-def add_arrivals(names: Names) -> None:
     examples = ["arrivals --model qwen3-8b --rate 40 --target-inter-token-ms 25"]
-    parser = _add(names, "arrivals", arrivals, ARRIVALS, examples)
+    parser = _add_benchmark(names, commands.arrivals, ARRIVALS, examples)
     _add_count(parser, "--rate", 10, "requests a second")
     _add_count(parser, "--num-seqs", 400, "requests")
     _add_count(parser, "--prompt-len", 512, "tokens in a prompt")
     _add_count(parser, "--new-tokens", 128, "tokens in an answer")
-    add_target_option(parser)
 
 
-def _add(
-    names: Names, name: str, benchmark: Benchmark, description: str, examples: list[str]
+def run(args: argparse.Namespace) -> int:
+    """Start the engine, then print, and keep if asked, each result as it comes."""
+    check_writable(args.json)
+    # As many as the benchmark wants to see side by side, and no fewer than engines have by default.
+    args.max_num_seqs = max([args.max_num_seqs, *getattr(args, "batch", [])])
+    with open_llm(args) as llm:
+        info = llm.engine.info
+        rates = rates_of(info.device_name, args.bandwidth, args.tflops)
+        setup = Setup(args.model, info.device, info.dtype, rates, args.enforce_eager)
+        print(setup.heading(), flush=True)
+        for result in args.benchmark(args, commands.Bench(llm, rates)):
+            print(result.line(), flush=True)
+            keep(args.json, **asdict(result), **asdict(setup))
+        if num_preemptions := llm.engine.core.scheduler.num_preemptions:
+            print(f"{num_preemptions} preemptions: the KV cache is too small for this workload")
+    return 0
+
+
+@contextlib.contextmanager
+def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
+    """Start an engine that takes and gives token ids."""
+    config = engine_config(args)
+    config = replace(config, model=model_path(config.model), skip_tokenizer_init=True)
+    with load_llm(config, args.threads) as llm:
+        yield llm
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("results").add_argument
+    text = "timed passes after a warm-up; their median counts (default: %(default)s)"
+    add("--repeats", type=at_least(1), default=3, metavar="N", help=text)
+    add("--json", metavar="FILE", help="append each result as a line of JSON (default: none)")
+    title = "floor (of an H200; elsewhere there is one if both are given)"
+    add = parser.add_argument_group(title).add_argument
+    bandwidth, tflops = (rate / 1e12 for rate in asdict(Rates()).values())
+    text = f"TB/s that memory sustains (default: on an H200, {bandwidth:g})"
+    add("--bandwidth", type=float, metavar="X", help=text)
+    text = f"TFLOP/s that products sustain (default: on an H200, {tflops:g})"
+    add("--tflops", type=float, metavar="X", help=text)
+
+
+def _add_benchmark(
+    names: Parsers, benchmark: commands.Benchmark, description: str, examples: list[str]
 ) -> argparse.ArgumentParser:
+    name = benchmark.__name__
     parser = names.add_parser(
         name,
-        help=str(benchmark.__doc__),
+        help=benchmark.__doc__,
         usage=f"nanovllm bench {name} [options]",
         description=description,
         epilog="\n  nanovllm bench ".join(["examples:", *examples]),
         formatter_class=HELP_FORMAT,
         allow_abbrev=False,
     )
-    add_engine_options(parser)
+    add_engine_options(parser, "qwen3-0.6b", load_format="dummy")
     add_result_options(parser)
-    add_floor_options(parser)
-    parser.set_defaults(run=functools.partial(run, benchmark), parser=parser)
+    parser.set_defaults(run=run, benchmark=benchmark, parser=parser)
     return parser
 
 
-def _add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
-    text += " (default: %(default)s)"
-    parser.add_argument(name, type=at_least(1), default=default, metavar="N", help=text)
-
-
-def _add_counts(parser: argparse.ArgumentParser, name: str, default: list[int], text: str) -> None:
-    text += f" (default: {' '.join(map(str, default))})"
-    parser.add_argument(name, type=at_least(1), nargs="+", default=default, metavar="N", help=text)
+def _add_count(
+    parser: argparse.ArgumentParser, name: str, default: int | list[int], text: str
+) -> None:
+    is_list = isinstance(default, list)
+    shown = " ".join(map(str, default)) if isinstance(default, list) else default
+    parser.add_argument(
+        name,
+        type=at_least(1),
+        nargs="+" if is_list else None,
+        default=default,
+        metavar="N",
+        help=f"{text} (default: {shown})",
+    )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from nanovllm.bench.options import add_target_option, at_least
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,7 +49,20 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def add_engine_options(parser: argparse.ArgumentParser, **own_defaults: int) -> None:
+def at_least(limit: int) -> Callable[[str], int]:
+    """An argparse type: integers from `limit` on."""
+
+    def integer(text: str) -> int:
+        if int(text) < limit:
+            raise argparse.ArgumentTypeError(f"must be at least {limit}, got {text}")
+        return int(text)
+
+    return integer
+
+
+def add_engine_options(
+    parser: argparse.ArgumentParser, default_model: str = "smollm2", **own_defaults: int | str
+) -> None:
     parser.add_argument(
         "-v",
         "--verbose",
@@ -61,7 +73,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **own_defaults: int) -> 
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
-        default="smollm2",
+        default=default_model,
         help="a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the "
         "short name smollm2 or qwen3 (default: %(default)s)",
     )
@@ -75,7 +87,13 @@ def add_engine_options(parser: argparse.ArgumentParser, **own_defaults: int) -> 
     engine = parser.add_argument_group("engine")
     for name, text in _ENGINE_HELP.items():
         _add_option(engine, name, text, defaults[name])
-    add_target_option(engine)
+    engine.add_argument(
+        "--target-inter-token-ms",
+        type=float,
+        metavar="X",
+        help="read prompts in pieces, so that the tokens of the answers beside them come no more "
+        "than this apart (default: read them at once)",
+    )
     engine.add_argument(
         "--threads",
         type=at_least(1),

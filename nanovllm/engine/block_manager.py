@@ -63,7 +63,7 @@ class BlockManager:
 
         Returns None when it fits; otherwise how many blocks must be free before a retry can.
         """
-        hits = self._match(seq) if self.enable_caching else []
+        hits = self._match(seq) if self.enable_caching and seq.may_hit else []
         num_idle_hits = sum(1 for block_id in hits if self._ref_counts[block_id] == 0)
         num_needed = self.num_blocks_for(len(seq.token_ids)) - len(hits) + num_idle_hits
         if num_needed > len(self._free):

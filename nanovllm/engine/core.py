@@ -92,7 +92,11 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, pending: Pending[StepResult]) -> CoreStep:
         updated = self.scheduler.commit(plan, pending.result())
-        streaming = [seq for seq in updated if seq.is_streaming and seq.finish_reason != "error"]
+        streaming = [
+            seq
+            for seq in updated
+            if seq.is_streaming and seq.finish_reason != "error" and seq.request.params.max_tokens
+        ]
         return CoreStep(
             [seq.seq_id for seq in streaming],
             [seq.token_ids[-1] for seq in streaming],
@@ -114,4 +118,5 @@ class EngineCore:
             seq.first_token_time,
             time.perf_counter(),
             seq.logprobs[: len(token_ids)],
+            seq.prompt_logprobs,
         )

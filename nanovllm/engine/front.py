@@ -76,7 +76,7 @@ class Front:
         self._check_params(params)
         if cache_salt is not None:
             check_text("cache_salt", cache_salt)
-        text, token_ids = self._encode(prompt)
+        token_ids = self.token_ids_of(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         detokenizer = None
@@ -93,7 +93,7 @@ class Front:
             cache_salt,
             is_streaming=is_streaming or detokenizer is not None,
         )
-        return Live(request, text, is_streaming, detokenizer)
+        return Live(request, prompt if isinstance(prompt, str) else None, is_streaming, detokenizer)
 
     def collect(
         self, step: CoreStep, finish: Callable[[int, FinishReason], Ending | None]
@@ -134,6 +134,9 @@ class Front:
         if request.params.logprobs is not None:
             logprobs = [self._as_dict(each) for each in ending.logprobs]
             cumulative = sum(each.logprobs[0] for each in ending.logprobs)
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *map(self._as_dict, ending.prompt_logprobs)]
         first = ending.first_token_time
         return RequestOutput(
             seq_id=ending.seq_id,
@@ -148,6 +151,7 @@ class Front:
             error=why_broken(request.params) if ending.finish_reason == "error" else None,
             logprobs=logprobs,
             cumulative_logprob=cumulative,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
@@ -169,22 +173,22 @@ class Front:
             ids: list[int] = self.tokenizer.encode(text, **options)
         return ids
 
-    def _encode(self, prompt: str | list[int]) -> tuple[str | None, array[int]]:
+    def token_ids_of(self, prompt: str | list[int], **options: Any) -> array[int]:
+        """Check a prompt and tokenise it, if it is a text. Safe in any thread."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
                 )
             check_text("the prompt", prompt)
-            ids = self.encode(prompt)
+            ids = self.encode(prompt, **options)
         elif isinstance(prompt, list):
             ids = prompt
         else:
             raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
         if not ids:
             raise RequestError("the prompt is empty; give it at least one token")
-        token_ids = to_token_ids(ids, self._vocab_size)
-        return (prompt if isinstance(prompt, str) else None), token_ids
+        return to_token_ids(ids, self._vocab_size)
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):

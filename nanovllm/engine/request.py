@@ -35,6 +35,11 @@ class TokenLogprobs:
     logprobs: list[float]
     rank: int  # of its own token, from 1
 
+    def cut(self, num_best: int | None) -> TokenLogprobs:
+        """Keep no more of the likeliest than were asked for; others of the step may want more."""
+        end = 1 + (num_best or 0)
+        return TokenLogprobs(self.token_ids[:end], self.logprobs[:end], self.rank)
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -47,6 +52,7 @@ class Ending:
     first_token_time: float  # 0.0 when there was no token
     end_time: float
     logprobs: list[TokenLogprobs]  # of every token, if they were asked for
+    prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, likewise
 
 
 @dataclass(frozen=True, slots=True)

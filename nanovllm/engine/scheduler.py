@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
-from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult, num_scored
 from nanovllm.engine.waiting import Waiting
 from nanovllm.sampling_params import NO_TOKEN
 
@@ -71,7 +73,8 @@ class Scheduler:
             self.pacer.end(plan)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
-        self._add_logprobs(sampled, result)
+        _add_prompt_logprobs(rows, plan, result)
+        _add_logprobs(sampled, result)
         updated: list[Sequence] = []
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
@@ -225,18 +228,6 @@ class Scheduler:
         elif num_tokens >= seq.max_len:
             self._end(seq, "length")
 
-    def _add_logprobs(self, sampled: list[Sequence], result: StepResult) -> None:
-        columns = (result.logprob_ids, result.logprobs, result.ranks)
-        known = [column.tolist() for column in columns if column is not None]
-        if not known:
-            return
-        asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
-        rows = zip(asking, *known, strict=True)
-        for seq, token_ids, logprobs, rank in rows:
-            if seq.finish_reason is None:
-                end = 1 + (seq.request.params.logprobs or 0)
-                seq.logprobs.append(TokenLogprobs(token_ids[:end], logprobs[:end], rank))
-
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         if seq.slot == NO_SLOT:
@@ -251,6 +242,37 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         self._released.append(seq.slot)
         seq.slot = NO_SLOT
+
+
+def _add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
+    """Give the sequences that ask the log-probabilities of their newest tokens."""
+    if result.logprob_ids is None:
+        return
+    asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
+    entries = _entries(result.logprob_ids, result.logprobs, result.ranks)
+    for seq, entry in zip(asking, entries, strict=True):
+        if seq.finish_reason is None:
+            seq.logprobs.append(entry.cut(seq.request.params.logprobs))
+
+
+def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+    """Give the sequences that ask those of the prompt tokens that this step read past."""
+    if result.prompt_ids is None:
+        return
+    entries = _entries(result.prompt_ids, result.prompt_logprobs, result.prompt_ranks)
+    spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
+    for seq, start, count in spans:
+        num_best = seq.request.params.prompt_logprobs
+        if num_best is None:
+            continue
+        for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
+            entry = next(entries)
+            if position == len(seq.prompt_logprobs):  # not so when it runs again after preemption
+                seq.prompt_logprobs.append(entry.cut(num_best))
+
+
+def _entries(ids: Any, logprobs: Any, ranks: Any) -> Iterator[TokenLogprobs]:
+    return map(TokenLogprobs, ids.tolist(), logprobs.tolist(), ranks.tolist())
 
 
 @dataclass(slots=True)

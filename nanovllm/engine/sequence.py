@@ -24,6 +24,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)
+    may_hit: bool = field(init=False)  # whether cached blocks spare it the computation
     token_ids: array[int] = field(init=False)  # numpy and hashes read it as it is
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)
@@ -32,6 +33,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     first_token_time: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
 
     slot: int = NO_SLOT
     num_computed: int = 0
@@ -47,7 +49,8 @@ class Sequence:
         self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.max_len = self.num_prompt_tokens + request.params.max_tokens
+        self.max_len = self.num_prompt_tokens + max(request.params.max_tokens, 1)
+        self.may_hit = request.params.prompt_logprobs is None
         self.prefix = request.cache_salt
 
     @property
@@ -56,4 +59,6 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :].tolist()
+        """Without the one that is sampled, for want of a shorter way, where none is asked for."""
+        ids = self.token_ids[self.num_prompt_tokens :].tolist()
+        return ids if self.request.params.max_tokens else []

@@ -65,6 +65,18 @@ class StepResult:
     logprob_ids: IntColumn | None = None  # [rows, 1 + the most that a row asks for]
     logprobs: npt.NDArray[np.float32] | None = None
     ranks: IntColumn | None = None  # [rows], of the sampled token, from 1
+    # The same of every prompt token that `num_scored` counts.
+    prompt_ids: IntColumn | None = None
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_ranks: IntColumn | None = None
+
+
+def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:
+    """Of a row that asks for prompt logprobs: how many of its positions foretell a prompt token.
+
+    Those are its first ones; each foretells the token that follows it.
+    """
+    return max(0, min(start + count, num_prompt_tokens - 1) - start)
 
 
 @dataclass(frozen=True, slots=True)

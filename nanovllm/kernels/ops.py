@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -50,8 +50,7 @@ class QKNormWeights:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
+class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long
     """Hidden states between two norms: the residual, and an update that is not added to it yet.
 
     The next norm adds them in the pass in which it reads them, and may overwrite both.
@@ -60,6 +59,11 @@ class Hidden:
     residual: Tensor  # [tokens, hidden]
     # [tokens, hidden], or the partial sums of a split-K product: float32 [splits, tokens, hidden].
     update: Tensor | None = None
+
+    def select(self, tokens: Tensor) -> Hidden:
+        """Copy the states of some tokens."""
+        update = None if self.update is None else self.update.index_select(-2, tokens)
+        return Hidden(self.residual.index_select(0, tokens), update)
 
 
 class PackedLinear(Protocol):

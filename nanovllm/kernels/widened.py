@@ -9,7 +9,7 @@ from torch import Tensor
 # Of a weight, at a time: large enough for the product's speed, small beside any model.
 PIECE_SIZE = 1 << 21
 
-# So few rows of float16 are faster as they are, even emulated: benchmarks/cpu_dtypes.py.
+# So few rows of float16 are faster as they are, even emulated: benchmarks/engine/cpu_choices.py.
 MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 

@@ -17,6 +17,8 @@ class MergedLinear(Layer):
     One with an activation returns activation(gate) * up.
     """
 
+    packed: PackedLinear  # once it is loaded
+
     def __init__(
         self,
         inputs: Share,
@@ -30,12 +32,6 @@ class MergedLinear(Layer):
         self.weight = build.weight_format.linear(outputs, inputs, build)
         self.bias = build.parameter(num_outputs(outputs)) if bias else None
         self.ops = build.ops
-        self._packed: PackedLinear | None = None
-
-    @property
-    def packed(self) -> PackedLinear:
-        assert self._packed is not None, "forward before pack"
-        return self._packed
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)
@@ -53,7 +49,7 @@ class MergedLinear(Layer):
         return {f"{parent}{name}": tensor for name, tensor in tensors.items()}
 
     def pack(self, has_room: bool) -> None:
-        self._packed = self.weight.pack(self.ops, self.bias, self.activation, has_room)
+        self.packed = self.weight.pack(self.ops, self.bias, self.activation, has_room)
         del self.weight
 
 

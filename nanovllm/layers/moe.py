@@ -17,6 +17,8 @@ class SparseMLP(Layer):
     A rank has a share of every expert.
     """
 
+    packed: PackedExperts  # once it is loaded
+
     def __init__(
         self, hidden_size: int, config: ExpertsConfig, names: ExpertNames, build: Build
     ) -> None:
@@ -26,11 +28,9 @@ class SparseMLP(Layer):
         self.weight = build.weight_format.experts(config.num_experts, names, hidden, size, build)
         self.routing = Routing(config.top_k, config.is_normalized)
         self.ops, self.group = build.ops, build.group
-        self._packed: PackedExperts | None = None
 
     def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
-        assert self._packed is not None, "forward before pack"
-        y, residual = self._packed.after_norm(hidden, norm.weights, self.gate.packed)
+        y, residual = self.packed.after_norm(hidden, norm.weights, self.gate.packed)
         return Hidden(residual, self.group.all_reduce(y))
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
@@ -38,5 +38,5 @@ class SparseMLP(Layer):
         return {f"{path}.{name}": tensor for name, tensor in tensors.items()}
 
     def pack(self, has_room: bool) -> None:
-        self._packed = self.weight.pack(self.ops, self.routing)
+        self.packed = self.weight.pack(self.ops, self.routing)
         del self.weight

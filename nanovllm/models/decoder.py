@@ -110,7 +110,10 @@ class DecoderModel(Layer):
         self.step: PackedStep | None = None  # the step of one sequence, where it is packed whole
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        return self.lm_head.logits(self.model(batch), self.model.norm)
+        return self.logits(self.model(batch))
+
+    def logits(self, hidden: Hidden) -> Tensor:
+        return self.lm_head.logits(hidden, self.model.norm)
 
     def pack_step(self) -> None:
         """Pack the step of one sequence, once every layer is packed."""

@@ -25,7 +25,7 @@ class CpuPlatform:
     """Runs each step inside `submit`, so a pipeline deeper than 0 would only delay results."""
 
     device = torch.device("cpu")
-    depth = 0  # benchmarks/cpu_depth.py
+    depth = 0  # benchmarks/engine/cpu_choices.py
     name = device_name = "cpu"
 
     def __init__(self, num_ranks: int = 1, features: CpuFeatures | None = None) -> None:

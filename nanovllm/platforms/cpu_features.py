@@ -26,7 +26,7 @@ class CpuFeatures:
         Decoding waits for memory, and our kernels read bfloat16 at no cost. A product with many
         rows costs what it costs in float32, as its weight is widened once for all of them.
         Without our kernels each step would widen all weights, which is slower than to read them in
-        float32. benchmarks/cpu_dtypes.py measures both.
+        float32. benchmarks/engine/cpu_choices.py measures both.
         """
         if checkpoint_dtype == "float32":
             return torch.float32

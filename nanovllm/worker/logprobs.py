@@ -1,20 +1,25 @@
-"""Log-probabilities of sampled tokens, and of the likeliest ones, for the rows that ask for them.
+"""Log-probabilities of tokens, and of the likeliest ones beside them, for the rows that ask.
 
 They are the model's own: of its logits before anything edits them or a temperature scales them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.step import StepPlan, num_scored
 from nanovllm.kernels.torch_sampling import token_logprobs
 from nanovllm.worker.batch import sampled_rows
+from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.tables import SlotTables
+
+POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
+
+Scores = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, as in StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,7 @@ class KeptLogits:
     logits: Tensor  # [rows, vocab_size]
     num_best: int
 
-    def of(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, log-probabilities and ranks, as StepResult holds them."""
+    def of(self, tokens: Tensor) -> Scores:
         own = tokens[self.rows].clamp(min=0)  # NO_TOKEN is none
         return token_logprobs(self.logits, own, self.num_best)
 
@@ -56,3 +60,65 @@ class Logprobs:
         num_best = max(self._num_best[slots[row]] for row in rows)
         indices = self.tables.platform.upload(np.array(rows))
         return KeptLogits(indices, torch.index_select(logits, 0, indices), num_best)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row of a plan, some of whose positions foretell tokens of its prompt."""
+
+    slot: int
+    start: int
+    count: int
+    first_token: int  # in the batch
+    num_best: int
+
+
+class PromptLogprobs:
+    """Runs the steps in which somebody asks for the log-probabilities of a prompt."""
+
+    def __init__(self, eager: EagerForward) -> None:
+        self.eager = eager
+        self._asking: dict[int, tuple[int, int]] = {}  # by slot: how many, length of the prompt
+
+    def update(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            self._asking.pop(slot, None)
+        for row in plan.new_rows:
+            if row.params.prompt_logprobs is not None:
+                self._asking[row.slot] = row.params.prompt_logprobs, row.num_prompt_tokens
+
+    def wanted(self, plan: StepPlan) -> list[ScoredRow]:
+        if not self._asking:
+            return []
+        first_tokens = np.cumsum(plan.counts) - plan.counts
+        columns = (plan.slots, plan.starts, plan.counts, first_tokens)
+        rows = []
+        for slot, start, count, first in zip(*(c.tolist() for c in columns), strict=True):
+            num_best, prompt_len = self._asking.get(slot, (0, 0))
+            if (num := num_scored(start, count, prompt_len)) > 0:
+                rows.append(ScoredRow(slot, start, num, first, num_best))
+        return rows
+
+    def run(self, plan: StepPlan, rows: list[ScoredRow]) -> tuple[StepLogits, Scores]:
+        """Run the model on a plan; return its logits as a Forward does, and the rows' scores."""
+        eager, upload = self.eager, self.eager.tables.platform.upload
+        hidden = eager.model.model(replace(eager.batch(plan), sampled=None))
+        last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
+        logits = eager.model.logits(hidden.select(upload(last_tokens)))
+
+        def column(first: str) -> np.ndarray:
+            ranges = [np.arange(row.count) + getattr(row, first) for row in rows]
+            return np.concatenate(ranges)
+
+        slots = upload(np.repeat([row.slot for row in rows], [row.count for row in rows]))
+        tokens = eager.tables.tokens[slots, upload(column("start") + 1)]
+        num_best = max(row.num_best for row in rows)
+        indices = upload(column("first_token"))
+        pieces = [
+            token_logprobs(eager.model.logits(hidden.select(some)), own, num_best)
+            for some, own in zip(
+                indices.split(POSITIONS_AT_A_TIME), tokens.split(POSITIONS_AT_A_TIME), strict=True
+            )
+        ]
+        ids, values, ranks = (torch.cat(part) for part in zip(*pieces, strict=True))
+        return eager.step_logits(logits, plan), (ids, values, ranks)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.pending import Pending
-from nanovllm.worker.forward import Forward, StepLogits
+from nanovllm.worker.forward import EagerForward, Forward, StepLogits
 from nanovllm.worker.logits_edits import LogitsEdits
-from nanovllm.worker.logprobs import Logprobs
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.logprobs import Logprobs, PromptLogprobs
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
 
@@ -22,30 +21,41 @@ Sampler = Callable[[StepLogits, StepPlan], Tensor]
 class ModelRunner:
     """Runs the model, then samples; logits may be edited in between."""
 
-    tables: SlotTables
-    forward: Forward
+    eager: EagerForward
+    forward: Forward  # the same, or what replays steps
     sampler: Sampler
     check: Callable[[], None] | None = None  # raises if the device could not finish a step
 
     def __post_init__(self) -> None:
+        self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
         self.logprobs = Logprobs(self.tables)
+        self.prompt_logprobs = PromptLogprobs(self.eager)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
         self.tables.update(plan)
-        logits = self.forward(plan)  # first: the device has work while the host prepares the rest
-        self.edits.update(plan)
+        self.prompt_logprobs.update(plan)
+        results: dict[str, Tensor] = {}
+        if rows := self.prompt_logprobs.wanted(plan):
+            logits, scores = self.prompt_logprobs.run(plan, rows)
+            names = ("prompt_ids", "prompt_logprobs", "prompt_ranks")
+            results |= dict(zip(names, scores, strict=True))
+        else:
+            logits = self.forward(plan)
+        self.edits.update(plan)  # not before: the device has its work by now
         self.logprobs.update(plan)
         kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
         tokens = self.sampler(logits, plan)
-        results = (tokens,) if kept is None else (tokens, *kept.of(tokens))
-        fetched = self.tables.platform.fetch(*results)
-        return Pending(lambda: self._result(fetched))
+        if kept is not None:
+            names = ("logprob_ids", "logprobs", "ranks")
+            results |= dict(zip(names, kept.of(tokens), strict=True))
+        fetched, given = self.tables.platform.fetch(tokens, *results.values()), list(results)
+        return Pending(lambda: self._result(fetched, given))
 
-    def _result(self, fetched: Pending[list[np.ndarray]]) -> StepResult:
-        tokens, *logprobs = fetched.result()
+    def _result(self, fetched: Pending[list[np.ndarray]], names: list[str]) -> StepResult:
+        tokens, *others = fetched.result()
         if self.check is not None:
             self.check()
-        return StepResult(tokens[:, None], *logprobs)
+        return StepResult(tokens[:, None], **dict(zip(names, others, strict=True)))

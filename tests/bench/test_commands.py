@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from nanovllm.bench.floors import Rates
-from nanovllm.bench.options import rates
 from nanovllm.bench.runner import run_once
 from nanovllm.bench.workloads import uniform
 from nanovllm.cli import build_parser
@@ -72,13 +70,10 @@ def test_latency_beside_its_floor(folder: Path, capsys: pytest.CaptureFixture[st
     assert output.count("of what is possible") == 2
 
 
-def test_prefill(folder: Path) -> None:
+def test_prefill_and_prefix(folder: Path) -> None:
     (record,) = bench(folder, "prefill --num-seqs 2 --prompt-len 64 --repeats 1")
     assert (record["case"], record["unit"]) == ("prefill-2-64", "tok/s")
-
-
-def test_prefix(folder: Path) -> None:
-    records = bench(folder, "prefix --prefix-len 256 --repeats 1 --bandwidth 1 --tflops 1")
+    _, *records = bench(folder, "prefix --prefix-len 256 --repeats 1 --bandwidth 1 --tflops 1")
     assert [record["case"] for record in records] == ["cold-256", "cached-256"]
     assert records[1]["floor"] < records[0]["floor"]
 
@@ -108,20 +103,3 @@ def test_results_that_cannot_be_written_stop_the_run_before_it_starts(folder: Pa
 def test_wrong_usage(arguments: str) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["bench", *arguments.split()])
-
-
-def test_rates_are_known_of_an_h200_only() -> None:
-    """Another device's floor is what is given for it, or none."""
-
-    def rates_of(device_name: str, options: str = "") -> Rates | None:
-        args = build_parser().parse_args(["bench", "latency", *options.split()])
-        return rates(args, device_name)
-
-    assert rates_of("NVIDIA H200") == Rates()
-    assert rates_of("NVIDIA H200", "--bandwidth 4") == Rates(4e12)
-    assert rates_of("NVIDIA GeForce RTX 4070 Laptop GPU") is None
-    assert rates_of("cpu") is None
-    assert rates_of("NVIDIA H100 80GB HBM3", "--bandwidth 3 --tflops 700") == Rates(3e12, 700e12)
-    for options in ("--bandwidth 3", "--tflops 700"):
-        with pytest.raises(ConfigError, match=r"H100.*give both --bandwidth and --tflops"):
-            rates_of("NVIDIA H100 80GB HBM3", options)

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.bench.floors import ModelCost, Rates, decode_floor, model_cost, prefill_floor
+from nanovllm.bench.floors import (
+    ModelCost,
+    Rates,
+    decode_floor,
+    model_cost,
+    prefill_floor,
+    rates_of,
+)
 from nanovllm.bench.models import model_path
 from nanovllm.bench.workloads import Workload, mixed, uniform
+from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
 
 # Small enough to count on paper; memory is so slow here that it bounds everything.
@@ -88,3 +96,14 @@ def test_the_usual_workload_reads_14_terabytes_of_kv() -> None:
     seconds = prefill_floor(cost, Rates(), workload.prompt_lens)
     seconds += decode_floor(cost, Rates(), workload)
     assert workload.num_new_tokens / seconds == pytest.approx(36_000, rel=0.02)
+
+
+def test_rates_are_known_of_an_h200_only() -> None:
+    """Another device's floor is what is given for it, or none."""
+    assert rates_of("NVIDIA H200", None, None) == Rates()
+    assert rates_of("NVIDIA H200", 4.0, None) == Rates(4e12)
+    assert rates_of("cpu", None, None) is None
+    assert rates_of("NVIDIA H100 80GB HBM3", 3.0, 700.0) == Rates(3e12, 700e12)
+    for given in ((3.0, None), (None, 700.0)):
+        with pytest.raises(ConfigError, match=r"H100.*give both --bandwidth and --tflops"):
+            rates_of("NVIDIA H100 80GB HBM3", *given)

@@ -11,7 +11,7 @@ def test_the_usual_workload_is_nano_vllms() -> None:
     workload = mixed(151936)
     assert len(workload.prompts) == len(workload.max_tokens) == 256
     assert (workload.num_prompt_tokens, workload.num_new_tokens) == (142_827, 133_966)
-    assert workload.longest == 2011
+    assert max(workload.total_lens) == 2011
 
 
 def test_it_is_drawn_in_nano_vllms_order() -> None:
@@ -22,12 +22,12 @@ def test_it_is_drawn_in_nano_vllms_order() -> None:
 
 
 def test_a_smaller_one_fits_a_small_vocabulary() -> None:
-    workload = mixed(50, num_prompts=20, max_len=64)
+    workload = mixed(50, 20, 64, 64)
     lengths = [*workload.prompt_lens, *workload.max_tokens]
     assert len(workload.prompts) == 20
     assert 1 <= min(lengths) < max(lengths) <= 64
     assert max(map(max, workload.prompts)) == 49
-    assert mixed(50, num_prompts=1, max_len=1).longest == 2
+    assert mixed(50, 1, 1, 1).total_lens == [2]
 
 
 def test_uniform() -> None:

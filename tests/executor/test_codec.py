@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from benchmarks.plan_broadcast import decode_rows, long_prompts
+from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.executor.codec import decode_plan, decode_result, encode_plan, encode_result
 from nanovllm.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.plan_broadcast import decode_rows, long_prompts, measure, start_clocks
+from benchmarks.engine.plan_broadcast import decode_rows, long_prompts, measure, start_clocks
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError

@@ -211,7 +211,7 @@ class AddsToResidual:
 def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
     """Each of several ranks has it all: what they add up must not contain it."""
     linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops, group), "o_proj")
-    linear._packed = AddsToResidual()
+    linear.packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
     hidden = linear.add_to(residual, x)
     assert torch.equal(hidden.update, 2 * x)
@@ -220,7 +220,7 @@ def test_the_residual_is_left_to_the_norm(ops: Ops, group: TPGroup) -> None:
 
 def test_one_rank_may_add_to_the_residual(ops: Ops) -> None:
     linear: Any = RowParallelLinear(whole(HIDDEN), HIDDEN, False, build(ops), "o_proj")
-    linear._packed = AddsToResidual()
+    linear.packed = AddsToResidual()
     x, residual = torch.randn(3, HIDDEN), torch.ones(3, HIDDEN)
     hidden = linear.add_to(residual, x)
     assert hidden.update is None

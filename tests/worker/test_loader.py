@@ -28,7 +28,7 @@ pytest.importorskip("gguf")
 
 import gguf
 
-from benchmarks.loading import load_in_process, write_checkpoint
+from benchmarks.engine.loading import load_in_process, write_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint import weights

@@ -28,10 +28,10 @@ from nanovllm.kernels.torch_ops import run_experts
 from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
-# weight included, is faster: benchmarks/cpu_linear.py.
+# weight included, is faster: benchmarks/kernels/cpu_products.py.
 MAX_LINEAR_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 
-# Of an expert, were the tokens spread evenly: benchmarks/cpu_experts.py.
+# Of an expert, were the tokens spread evenly: benchmarks/kernels/cpu_products.py.
 MAX_EXPERT_ROWS = {torch.bfloat16: 12, torch.float32: 32}
 
 

@@ -15,7 +15,7 @@ class Pace:
     """Chooses between all threads and one, by what the last runs took.
 
     A thread that has lost its core for a moment makes all others wait, in every kernel anew: then
-    one thread alone is several times faster. benchmarks/cpu_busy_cores.py measures it.
+    one thread alone is several times faster. benchmarks/engine/cpu_choices.py measures it.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -25,6 +25,7 @@ class Pace:
         self._seconds: float | None = None
         self._num_left = 0  # runs until the next look
         self._pause = MIN_PAUSE
+        self._rest_seconds = self._rest_cpu_seconds = 0.0  # of the last runs before a look
 
     def run(self, call: Callable[[int], object]) -> None:
         """Call with a number of threads; how long it takes decides about the next ones."""
@@ -39,13 +40,26 @@ class Pace:
         if self._seconds is not None:
             self._compare(seconds)
         elif self._num_left > 0:
-            self._num_left -= 1
-            if self._num_left == 0:
-                self.num_threads = self._most
+            self._rest(seconds, cpu_seconds)
         elif cpu_seconds < FAIR_SHARE * seconds * self._most:
             self._seconds, self.num_threads = seconds, 1
         else:
             self._pause = MIN_PAUSE
+
+    def _rest(self, seconds: float, cpu_seconds: float) -> None:
+        """Wait for the next look; where one thread alone is robbed of its core, put it off."""
+        self._num_left -= 1
+        if self._num_left < MIN_PAUSE:
+            self._rest_seconds += seconds
+            self._rest_cpu_seconds += cpu_seconds
+        if self._num_left > 0:
+            return
+        is_robbed = self._rest_cpu_seconds < FAIR_SHARE * self._rest_seconds
+        if self.num_threads == 1 and is_robbed:
+            self._num_left = MIN_PAUSE
+        else:
+            self.num_threads = self._most
+        self._rest_seconds = self._rest_cpu_seconds = 0.0
 
     def _compare(self, seconds: float) -> None:
         """Stay with the faster one for a while, longer each time that nothing has changed."""

@@ -37,14 +37,14 @@ class CpuBackend:
         is_eager = config.enforce_eager or config.attention_backend != "auto"
         # A recording holds kernels alone, and a group's sums stand between them.
         if self.ops.launcher is None or is_eager or not self.group.is_alone:
-            return ModelRunner(tables, eager, sampler)
+            return ModelRunner(eager, eager, sampler)
         from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
         from nanovllm.worker.cpu.recorded_forward import RecordedForward
 
         assert isinstance(self.ops, NumbaOps)
         recorded = RecordedForward(eager, self.ops, config.max_model_len)
         recorded.prepare()
-        return ModelRunner(tables, recorded, sampler)
+        return ModelRunner(eager, recorded, sampler)
 
 
 def create_cpu_backend(

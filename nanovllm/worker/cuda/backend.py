@@ -58,7 +58,7 @@ class CudaBackend:
         sampler = self.sampler(tables)
         attention, max_model_len = self._graphed_attention(), self.config.max_model_len
         if attention is None:
-            return ModelRunner(tables, eager, sampler)
+            return ModelRunner(eager, eager, sampler)
         chunks = None
         if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(eager, attention, platform, self.max_tokens, max_model_len)
@@ -67,7 +67,7 @@ class CudaBackend:
         graphed.capture(show_progress=is_watched and self.group.rank == 0)
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(tables, graphed, graphed.sample, check)
+        return ModelRunner(eager, graphed, graphed.sample, check)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

@@ -17,6 +17,7 @@ class Machine:
     num_threads: int
     slowdown: float = 1.0  # of all threads, by waiting for each other
     share: float = 1.0
+    share_alone: float | None = None  # of one thread, if it is another
     chosen: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -28,7 +29,8 @@ class Machine:
             is_alone = self.pace.num_threads == 1
             took = 1.0 if is_alone else self.slowdown / self.num_threads
             self.seconds += took
-            self.pace.note(took, took * self.share * self.pace.num_threads)
+            share = self.share if self.share_alone is None or not is_alone else self.share_alone
+            self.pace.note(took, took * share * self.pace.num_threads)
         return (self.seconds - before) / num_runs
 
 
@@ -46,13 +48,22 @@ def test_busy_cores_cost_little_more_than_one_thread_does(
 ) -> None:
     machine = Machine(Pace(num_threads), num_threads, slowdown * num_threads / 2, share=0.4)
     machine.run(200)
-    assert machine.run(1000) < 1.5
+    machine.chosen.clear()
+    assert machine.run(1000) == 1.0
+    assert set(machine.chosen) == {1}  # no look: one thread is robbed as well
     machine.slowdown = machine.share = 1.0  # the others have gone
     machine.run(MAX_PAUSE + 2)
     assert machine.pace.num_threads == num_threads
     machine.chosen.clear()
     machine.run(1000)
     assert set(machine.chosen) == {num_threads}
+
+
+@pytest.mark.parametrize("slowdown", [6.0, 12.0, 40.0])
+def test_looks_cost_little_where_one_thread_has_a_core(slowdown: float) -> None:
+    machine = Machine(Pace(2), 2, slowdown, share=0.4, share_alone=1.0)
+    machine.run(200)
+    assert 1.0 < machine.run(1000) < 1.5
 
 
 def test_threads_that_sleep_while_they_wait_are_not_taken_for_robbed_ones() -> None:

@@ -1,6 +1,6 @@
 """What scheduling costs in Python per row and step, with an executor that does nothing.
 
-    python -m benchmarks.scheduler_cost
+    python -m benchmarks.engine.scheduler_cost
 
 A step is schedule + submit + commit at depth 1; the bar is 3 us per row at 256 and at 1,024 rows.
 """

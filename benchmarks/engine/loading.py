@@ -1,7 +1,7 @@
 """How fast weights load, and how much memory that takes beyond the weights themselves.
 
-    python -m benchmarks.loading [--gigabytes 1] [--shards 4] [--dtype float32] [--device cpu]
-        [--ranks 2]
+    python -m benchmarks.engine.loading [--gigabytes 1] [--shards 4] [--dtype float32]
+        [--device cpu] [--ranks 2]
 
 Writes a bf16 checkpoint of random weights into a temporary folder and loads it in fresh processes:
 cold, with the files out of the page cache where the system takes such advice, and warm. Memory is
@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.startup import drop_from_memory
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
-from nanovllm.models.config_json import read_model_config
-from nanovllm.models.registry import build_model
+from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
 from nanovllm.worker.loader import expected_tensors, load_weights
 
@@ -72,10 +73,6 @@ class Load:
 
 def main() -> int:
     args = parse_args()
-    if args.measure:
-        load = measure(Path(args.measure), args.dtype, args.device, args.ranks)
-        print(json.dumps(asdict(load)))
-        return 0
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name), args.gigabytes, args.shards)
         for kind in ("cold", "warm"):
@@ -89,23 +86,36 @@ def main() -> int:
 def write_checkpoint(folder: Path, gigabytes: float, num_shards: int) -> None:
     """Write about so many bytes; the first and last tensors, by name, are the largest."""
     num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
-    config = CONFIG | {"num_hidden_layers": num_layers}
+    write_random_weights(folder, CONFIG | {"num_hidden_layers": num_layers}, num_shards)
+
+
+def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) -> None:
+    """Write a checkpoint in the config's shapes and dtype."""
     (folder / "config.json").write_text(json.dumps(config))
-    build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
-    expected = expected_tensors(build_model(read_model_config(config), 64, build))
+    model_config = read_config(config)
+    dtype = getattr(torch, model_config.dtype)
+    build = Build(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
+    expected = expected_tensors(build_model(model_config, 64, build))
     names = sorted(expected)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
-        tensors = {n: torch.randn(expected[n].shape, dtype=torch.bfloat16) for n in own}
+        tensors = {n: torch.empty(expected[n].shape, dtype=dtype).normal_(std=0.02) for n in own}
         save_file(tensors, folder / f"model-{i + 1:05}-of-{num_shards:05}.safetensors")
 
 
+def drop_from_memory(folder: Path) -> None:
+    """Have the files read from the disk again, where the system takes such advice."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -> Load:
-    command = [sys.executable, "-m", "benchmarks.loading", "--measure", str(folder)]
-    command += ["--dtype", dtype, "--device", device, "--ranks", str(num_ranks)]
-    root = Path(__file__).parent.parent
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root)
-    return Load(**json.loads(result.stdout.splitlines()[-1]))
+    """A fresh process, whose peak is its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, folder, dtype, device, num_ranks).result()
 
 
 def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
@@ -117,7 +127,7 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
     build = Build(platform.device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first)
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode(), platform.in_order():
-        model = build_model(read_model_config(checkpoint.config), 64, build)
+        model = build_model(read_config(checkpoint.config), 64, build)
         weight_bytes = sum(tensor.nbytes for tensor in expected_tensors(model).values())
         start = time.perf_counter()
         load_weights(model, checkpoint, platform)
@@ -140,7 +150,6 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", default="bfloat16", help="to load into (default: bfloat16, as stored)")
     add("--device", default="cpu", help="cpu, cuda or auto (default: cpu)")
     add("--ranks", type=int, default=1, help="that share the weights (default: 1)")
-    add("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

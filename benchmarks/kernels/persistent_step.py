@@ -1,6 +1,6 @@
 """The whole decode step of one sequence as one kernel: its time, beside its error.
 
-    python -m benchmarks.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000 32000
+    python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
 
 Weights and cache are random. The time is that of a replayed graph of ten steps, the median of three
 times ten replays; the error is that of the logits against float32 on the same device, with that of
@@ -12,51 +12,51 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks.replays import microseconds
-from nanovllm.bench.floors import Rates
+from benchmarks.kernels.timing import GpuTimer, floor
 from nanovllm.bench.models import model_path
+from nanovllm.cli.exit_code import exit_code
 from nanovllm.kernels.cuda.persistent_step import StepShape
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.cuda import CudaPlatform
 from tests.kernels.cuda.random_steps import RandomStep, Variant
 
 STEPS = 10
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
     args = parser.parse_args()
+    timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     shape = StepShape(config.hidden_size, *heads, config.intermediate_size, config.vocab_size)
     has_norm = config.architecture == "Qwen3ForCausalLM"
     variant = Variant(config.num_layers, has_norm, config.qkv_bias, block_size=256)
     step = RandomStep(shape, variant, max(args.contexts) + 1)
+
+    def run() -> torch.Tensor:
+        step.run()
+        return step.logits
+
     tensors = step.tensors
     weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
     num_bytes = sum(weight.nbytes for weight in weights)
     key_bytes = config.num_layers * 4 * config.num_kv_heads * config.head_dim
-    print(f"{args.model}, {torch.cuda.get_device_name()}")
+    print(args.model)
     print("| context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|")
     for context in args.contexts:
         kernel, plain, _ = step.errors(context, 7)
-        times = [microseconds(lambda: run_many(step), CudaPlatform(0.9)) for _ in range(3)]
-        floor = (num_bytes + context * key_bytes) / Rates().bytes_per_second
-        ms = statistics.median(times) / STEPS / 1000
-        print(f"| {context:,} | {ms:.4f} | {1000 * floor:.3f} | {kernel:.4f} | {plain:.4f} |")
-
-
-def run_many(step: RandomStep) -> torch.Tensor:
-    for _ in range(STEPS):
-        step.run()
-    return step.logits
+        ms = statistics.median(timer.microseconds([run] * STEPS) for _ in range(3)) / 1000
+        best = floor(num_bytes + context * key_bytes, 0) / 1000
+        print(f"| {context:,} | {ms:.4f} | {best:.3f} | {kernel:.4f} | {plain:.4f} |")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -1,6 +1,6 @@
 """What it costs to tell the workers of a tensor-parallel engine what to do, without a model.
 
-    python -m benchmarks.plan_broadcast [--ranks N]
+    python -m benchmarks.engine.plan_broadcast [--ranks N]
 
 "returns" is how long submit() keeps its caller, "arrives" is from its call until the last worker
 has decoded the plan: the bar for 256 decode rows is 0.2 ms.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clock_worker import build_clock
+from benchmarks.engine.clock_worker import build_clock
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan
 from nanovllm.executor.multiproc import MultiprocExecutor

@@ -1,6 +1,6 @@
 """What a user waits for: from the keystroke to the first token of `nanovllm generate`, and then.
 
-    python -m benchmarks.first_minute [--runs 3] [-- OPTIONS OF nanovllm generate]
+    python -m benchmarks.engine.first_minute [--runs 3] [-- OPTIONS OF nanovllm generate]
 
 Runs the real command behind a pipe, once to warm up (the kernels are compiled and kept then), and
 notes when each token's text arrives. The bars: the first within 6 s on two cores, and no later one
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -19,10 +18,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from nanovllm.bench.options import at_least
-from nanovllm.bench.report import append, installed
+from nanovllm.bench.report import check_writable, keep, versions_text
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.options import dashed
+from nanovllm.cli.options import at_least, dashed
 
 FIRST_BAR, GAP_BAR = 6.0, 3.0  # seconds; times the median
 PROMPT = "Why is the sky blue?"
@@ -47,24 +45,23 @@ class Run:
 
 def main() -> int:
     args = parse_args()
-    if args.json:
-        append(args.json, "")
+    check_writable(args.json)
     command = [sys.executable, "-m", "nanovllm", "generate", PROMPT, "--max-tokens", "100"]
     command += args.options
     measure(command)
-    print("| run | first text, s | median gap, s | longest gap, s | in medians | whole run, s |")
-    print("|---|---|---|---|---|---|")
     runs = []
-    for number in range(1, args.runs + 1):
+    for _ in range(args.runs):
         runs.append(run := measure(command))
-        cells = (run.first, run.median_gap, run.longest_gap, run.stall, run.total)
-        print(f"| {number} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True)
-        if args.json:
-            append(args.json, line(run, args.options))
+        print(
+            f"first text {run.first:.2f} s, median gap {run.median_gap:.2f} s, longest "
+            f"{run.stall:.1f} medians, whole run {run.total:.2f} s",
+            flush=True,
+        )
+        keep(args.json, case="first-minute", unit="s", runs=[run.first], floor=None, **asdict(run))
     median = statistics.median(run.first for run in runs)
     num_met = sum(run.meets_bars for run in runs)
-    print(f"\nfirst text after {median:.2f} s; {num_met} of {len(runs)} runs meet both bars")
-    print(f"{os.cpu_count()} cores, {', '.join(f'{n} {v}' for n, v in installed().items())}")
+    print(f"first text after {median:.2f} s; {num_met} of {len(runs)} runs meet both bars")
+    print(f"{os.cpu_count()} cores, {versions_text()}")
     return 0
 
 
@@ -87,13 +84,6 @@ def measure(command: list[str]) -> Run:
     gaps = [after - before for before, after in itertools.pairwise(times)][:-1]
     total = time.perf_counter() - start
     return Run(times[0], statistics.median(gaps), max(gaps), total)
-
-
-def line(run: Run, options: list[str]) -> str:
-    """A line of JSON like the other benchmarks'."""
-    record = {"case": "first-minute", "unit": "s", "runs": [run.first], "value": run.first}
-    record |= {"floor": None, "options": options, **asdict(run), "versions": installed()}
-    return json.dumps(record) + "\n"
 
 
 def parse_args() -> argparse.Namespace:

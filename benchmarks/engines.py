@@ -1,0 +1,222 @@
+"""nanovllm, transformers and vLLM, each in a process of its own, run the same workloads."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.bench.models import model_path
+from nanovllm.bench.workloads import Workload
+from nanovllm.checkpoint.find import ALIASES, find_checkpoint
+from nanovllm.checkpoint.gguf import list_tensors
+from nanovllm.config import EngineConfig
+from nanovllm.errors import NanovllmError
+from nanovllm.models.registry import read_config
+
+NUM_WARM_UP_TOKENS = 8  # of each answer
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    dtype: str
+    run: Callable[[Workload], int]  # returns the number of new tokens
+    close: Callable[[], object] = lambda: None
+
+
+class EngineProcess:
+    """An engine in a fresh process: no other one's memory or compiled kernels are there."""
+
+    def __init__(self, name: str, args: argparse.Namespace, workloads: list[Workload]) -> None:
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        arguments = theirs, ENGINES[name], args, workloads
+        self._process = context.Process(target=serve, args=arguments)
+        self._process.start()
+        theirs.close()
+        self.dtype: str = self._answer()
+
+    def run(self, index: int) -> float:
+        """Return how many seconds a workload took, from the call to the last token."""
+        self._connection.send(index)
+        seconds: float = self._answer()
+        return seconds
+
+    def end(self) -> int:
+        """Close the engine; return the most bytes that were in use."""
+        self._connection.send(None)
+        peak_bytes: int = self._answer()
+        return peak_bytes
+
+    def hang_up(self) -> None:
+        """Let the process end, whatever it waits for."""
+        self._connection.close()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._connection.recv()
+        except EOFError:
+            raise SystemExit(1) from None  # it has said why
+        if isinstance(answer, NanovllmError):
+            raise answer
+        return answer
+
+
+def serve(
+    connection: Connection,
+    start: Callable[[argparse.Namespace, list[Workload]], Engine],
+    args: argparse.Namespace,
+    workloads: list[Workload],
+) -> None:
+    try:
+        engine = start(args, workloads)
+        for workload in workloads:
+            max_tokens = [min(count, NUM_WARM_UP_TOKENS) for count in workload.max_tokens]
+            engine.run(replace(workload, max_tokens=max_tokens))
+        connection.send(engine.dtype)
+        while (index := connection.recv()) is not None:
+            began = time.perf_counter()
+            num_tokens = engine.run(workloads[index])
+            connection.send(time.perf_counter() - began)
+            assert num_tokens == workloads[index].num_new_tokens, "an answer has the wrong length"
+        peak_bytes = bytes_in_use(args.device)  # on a GPU while the engine is there,
+        engine.close()
+        connection.send(max(peak_bytes, bytes_in_use(args.device)))  # of its processes after
+    except NanovllmError as error:
+        connection.send(error)
+    except (EOFError, KeyboardInterrupt):
+        pass
+
+
+def bytes_in_use(device: str) -> int:
+    """All that is taken of the first GPU, or the largest RSS of this process and its workers."""
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    unit = 1 if sys.platform == "darwin" else 1024
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in processes) * unit
+
+
+def start_nanovllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
+    """Slots and blocks are those that the workloads need, not all that memory allows."""
+    block_size = EngineConfig("").kvcache_block_size
+    num_blocks = max(sum(-(-n // block_size) for n in work.total_lens) for work in workloads)
+    llm = LLM(
+        model_path(args.model),
+        device=args.device,
+        max_num_seqs=max(len(work.prompts) for work in workloads),
+        num_kvcache_blocks=num_blocks,
+        **shared_options(args, workloads),
+    )
+    generate = partial(run_generate, llm.generate, SamplingParams, args.temperature)
+    dtype = llm.engine.info.dtype
+    return Engine(dtype, lambda work: sum(len(x.token_ids) for x in generate(work)), llm.close)
+
+
+def start_vllm(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
+    from vllm import LLM as TheirLLM
+    from vllm import SamplingParams as TheirParams
+
+    model, _ = ALIASES.get(args.model, (args.model, None))
+    if (config := Path(model_path(model))).suffix == ".json":  # it takes folders only
+        model = tempfile.mkdtemp()
+        shutil.copy(config, Path(model) / "config.json")
+    llm = TheirLLM(model, **shared_options(args, workloads))
+    generate = partial(run_generate, llm.generate, TheirParams, args.temperature)
+    return Engine(args.dtype, lambda work: sum(len(x.outputs[0].token_ids) for x in generate(work)))
+
+
+def shared_options(args: argparse.Namespace, workloads: list[Workload]) -> dict[str, Any]:
+    """vLLM's options, prompts and sampling parameters are spelled as ours."""
+    names = ("dtype", "load_format", "tensor_parallel_size")
+    longest = max(max(work.total_lens) for work in workloads)
+    options = {name: getattr(args, name) for name in names}
+    return {**options, "skip_tokenizer_init": True, "max_model_len": longest}
+
+
+def run_generate(
+    generate: Callable[..., list[Any]], params: type, temperature: float, workload: Workload
+) -> list[Any]:
+    salt = uuid.uuid4().hex  # no pass finds another's prompts in the cache
+    prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in workload.prompts]
+    options = {"temperature": temperature, "ignore_eos": True}
+    settings = [params(max_tokens=count, **options) for count in workload.max_tokens]
+    return generate(prompts, settings, use_tqdm=False)
+
+
+def start_transformers(args: argparse.Namespace, workloads: list[Workload]) -> Engine:
+    """Left-padded batches, each of which runs until its longest answer is done."""
+    model = load_transformers(args.model, args.device, args.dtype, args.load_format)
+
+    def run(workload: Workload) -> int:
+        size = args.hf_batch or len(workload.prompts)
+        for first in range(0, len(workload.prompts), size):
+            rows = slice(first, first + size)
+            max_tokens = max(workload.max_tokens[rows])
+            generate_padded(model, workload.prompts[rows], max_tokens, args.temperature)
+        return workload.num_new_tokens  # what is computed beyond does not count
+
+    return Engine(str(model.dtype).removeprefix("torch."), run)
+
+
+def load_transformers(name: str, device: str, dtype: str, load_format: str = "auto") -> Any:
+    """Load the weights that nanovllm loads, or make random ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    is_dummy = load_format == "dummy"
+    checkpoint = find_checkpoint(model_path(name), need_weights=not is_dummy, need_tokenizer=False)
+    dtype = read_config(checkpoint.config).dtype if dtype == "auto" else dtype
+    if checkpoint.weight_format in ("safetensors", "bin") and not is_dummy:
+        return AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype).to(device).eval()
+    config = AutoConfig.for_model(**checkpoint.config)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    if not is_dummy:  # GGUF, for which transformers itself would need one more package
+        stored = list_tensors(checkpoint.weight_files[0])
+        weights = {each.name: torch.from_numpy(np.concatenate([*each.read()])) for each in stored}
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}  # tied
+    return model
+
+
+def generate_padded(
+    model: Any, prompts: list[list[int]], max_tokens: int, temperature: float
+) -> None:
+    width = max(map(len, prompts))
+    rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    output = model.generate(
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        min_new_tokens=max_tokens,  # ignores the end-of-sequence token
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+        **(sampled if temperature else {"do_sample": False}),
+    )
+    assert output.cpu().shape[1] == width + max_tokens  # on the host: the device is done
+
+
+ENGINES = {
+    "nanovllm": start_nanovllm,
+    "transformers": start_transformers,
+    "vllm": start_vllm,
+}

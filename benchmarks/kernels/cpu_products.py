@@ -1,0 +1,133 @@
+"""Products on the CPU: torch's, oneDNN's with packed weights, and ours, which take turns.
+
+    python -m benchmarks.kernels.cpu_products linear    # SmolLM2's projections, few rows
+    python -m benchmarks.kernels.cpu_products experts   # a layer of Qwen3-30B-A3B's experts
+
+Weights are random. Projections of all layers run in turn, so that weights come from memory as they
+do in a decode step. Experts are all of them in bfloat16 and half of them in float32; beside them
+run a loop over experts as models are often written, and "sum": how long torch takes to add up the
+weights of those that were chosen, each of which has to be read once. Medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernels.timing import take_turns
+from nanovllm.cli.options import at_least
+from nanovllm.kernels import widened
+from nanovllm.kernels.cpu.ops import NumbaOps, pack_onednn
+from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.ops import Routing
+from nanovllm.kernels.torch_ops import TorchOps, route
+from nanovllm.platforms.cpu_features import find_cpu_features
+
+FEATURES = find_cpu_features()
+SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
+HIDDEN, EXPERT_SIZE, ROUTING = 2048, 768, Routing(8, is_normalized=True)
+NUM_ROUNDS = 5
+
+
+def main() -> None:
+    args = parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {NUM_ROUNDS} rounds")
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            ops = NumbaOps(Launcher(dtype), FEATURES)
+            if args.products == "linear":
+                measure_linear(ops, dtype, args.rows or [1, 2, 4, 8, 16, 32, 64])
+            else:
+                num_experts = args.experts if dtype == torch.bfloat16 else args.experts // 2
+                rows = args.rows or [1, 8, 64, 128, 256, 1024]
+                measure_experts(ops, dtype, num_experts, rows)
+
+
+def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
+    ops.max_linear_rows = max(rows)  # our kernel runs them all
+    weights = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    product_dtype = FEATURES.product_dtype(dtype)
+    models = {
+        "by rows": [
+            partial(widened.linear, weight=w, bias=None, dtype=product_dtype) for w in weights
+        ],
+        "ours": [ops.pack_linear(weight, None, None, has_room=False) for weight in weights],
+    }
+    if dtype in FEATURES.packs:
+        models["oneDNN"] = [pack_onednn(weight, None) for weight in weights]
+    for num_rows in rows:
+        inputs = [torch.randn(num_rows, weight.shape[1]).to(dtype) for weight in weights]
+        runs = {name: partial(run_all, linears, inputs) for name, linears in models.items()}
+        report(f"{dtype} {num_rows:2d} rows", runs, sum(weight.nbytes for weight in weights))
+
+
+def run_all(linears: list[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
+    for linear, x in zip(linears, inputs, strict=True):
+        linear(x)
+
+
+def measure_experts(ops: NumbaOps, dtype: torch.dtype, num_experts: int, rows: list[int]) -> None:
+    ops.max_expert_rows = max(rows) * ROUTING.top_k  # our kernels run them all
+    gate_up = make(num_experts, 2 * EXPERT_SIZE, HIDDEN, dtype=dtype)
+    down = make(num_experts, HIDDEN, EXPERT_SIZE, dtype=dtype)
+    library = TorchOps(FEATURES.product_dtype(dtype))
+    candidates = {
+        "loop": partial(loop, gate_up, down),
+        "oneDNN": library.pack_experts(gate_up, down, ROUTING),
+        "ours": ops.pack_experts(gate_up, down, ROUTING),
+    }
+    for num_tokens in rows:
+        x, logits = (torch.randn(num_tokens, n).to(dtype) for n in (HIDDEN, num_experts))
+        num_chosen = len(route(logits, ROUTING)[0].unique())
+        chosen = gate_up[:num_chosen].view(torch.float32), down[:num_chosen].view(torch.float32)
+        runs: dict[str, Callable[[], object]] = {"sum": lambda own=chosen: [w.sum() for w in own]}
+        runs |= {name: partial(run, x, logits) for name, run in candidates.items()}
+        name = f"{dtype} {num_tokens:4d} tokens, {num_chosen:3d} experts"
+        report(name, runs, sum(weight.nbytes for weight in chosen))
+
+
+def make(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Small random numbers; the float32 of all of them would not fit beside the result."""
+    weight = torch.empty(shape, dtype=dtype)
+    for expert in weight:
+        expert.copy_(torch.randn(shape[1:]) / shape[2] ** 0.5)
+    return weight
+
+
+def loop(gate_up: Tensor, down: Tensor, x: Tensor, logits: Tensor) -> Tensor:
+    """A mask for each expert, and a sum in place."""
+    ids, weights = route(logits, ROUTING)
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, len(down)).permute(2, 1, 0)  # [experts, top_k, tokens]
+    for expert in range(len(down)):
+        choices, tokens = torch.where(mask[expert])
+        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, down[expert])
+        out.index_add_(0, tokens, y * weights[tokens, choices, None])
+    return out
+
+
+def report(name: str, runs: dict[str, Callable[[], object]], num_bytes: int) -> None:
+    medians = {each: statistics.median(t) for each, t in take_turns(runs, NUM_ROUNDS).items()}
+    cells = [f"{each} {seconds * 1e3:8.2f}" for each, seconds in medians.items()]
+    speed = f"{num_bytes / medians['ours'] / 1e9:5.1f} GB/s"
+    print(f"{name}, ms: {'  '.join(cells)}   ours {speed}", flush=True)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("products", choices=["linear", "experts"])
+    add("--rows", type=at_least(1), nargs="+", metavar="N", help="or tokens (default: several)")
+    add("--experts", type=at_least(16), default=128, help="float32 takes half (default: 128)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A layer of experts on a GPU: microseconds of the engine's kernels, beside the floor.
+
+    python -m benchmarks.kernels.experts [--tokens 1 64 ...] [--shape 128 8 2048 768]
+
+Times are medians over replays of a CUDA graph, in which layers take turns so that the cache does
+not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen. The floor
+reads each expert that was chosen once, or multiplies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.timing import GpuTimer, floor, line
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.cli.options import at_least
+from nanovllm.kernels.cuda.experts_grouped import run_grouped
+from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.ops import Routing
+from nanovllm.kernels.torch_ops import route as reference_route
+from nanovllm.kernels.torch_ops import run_experts
+
+DTYPE = torch.bfloat16
+TOKENS = [1, 2, 4, 8, 16, 64, 256, 512, 4096]
+SHAPE = [128, 8, 2048, 768]  # Qwen3-30B-A3B's: experts, of which chosen, hidden size, expert size
+MAX_PAIR_TOKENS = 32
+NUM_LAYERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    logits: Tensor  # [tokens, experts]
+    gate_up: Tensor
+    down: Tensor
+
+
+def main() -> int:
+    args = parse_args()
+    timer = GpuTimer()
+    num_experts, top_k, hidden, size = args.shape
+    print(f"{top_k} of {num_experts} experts, {hidden} x {size}", flush=True)
+    weights = [make_weights(num_experts, hidden, size) for _ in range(NUM_LAYERS)]
+    routing = Routing(top_k, is_normalized=True)
+    for num_tokens in args.tokens:
+        x = torch.randn(num_tokens, hidden, device="cuda", dtype=DTYPE)
+        logits = torch.randn(NUM_LAYERS, num_tokens, num_experts, device="cuda", dtype=DTYPE)
+        layers = [Layer(own, *each) for own, each in zip(logits, weights, strict=True)]
+        first = layers[0]
+        expected = run_experts(x, first.logits, first.gate_up, first.down, routing)
+        ways = {"ours": chosen, "sorted": grouped}
+        if num_tokens <= MAX_PAIR_TOKENS:
+            ways["pairs"] = pairs
+        calls = {
+            name: [partial(run, x, layer, routing) for layer in layers]
+            for name, run in ways.items()
+        }
+        best = statistics.mean(layer_floor(layer, routing) for layer in layers)
+        times = timer.measure(calls, expected)
+        print(line(f"{num_tokens:>5} tokens", times, best), flush=True)
+    return 0
+
+
+def make_weights(num_experts: int, hidden: int, size: int) -> tuple[Tensor, Tensor]:
+    gate_up = torch.empty(num_experts, 2 * size, hidden, device="cuda", dtype=DTYPE)
+    down = torch.empty(num_experts, hidden, size, device="cuda", dtype=DTYPE)
+    return gate_up.normal_(std=hidden**-0.5), down.normal_(std=size**-0.5)
+
+
+def chosen(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    return TritonOps().pack_experts(layer.gate_up, layer.down, routing)(x, layer.logits)
+
+
+def pairs(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    ids, weights, _ = route(layer.logits, routing)
+    return run_pairs(x, ids, weights, layer.gate_up, layer.down)
+
+
+def grouped(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    return run_grouped(x, layer.logits, layer.gate_up, layer.down, routing, None)
+
+
+def layer_floor(layer: Layer, routing: Routing) -> float:
+    ids, _ = reference_route(layer.logits, routing)
+    per_expert = layer.gate_up[0].numel() + layer.down[0].numel()
+    num_bytes = len(ids.unique()) * per_expert * DTYPE.itemsize
+    return floor(num_bytes, 2 * per_expert * ids.numel())
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    text = f"default: {' '.join(map(str, TOKENS))}"
+    add("--tokens", nargs="+", type=at_least(1), default=TOKENS, metavar="N", help=text)
+    text = "experts, chosen, hidden size, expert size (default: Qwen3-30B-A3B's)"
+    add("--shape", nargs=4, type=at_least(1), default=SHAPE, metavar="N", help=text)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,76 @@
+"""Sampling on a GPU: microseconds of each variant, beside the floor of one reading of the logits.
+
+    python -m benchmarks.kernels.sampling
+
+`full` runs three kinds of rows: top_k, top_p on peaked logits (their cut lies among a row's largest
+few thousand) and top_p on flat ones (it does not). Copies of the logits take turns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.timing import GpuTimer, floor, line
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.kernels.cuda.sampling import sample_tokens, sampling_workspace
+from nanovllm.kernels.ops import Sampling
+from nanovllm.kernels.torch_sampling import SamplingColumns
+
+FULL = Sampling.NOISE | Sampling.MIN_P | Sampling.TOP
+VOCAB_SIZE = 151_936
+DTYPES = (torch.float32, torch.int32, torch.float32, torch.float32)  # of the four parameters
+MIN_BYTES = 400_000_000  # of the logits that take turns: several times the L2 cache
+
+
+# What is asked for, the scale of normally distributed logits, temperature, top_k, top_p, min_p.
+CASES = {
+    "greedy": (Sampling.GREEDY, 4.0, 0.0, 0, 1.0, 0.0),
+    "plain": (Sampling.NOISE, 4.0, 0.6, 0, 1.0, 0.0),
+    "min_p": (Sampling.NOISE | Sampling.MIN_P, 4.0, 0.6, 0, 1.0, 0.05),
+    "full, top_k 20, top_p 0.95": (FULL, 4.0, 0.6, 20, 0.95, 0.0),
+    "full, top_p 0.95, peaked": (FULL, 4.0, 0.6, 0, 0.95, 0.0),
+    "full, top_p 0.95, flat": (FULL, 1.0, 1.0, 0, 0.95, 0.0),
+    "full, nothing to cut": (FULL, 4.0, 0.6, 0, 1.0, 0.0),
+}
+
+
+def main() -> int:
+    timer = GpuTimer()
+    for num_rows in (1, 64, 256):
+        num_bytes = num_rows * VOCAB_SIZE * 2
+        generator = torch.Generator("cuda").manual_seed(0)
+        normal = torch.randn(num_rows, VOCAB_SIZE, device="cuda", generator=generator)
+        for name, (asked, scale, *params) in CASES.items():
+            logits = (normal * scale).bfloat16()
+            copies = [logits.clone() for _ in range(-(-MIN_BYTES // num_bytes))]
+            sample = sampler(asked, params, num_rows)
+            took = timer.microseconds([partial(sample, each) for each in copies])
+            label = f"{num_rows:4d} rows  {name:28s}"
+            print(line(label, {"ours": took}, floor(num_bytes, 0)), flush=True)
+    return 0
+
+
+def sampler(asked: Sampling, params: list[float], num_rows: int) -> Callable[[Tensor], Tensor]:
+    temperature, top_k, top_p, min_p = (
+        torch.full((num_rows,), value, dtype=dtype, device="cuda")
+        for value, dtype in zip(params, DTYPES, strict=True)
+    )
+    seeds = torch.arange(num_rows, device="cuda")
+    columns = SamplingColumns(temperature, top_k, top_p, min_p, seeds)
+    slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    out, workspace = torch.empty_like(slots), sampling_workspace(num_rows, VOCAB_SIZE, "cuda")
+
+    def sample(logits: Tensor) -> Tensor:
+        sample_tokens(logits, slots, columns, slots, asked, out, workspace)
+        return out
+
+    return sample
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,100 @@
+"""What the benchmarks of kernels share: how work is timed, checked and shown."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nanovllm.bench.floors import Rates
+from nanovllm.errors import ConfigError
+from nanovllm.platforms.cuda import CudaPlatform, has_cuda
+
+NUM_REPLAYS = 10
+MAX_ERROR = 0.02  # of a result that is not wrong: the distance by the length of what is right
+
+Run = Callable[[], Tensor]
+
+
+class GpuTimer:
+    """Times calls as a graph: nothing is launched, and the device never waits for the host."""
+
+    def __init__(self) -> None:
+        if not has_cuda():
+            raise ConfigError("these are kernels of a GPU, and this machine has no CUDA device")
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us", flush=True)
+        self._platform = CudaPlatform(gpu_memory_utilization=1.0)
+        # Graphs share a pool of memory, which lasts as long as one of them does.
+        self._keeps_pool = self._platform.record(lambda: torch.zeros(1, device="cuda"))
+
+    def microseconds(self, calls: Sequence[Run]) -> float:
+        """Median time of a call among the others, whose data push its own out of the cache."""
+
+        def run() -> Tensor:
+            for call in calls:
+                y = call()
+            return y
+
+        replay, _ = self._platform.record(run)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 2)]
+        events[0].record()
+        for event in events[1:]:  # queued at once; the first replay does not count
+            replay()
+            event.record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in pairwise(events[1:])]
+        return 1000 * statistics.median(times) / len(calls)
+
+    def measure(self, variants: Mapping[str, Sequence[Run]], expected: Tensor) -> dict[str, float]:
+        """Time each variant that runs and is right in its first call; tell of the others."""
+        times = {}
+        for name, calls in variants.items():
+            if why := defect(calls[0], expected):
+                print(f"  {name}: {why}", file=sys.stderr)
+            else:
+                times[name] = self.microseconds(calls)
+        return times
+
+
+def defect(run: Run, expected: Tensor) -> str | None:
+    """Why a variant is not timed: it does not fit the device, or its result is wrong."""
+    from triton import TritonError
+
+    try:
+        y = run().float()
+    except (TritonError, RuntimeError) as error:  # out of shared memory; the compiler's own
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    y = y.reshape(-1, *expected.shape).sum(0)  # of parts that are left to be summed
+    distance = float((y - expected).norm() / expected.float().norm())
+    return None if distance < MAX_ERROR else f"wrong by {distance:.1%}"
+
+
+def floor(num_bytes: float, num_flops: float) -> float:
+    """Microseconds that an H200 takes to read so much or to multiply so much."""
+    rates = Rates()
+    return 1e6 * max(num_bytes / rates.bytes_per_second, num_flops / rates.flops_per_second)
+
+
+def line(label: str, times: Mapping[str, float], best: float) -> str:
+    cells = [f"{name} {took:8.2f}" for name, took in {**times, "floor": best}.items()]
+    return "   ".join([label, *cells])
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], object]],
+    num_rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of each in every round; they take turns, since other work comes and goes."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(num_rounds):
+        for name, run in runs.items():
+            start = clock()
+            run()
+            times[name].append(clock() - start)
+    return times

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Measure what benchmarks/RESULTS.md has from a GPU, the most important first, and rewrite its tables.
+#
+#     benchmarks/report.sh [PATTERN]       e.g. '*-8b'; PYTHON names the interpreter (default: python)
+#
+# Results are appended to benchmarks/results.jsonl. A part that fails, or takes longer than LIMIT
+# seconds (default: 200) with all that it starts, is reported at the end; the others run.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+pattern=${1:-*} python=${PYTHON:-python} num_run=0 failed=()
+
+part() { # NAME ARGUMENTS...
+    # shellcheck disable=SC2053  # a pattern
+    [[ $1 == $pattern ]] || return 0
+    num_run=$((num_run + 1))
+    echo "[$1] ${*:2}"
+    timeout --signal=KILL "${LIMIT:-200}" "$python" "${@:2}" --json benchmarks/results.jsonl || failed+=("$1")
+}
+
+part compare-0.6b bench.py --load-format dummy --model qwen3-0.6b --case mixed bs1 bs8 bs64 bs256 prefill
+part steps-0.6b -m nanovllm bench latency --model qwen3-0.6b
+part prefix-0.6b -m nanovllm bench prefix --model qwen3-0.6b
+part trace-0.6b -m benchmarks.engine.trace --model qwen3-0.6b --batch 1 64 256
+part compare-8b bench.py --load-format dummy --model qwen3-8b --case mixed bs1 bs64 bs256 prefill
+part steps-8b -m nanovllm bench latency --model qwen3-8b --batch 1 64
+part steps-30b -m nanovllm bench latency --model qwen3-30b-a3b --batch 1 64
+part startup-0.6b -m benchmarks.engine.startup --model qwen3-0.6b
+part transformers-0.6b bench.py --load-format dummy --model qwen3-0.6b --engine nanovllm transformers \
+    --num-seqs 64 --max-input-len 512 --max-output-len 512
+
+[[ $num_run != 0 ]] || { echo "no part matches $pattern"; exit 2; }
+"$python" -m benchmarks.report.tables
+[[ ${#failed[@]} == 0 ]] || { echo "FAILED, whole or in part: ${failed[*]}"; exit 1; }
