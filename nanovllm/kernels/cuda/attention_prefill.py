@@ -98,7 +98,7 @@ def paged_prefill(
         size = partial_size(num_tokens, num_heads, head_dim, num_splits)
         partial = torch.empty(size, device=q.device, dtype=torch.float32)
     _launch(
-        *(q, k_cache, v_cache, block_table, columns, None, max_query_len),
+        *(q, (k_cache, v_cache), block_table, columns, None, max_query_len),
         *(out, partial, num_splits, scale, window, config),
     )
     if partial is not None:
@@ -137,7 +137,7 @@ def attend_shared(
     assert groups.is_contiguous()
     columns = tuple(groups.unbind())
     _launch(
-        *(q, k_cache, v_cache, block_table, columns, members, num_rows),
+        *(q, (k_cache, v_cache), block_table, columns, members, num_rows),
         *(None, partial, 1, scale, None, config),
     )
 
@@ -149,8 +149,7 @@ def tile_lines(config: PrefillConfig, group: int) -> int:
 
 def _launch(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     block_table: Tensor,
     columns: tuple[Tensor, ...],
     members: Tensor | None,
@@ -163,15 +162,15 @@ def _launch(
     config: PrefillConfig,
 ) -> None:
     num_tokens, num_heads, _ = q.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads, block_stride = caches[0].shape[2], caches[0].stride(0)
     num_lines = tile_lines(config, num_heads // num_kv_heads)
     num_queries = num_lines * num_kv_heads // num_heads
     num_tiles = triton.cdiv(max_query_len, num_queries)
     _prefill_kernel[len(columns[0]) * num_kv_heads, num_tiles, num_splits](
-        *(q, k_cache, v_cache, block_table, *columns, members, out, partial),
-        *(scale * LOG2_E, q.stride(0), block_table.stride(0), k_cache.stride(0)),
+        *(q, *caches, block_table, *columns, members, out, partial),
+        *(scale * LOG2_E, q.stride(0), block_table.stride(0), block_stride),
         num_tokens * num_heads * num_splits,
-        **kernel_shape(q, k_cache, v_cache, block_table, out, window),
+        **kernel_shape(q, *caches, block_table, out, window),
         TILE=config.tile,
         QUERIES=num_queries,
         LINES=num_lines,
