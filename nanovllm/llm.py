@@ -164,7 +164,7 @@ class LLM:
         one = as_prompt(prompt, cache_salt)
         live = self.engine.prepare(one.content, params, cache_salt=one.cache_salt)
         self._thread.add(live)
-        return live.request.seq_id
+        return live.seq_id
 
     def step(self) -> StepOutput:
         """Run one engine step: what `add_request` prompts finished, and the tokens it ran."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,8 +18,24 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    finish_reason: str
+    stop_reason: str | int | None  # the stop string or token, if one of those asked for ended it
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput(Mapping[str, Any]):
-    """The answer to one prompt; also a mapping, as in `output["text"]` or `dict(output)`."""
+    """The answer to one prompt; also a mapping, as in `output["text"]` or `dict(output)`.
+
+    Where several samples were asked for, what is not in `outputs` is the first one's.
+    """
 
     seq_id: int
     prompt: str | None  # None when the prompt came as token ids
@@ -34,6 +51,7 @@ class RequestOutput(Mapping[str, Any]):
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
+    outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)
@@ -67,6 +85,7 @@ class StreamPiece:
     token_ids: list[int]
     output: RequestOutput | None
     logprobs: list[dict[int, Logprob]] | None = None  # of token_ids, if asked for
+    sample: int = 0  # of several
     index: int = 0  # of the prompt among those given to `LLM.stream`
 
 

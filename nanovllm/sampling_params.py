@@ -11,6 +11,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
 
 MAX_LOGPROBS = 100  # a position
+MAX_SAMPLES = 10_000  # a prompt
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
@@ -42,6 +43,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
     priority: int = 0  # lower is served first
+    n: int = 1  # samples of the prompt; number i has the seed + i
     logprobs: int | None = None  # of each output token, and of so many of the likeliest
     prompt_logprobs: int | None = None  # the same of each prompt token
 
@@ -90,6 +92,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             is_valid = getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS
             self._require(name, is_valid, f"in [0, {MAX_LOGPROBS}]")
+        self._require("n", 1 <= self.n <= MAX_SAMPLES, f"in [1, {MAX_SAMPLES}]")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 

@@ -58,6 +58,8 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
         self._update_tables(plan)
+        for copy in plan.block_copies:
+            self.kv[copy.target] = self.kv[copy.source]
         columns = (plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())
         rows = list(zip(*columns, strict=True))
         for slot, start, count in rows:

@@ -153,7 +153,8 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
     engine = LLMEngine(EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS))
     for prompt, bad in zip(prompts, words, strict=True):
         live = engine.prepare(prompt, greedy({}))
-        engine.submit(replace(live, request=replace(live.request, bad_words=bad)))
+        live.samples[0].request = replace(live.samples[0].request, bad_words=bad)
+        engine.submit(live)
     answers = {}
     while not engine.is_finished():
         answers |= {output.seq_id: output.token_ids for output in engine.step().finished}

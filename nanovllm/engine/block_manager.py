@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
+from nanovllm.engine.step import BlockCopy
+
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence
 
@@ -64,6 +66,8 @@ class BlockManager:
         Returns None when it fits; otherwise how many blocks must be free before a retry can.
         """
         hits = self._match(seq) if self.enable_caching and seq.may_hit else []
+        shared = self._shared_blocks(seq, hits)
+        hits = hits if shared is None else shared
         num_idle_hits = sum(1 for block_id in hits if self._ref_counts[block_id] == 0)
         num_needed = self.num_blocks_for(len(seq.token_ids)) - len(hits) + num_idle_hits
         if num_needed > len(self._free):
@@ -79,7 +83,16 @@ class BlockManager:
             seq.num_computed + self.block_size if self.enable_caching else sys.maxsize
         )
         self.allocate(seq, len(seq.token_ids))
+        if shared is not None:
+            seq.num_computed = seq.num_prompt_tokens - 1  # see `tail_copy`
         return None
+
+    def tail_copy(self, seq: Sequence) -> BlockCopy | None:
+        """What a sample that was just admitted needs of the first one's last block, if anything."""
+        index, num_tokens = divmod(seq.num_computed, self.block_size)
+        if seq.leader is None or num_tokens == 0:
+            return None
+        return BlockCopy(seq.leader.block_ids[index], seq.block_ids[index])
 
     def release(self, seq: Sequence) -> None:
         # Reverse order: the tail of a prefix is evicted before its head.
@@ -121,6 +134,16 @@ class BlockManager:
         assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}
         cached = {p.key.hash: i for i, p in enumerate(self._prefixes) if p is not None}
         assert cached == self._cached, "the hash table and the blocks disagree"
+
+    def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
+        """The whole blocks of a prompt that a sample takes from the first one, if that can be."""
+        leader, num_prompt_tokens = seq.leader, seq.num_prompt_tokens
+        if leader is None or not leader.block_ids or leader.num_computed < num_prompt_tokens:
+            return None
+        num_whole = (num_prompt_tokens - 1) // self.block_size
+        if not self.enable_caching:
+            return leader.block_ids[:num_whole]
+        return hits if len(hits) == num_whole else None
 
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
@@ -172,10 +195,14 @@ class BlockManager:
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
         """Hash each full block once, chained to the one before; may return more than `num_full`."""
         keys = seq.block_keys
-        for index in range(len(keys), num_full):
-            start = index * self.block_size
-            tokens = seq.token_ids[start : start + self.block_size].tobytes()
+        if len(keys) < num_full:
             salt = seq.request.cache_salt or ""
-            seed = keys[-1].hash if keys else xxhash.xxh3_64_intdigest(salt.encode())
-            keys.append(BlockKey(xxhash.xxh3_64_intdigest(tokens, seed), tokens))
+            link = keys[-1].hash if keys else xxhash.xxh3_64_intdigest(salt.encode())
+            first, end = len(keys) * self.block_size, num_full * self.block_size
+            tokens = seq.token_ids[first:end].tobytes()
+            size = self.block_size * seq.token_ids.itemsize
+            for start in range(0, len(tokens), size):
+                block = tokens[start : start + size]
+                link = xxhash.xxh3_64_intdigest(block, link)
+                keys.append(BlockKey(link, block))
         return keys

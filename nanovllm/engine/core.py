@@ -52,6 +52,8 @@ class EngineCore:
         """Queue a request; raises, and keeps nothing, when it can never run."""
         self.check(request)
         seq = Sequence(request)
+        if request.leader_id is not None:
+            seq.leader = self._sequences.get(request.leader_id)
         seq.max_len = min(seq.max_len, self.max_len)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)

@@ -43,7 +43,7 @@ class Detokenizer:
         self._num_context = 0  # tokens at the start of the window, kept for what follows them
         self._num_shown = 0  # characters of the window's text that are in self.text
         self._num_taken = 0
-        self._is_cut = False
+        self.found_stop: str | None = None
         self._search_from = 0
         self._min_end = 0  # a stop string must end past the text of min_tokens
 
@@ -59,7 +59,7 @@ class Detokenizer:
 
     def finish(self) -> None:
         """No token will follow: show incomplete bytes as they are."""
-        if not self._is_cut:
+        if self.found_stop is None:
             self._read(is_last=True)
             self._cut_at_stop()
         self._stops = ()
@@ -102,7 +102,7 @@ class Detokenizer:
             start, stop = min(stops, key=lambda found: (found[0], len(found[1])))
             is_kept = self._params.include_stop_str_in_output
             self.text = self.text[: start + len(stop) if is_kept else start]
-            self._is_cut = True
+            self.found_stop = stop
             return True
         self._search_from = max(0, len(self.text) - longest + 1)
         return False

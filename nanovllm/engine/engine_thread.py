@@ -66,7 +66,7 @@ class Job(Promise[None]):
         super().__init__()
         self.requests = requests  # by place among the prompts of the call
         self.is_streaming = is_streaming
-        self.places = {live.request.seq_id: i for i, live in requests.items()}  # unfinished ones
+        self.places = {live.seq_id: i for i, live in requests.items()}  # unfinished ones
         self.outputs: dict[int, RequestOutput] = {}  # by place
         self.steps: SimpleQueue[StepOutput | None] = SimpleQueue()  # for a stream; None: the end
         self.num_prefill_tokens = self.num_decode_tokens = 0
@@ -293,7 +293,7 @@ class EngineThread:
         try:
             for live in job.requests.values():
                 self.engine.submit(live)
-                self._owners[live.request.seq_id] = job
+                self._owners[live.seq_id] = job
         except Exception as error:
             self._drop_requests(job)
             self._end(job, error)
@@ -324,7 +324,7 @@ class EngineThread:
             self.engine.submit(live)
 
     def _drop(self, live: Live) -> None:
-        self.engine.drop(live.request.seq_id)
+        self.engine.drop(live.seq_id)
 
     def _ask(self, ticket: Ticket) -> None:
         self._tickets.append(ticket)

@@ -19,7 +19,7 @@ import xxhash
 from nanovllm.engine.detokenizer import Detokenizer, decode
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.errors import RequestError
-from nanovllm.outputs import Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,15 +36,29 @@ BROKEN_LOGITS = (
 
 
 @dataclass(slots=True, eq=False)
-class Live:
-    """What the front keeps of a request until it is answered."""
+class Sample:
+    """One of the answers to a prompt, on its way."""
 
+    index: int
     request: Request
-    prompt: str | None
-    is_streaming: bool
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
     new_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of those
+    ending: Ending | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """What the front keeps of a prompt until all its samples are there."""
+
+    prompt: str | None
+    is_streaming: bool
+    samples: list[Sample]
+
+    @property
+    def seq_id(self) -> int:
+        """Of its first sample, which stands for all of them."""
+        return self.samples[0].request.seq_id
 
 
 class Front:
@@ -59,6 +73,7 @@ class Front:
     ) -> None:
         self.tokenizer = tokenizer
         self.live: dict[int, Live] = {}  # by seq_id
+        self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         self._seed_of_all = seed
@@ -79,21 +94,45 @@ class Front:
         token_ids = self.token_ids_of(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
-        detokenizer = None
-        if self.tokenizer is not None and (is_streaming or params.stop):
-            detokenizer = Detokenizer(self.tokenizer, params)
-        seq_id = next(self._seq_ids)
-        request = Request(
-            seq_id,
+        tokenizer = self.tokenizer if is_streaming or params.stop else None
+        first = Request(
+            next(self._seq_ids),
             token_ids,
             params,
-            self._seed(params, seq_id),
-            self._stop_token_ids(params),
-            self._bad_words(params),
-            cache_salt,
-            is_streaming=is_streaming or detokenizer is not None,
+            stop_token_ids=self._stop_token_ids(params),
+            bad_words=self._bad_words(params),
+            cache_salt=cache_salt,
+            is_streaming=is_streaming or tokenizer is not None,
         )
-        return Live(request, prompt if isinstance(prompt, str) else None, is_streaming, detokenizer)
+        # The first sample has the prompt's own log-probabilities.
+        others = replace(params, prompt_logprobs=None, max_tokens=max(params.max_tokens, 1))
+        rest = [
+            replace(first, seq_id=next(self._seq_ids), params=others, leader_id=first.seq_id)
+            for _ in range(1, params.n if params.max_tokens else 1)
+        ]
+        samples = []
+        for index, request in enumerate([first, *rest]):
+            seeded = replace(request, seed=self._seed(params, request.seq_id, index))
+            detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
+            samples.append(Sample(index, seeded, detokenizer))
+        return Live(prompt if isinstance(prompt, str) else None, is_streaming, samples)
+
+    def submit(self, live: Live) -> None:
+        """Expect news of a prompt's samples."""
+        self.live[live.seq_id] = live
+        for sample in live.samples:
+            self._samples[sample.request.seq_id] = live, sample
+
+    def forget(self, seq_id: int) -> None:
+        """Expect no more of a prompt."""
+        live = self.live.pop(seq_id, None)
+        for sample in () if live is None else live.samples:
+            self._samples.pop(sample.request.seq_id, None)
+
+    def unfinished(self, seq_id: int) -> list[int]:
+        """The samples of a prompt that are still on their way."""
+        samples = self.live[seq_id].samples if seq_id in self.live else []
+        return [sample.request.seq_id for sample in samples if sample.ending is None]
 
     def collect(
         self, step: CoreStep, finish: Callable[[int, FinishReason], Ending | None]
@@ -102,56 +141,88 @@ class Front:
         endings = {ending.seq_id: ending for ending in step.endings}
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
+            _, sample = self._samples[seq_id]
             if logprobs is not None:
-                self.live[seq_id].new_logprobs.append(self._as_dict(logprobs))
-            if self.push(self.live[seq_id], token_id):
+                sample.new_logprobs.append(self._as_dict(logprobs))
+            if self.push(sample, token_id):
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
                 assert ending is not None
                 endings[seq_id] = replace(ending, finish_reason="stop")
-        lives = [self.live[seq_id] for seq_id in dict.fromkeys((*step.seq_ids, *endings))]
-        outputs = {seq_id: self.end(ending) for seq_id, ending in endings.items()}
-        pieces = [_piece(live, outputs) for live in lives if live.is_streaming]
+        changed = [self._samples[seq_id] for seq_id in dict.fromkeys((*step.seq_ids, *endings))]
+        outputs: dict[int, RequestOutput] = {}
+        for ending in endings.values():
+            output = self.end(ending)
+            if output is not None:
+                outputs[output.seq_id] = output
+        last = {live.seq_id: sample.index for live, sample in changed}  # has the output with it
+        pieces = [
+            _piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
+            for live, sample in changed
+            if live.is_streaming
+        ]
         return StepOutput(
             list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
         )
 
-    def push(self, live: Live, token_id: int) -> bool:
-        """Add a token to a request's text; True when it completes a stop string."""
-        live.new_token_ids.append(token_id)
-        return live.detokenizer is not None and live.detokenizer.push(token_id)
+    def push(self, sample: Sample, token_id: int) -> bool:
+        """Add a token to a sample's text; True when it completes a stop string."""
+        sample.new_token_ids.append(token_id)
+        return sample.detokenizer is not None and sample.detokenizer.push(token_id)
 
-    def end(self, ending: Ending) -> RequestOutput:
-        """Return a request's answer, and forget the request."""
-        live = self.live.pop(ending.seq_id)
-        request, token_ids = live.request, ending.token_ids
-        if live.detokenizer is not None:
-            live.detokenizer.finish()
-            text = live.detokenizer.text
-        else:
-            tokenizer = self.tokenizer
-            text = "" if tokenizer is None else decode(tokenizer, token_ids, request.params)
-        logprobs = cumulative = None
-        if request.params.logprobs is not None:
-            logprobs = [self._as_dict(each) for each in ending.logprobs]
-            cumulative = sum(each.logprobs[0] for each in ending.logprobs)
+    def end(self, ending: Ending) -> RequestOutput | None:
+        """Note the end of a sample; return the answers when it was the last one of its prompt."""
+        live, sample = self._samples.pop(ending.seq_id)
+        sample.ending = ending
+        if sample.detokenizer is not None:
+            sample.detokenizer.finish()
+        if any(each.ending is None for each in live.samples):
+            return None
+        del self.live[live.seq_id]
+        outputs = [self._completion(each) for each in live.samples]
+        request, best = live.samples[0].request, outputs[0]
+        own = live.samples[0].ending
+        assert own is not None
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *map(self._as_dict, ending.prompt_logprobs)]
-        first = ending.first_token_time
+            prompt_logprobs = [None, *map(self._as_dict, own.prompt_logprobs)]
+        is_broken = any(output.finish_reason == "error" for output in outputs)
         return RequestOutput(
-            seq_id=ending.seq_id,
+            seq_id=live.seq_id,
             prompt=live.prompt,
             prompt_token_ids=request.token_ids.tolist(),
-            text=text,
-            token_ids=token_ids,
-            finish_reason=ending.finish_reason,
-            num_cached_tokens=ending.num_cached_tokens,
-            time_to_first_token=first - request.arrival_time if first else 0.0,
+            text=best.text,
+            token_ids=best.token_ids,
+            finish_reason=best.finish_reason,
+            num_cached_tokens=own.num_cached_tokens,
+            time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
-            error=why_broken(request.params) if ending.finish_reason == "error" else None,
+            error=why_broken(request.params) if is_broken else None,
+            logprobs=best.logprobs,
+            cumulative_logprob=best.cumulative_logprob,
+            prompt_logprobs=prompt_logprobs,
+            outputs=outputs,
+        )
+
+    def _completion(self, sample: Sample) -> CompletionOutput:
+        ending, params = sample.ending, sample.request.params
+        assert ending is not None
+        if sample.detokenizer is not None:
+            text = sample.detokenizer.text
+        else:
+            tokenizer = self.tokenizer
+            text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
+        logprobs = cumulative = None
+        if params.logprobs is not None:
+            logprobs = [self._as_dict(each) for each in ending.logprobs]
+            cumulative = sum(each.logprobs[0] for each in ending.logprobs)
+        return CompletionOutput(
+            index=sample.index,
+            text=text,
+            token_ids=ending.token_ids,
             logprobs=logprobs,
             cumulative_logprob=cumulative,
-            prompt_logprobs=prompt_logprobs,
+            finish_reason=ending.finish_reason,
+            stop_reason=_stop_reason(sample, ending),
         )
 
     def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
@@ -214,12 +285,12 @@ class Front:
         found = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
         return tuple(dict.fromkeys(word for word in found if word))
 
-    def _seed(self, params: SamplingParams, seq_id: int) -> int:
-        """A 64-bit seed: the request's own, or one derived from the engine's for this request."""
+    def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
+        """A 64-bit seed: by the request's own, or one derived from the engine's for this sample."""
         if params.seed is None:
             seed = xxhash.xxh3_64_intdigest(f"{self._seed_of_all}/{seq_id}".encode())
         else:
-            seed = params.seed % 2**64
+            seed = (params.seed + index) % 2**64
         return seed - 2**64 if seed >= 2**63 else seed
 
 
@@ -228,13 +299,23 @@ def why_broken(params: SamplingParams) -> str:
     return NOTHING_ALLOWED + BROKEN_LOGITS if is_edited else BROKEN_LOGITS
 
 
-def _piece(live: Live, outputs: dict[int, RequestOutput]) -> StreamPiece:
-    """Take what is new in a streamed request."""
-    token_ids, live.new_token_ids = live.new_token_ids, []
-    text = live.detokenizer.take() if live.detokenizer is not None else ""
-    seq_id = live.request.seq_id
-    logprobs, live.new_logprobs = live.new_logprobs, []
-    return StreamPiece(seq_id, text, token_ids, outputs.get(seq_id), logprobs or None)
+def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
+    """The stop string or stop token that ended a sample; None for the model's own end."""
+    if ending.finish_reason != "stop":
+        return None
+    if sample.detokenizer is not None and sample.detokenizer.found_stop is not None:
+        return sample.detokenizer.found_stop
+    last = ending.token_ids[-1]
+    return last if last in tuple(sample.request.params.stop_token_ids) else None
+
+
+def _piece(live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
+    """Take what is new in a streamed sample."""
+    token_ids, sample.new_token_ids = sample.new_token_ids, []
+    text = sample.detokenizer.take() if sample.detokenizer is not None else ""
+    logprobs, sample.new_logprobs = sample.new_logprobs, []
+    output = outputs.get(live.seq_id)
+    return StreamPiece(live.seq_id, text, token_ids, output, logprobs or None, sample.index)
 
 
 def check_text(name: str, text: object) -> None:

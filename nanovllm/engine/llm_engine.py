@@ -97,7 +97,7 @@ class LLMEngine:
         """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
         live = self.prepare(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
         self.submit(live)
-        return live.request.seq_id
+        return live.seq_id
 
     def prepare(
         self,
@@ -110,14 +110,15 @@ class LLMEngine:
         """Check and tokenise a prompt; `submit` queues what this returns. Safe in any thread."""
         self.raise_if_closed()
         live = self.front.prepare(prompt, params, cache_salt, is_streaming)
-        self.core.check(live.request)
+        self.core.check(live.samples[0].request)
         return live
 
     def submit(self, live: Live) -> None:
         """Queue a prepared request."""
         self.raise_if_closed()
-        self.core.add(live.request)
-        self.front.live[live.request.seq_id] = live
+        for sample in live.samples:
+            self.core.add(sample.request)
+        self.front.submit(live)
 
     def step(self) -> StepOutput:
         """Run one step of the loop; what it returns may stem from an earlier one in flight."""
@@ -129,13 +130,18 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> RequestOutput | None:
         """End a request now; returns what it had, or None when it is not running."""
-        ending = self.core.finish(seq_id, "abort")
-        return None if ending is None else self.front.end(ending)
+        for each in self.front.unfinished(seq_id):
+            ending = self.core.finish(each, "abort")
+            output = None if ending is None else self.front.end(ending)
+            if output is not None:
+                return output
+        return None
 
     def drop(self, seq_id: int) -> None:
         """End a request of which nothing more is wanted."""
-        self.core.finish(seq_id, "abort")
-        self.front.live.pop(seq_id, None)
+        for each in self.front.unfinished(seq_id):
+            self.core.finish(each, "abort")
+        self.front.forget(seq_id)
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; returns what each had."""

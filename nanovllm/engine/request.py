@@ -24,6 +24,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     cache_salt: str | None = None
     is_streaming: bool = False  # wants every token as it comes, not only at the end
+    leader_id: int | None = None  # the request for the first sample of this prompt, added before
     arrival_time: float = field(default_factory=time.perf_counter)
 
 

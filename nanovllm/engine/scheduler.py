@@ -15,7 +15,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
-from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult, num_scored
+from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult, num_scored
 from nanovllm.engine.waiting import Waiting
 from nanovllm.sampling_params import NO_TOKEN
 
@@ -46,9 +46,14 @@ class Scheduler:
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []
         self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
+        self._read: list[Sequence] = []  # whose prompt the last plan ended, with followers
         self._in_flight: deque[list[Sequence]] = deque()  # the rows of each uncommitted plan
 
     def add(self, seq: Sequence) -> None:
+        leader = seq.leader
+        if leader is not None and leader.num_computed < leader.num_prompt_tokens:
+            leader.followers[seq.seq_id] = seq
+            return
         self.waiting.add(seq)
         if self.waiting.first() is seq:
             self._num_free_to_admit = 0
@@ -56,6 +61,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step: running sequences first, then as many waiting ones as fit."""
         draft = _Draft(self.max_num_batched_tokens)
+        while self._read:
+            self._let_followers_wait(self._read.pop())
         self._schedule_running(draft)
         self._admit_waiting(draft)
         if not draft.rows:
@@ -133,6 +140,13 @@ class Scheduler:
             draft.block_updates.append(BlockUpdate(seq.slot, index, block_id))
         return True
 
+    def _let_followers_wait(self, leader: Sequence) -> None:
+        """Let the other samples of a prompt enter: there is something to share now, or never."""
+        for follower in reversed(leader.followers.values()):
+            self.waiting.add(follower, is_first=True)
+        leader.followers = {}
+        self._num_free_to_admit = 0
+
     def _preempt(self, seq: Sequence) -> None:
         """Give up everything but the tokens; the sequence is recomputed when there is room."""
         self._leave_running(seq)
@@ -162,6 +176,9 @@ class Scheduler:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         if len(seq.token_ids) == seq.num_prompt_tokens:
             seq.num_cached = seq.num_computed
+        copy, seq.leader = self.blocks.tail_copy(seq), None
+        if copy is not None:
+            draft.block_copies.append(copy)
         token_ids = np.array(seq.token_ids, np.int32)
         draft.new_rows.append(
             NewRow(
@@ -211,6 +228,8 @@ class Scheduler:
             seq.num_tokens += 1
         if end >= seq.next_full_len:
             self.blocks.register(seq)
+        if seq.followers and end >= seq.num_prompt_tokens:
+            self._read.append(seq)
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Add a sampled token to its sequence, which may end by it."""
@@ -230,7 +249,11 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
-        if seq.slot == NO_SLOT:
+        if seq.followers:
+            self._let_followers_wait(seq)
+        if seq.leader is not None and seq.seq_id in seq.leader.followers:
+            del seq.leader.followers[seq.seq_id]
+        elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
             self._num_free_to_admit = 0  # the head may have changed
         else:
@@ -289,6 +312,7 @@ class _Draft:
     num_logits: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
 
     def to_plan(self, released: list[int]) -> StepPlan:
         return StepPlan(
@@ -300,4 +324,5 @@ class _Draft:
             block_updates=self.block_updates,
             released=released,
             num_decode_tokens=self.num_decode_tokens,
+            block_copies=self.block_copies,
         )

@@ -35,6 +35,9 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
 
+    leader: Sequence | None = None  # the first sample of the prompt, whose blocks this one shares
+    followers: dict[int, Sequence] = field(default_factory=dict)  # wait until its prompt is read
+
     slot: int = NO_SLOT
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)

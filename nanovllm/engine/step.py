@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,14 @@ class BlockUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Block `target` gets the keys and values of block `source`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: row i runs counts[i] positions, from starts[i], of the sequence in slots[i].
 
@@ -50,6 +58,7 @@ class StepPlan:
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
     num_decode_tokens: int  # rows that run one token past their prompt
+    block_copies: list[BlockCopy] = field(default_factory=list)  # before the step runs
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -13,13 +13,13 @@ from dataclasses import fields
 
 import numpy as np
 
-from nanovllm.engine.step import BlockUpdate, IntColumn, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import BlockCopy, BlockUpdate, IntColumn, NewRow, StepPlan, StepResult
 from nanovllm.sampling_params import SamplingParams
 
 Section = bytes | memoryview
 
-# Decode tokens; lengths of the columns, the block updates, the released slots, the parameters.
-_PLAN = struct.Struct("<5q")
+# Decode tokens; lengths of the columns, block updates, released slots, block copies, parameters.
+_PLAN = struct.Struct("<6q")
 # Slot, prompt tokens, seed; numbers of tokens, blocks and stop tokens.
 _NEW_ROW = struct.Struct("<6q")
 _LENGTH = struct.Struct("<q")
@@ -31,12 +31,14 @@ def encode_plan(plan: StepPlan) -> list[Section]:
     """Return the sections of a message; joined they are what `decode_plan` takes."""
     updates = [number for u in plan.block_updates for number in (u.slot, u.index, u.block_id)]
     params = _encode_params(plan.new_rows)
-    lengths = (len(plan.slots), len(updates), len(plan.released), len(params))
+    copies = [number for copy in plan.block_copies for number in (copy.source, copy.target)]
+    lengths = (len(plan.slots), len(updates), len(plan.released), len(copies), len(params))
     return [
         _PLAN.pack(plan.num_decode_tokens, *lengths),
         *(column.data for column in (plan.slots, plan.starts, plan.counts, plan.num_logits)),
         _column(updates),
         _column(plan.released),
+        _column(copies),
         params,
         *(section for row in plan.new_rows for section in _encode_new_row(row)),
     ]
@@ -45,10 +47,9 @@ def encode_plan(plan: StepPlan) -> list[Section]:
 def decode_plan(message: bytes | bytearray) -> StepPlan:
     """Read a plan whose arrays are views of the message, which must not change afterwards."""
     reader = _Reader(message)
-    num_decode_tokens, num_rows, num_updates, num_released, num_bytes = reader.header(_PLAN)
+    num_decode_tokens, num_rows, *lengths, num_bytes = reader.header(_PLAN)
     slots, starts, counts, num_logits = (reader.column(num_rows) for _ in range(4))
-    updates = reader.column(num_updates).reshape(-1, 3).tolist()
-    released = reader.column(num_released).tolist()
+    updates, released, copies = (reader.column(length) for length in lengths)
     params = _decode_params(reader.column(num_bytes // 4).tobytes())
     return StepPlan(
         slots=slots,
@@ -56,9 +57,10 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
         counts=counts,
         num_logits=num_logits,
         new_rows=[_decode_new_row(reader, *asked) for asked in params],
-        block_updates=[BlockUpdate(*numbers) for numbers in updates],
-        released=released,
+        block_updates=[BlockUpdate(*numbers) for numbers in updates.reshape(-1, 3).tolist()],
+        released=released.tolist(),
         num_decode_tokens=num_decode_tokens,
+        block_copies=[BlockCopy(*numbers) for numbers in copies.reshape(-1, 2).tolist()],
     )
 
 

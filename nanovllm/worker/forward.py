@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,14 @@ class EagerForward:
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
+
+    def copy_blocks(self, plan: StepPlan) -> None:
+        upload = self.tables.platform.upload
+        sources = upload(np.array([copy.source for copy in plan.block_copies]))
+        targets = upload(np.array([copy.target for copy in plan.block_copies]))
+        for cache in self.caches:
+            for part in (cache.k, cache.v):
+                part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         return make_batch(plan, self.tables, self.attention, self.dtype, self.caches)

@@ -53,11 +53,29 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], int]]:
     return requests + requests[:2]  # identical prompts, some admitted in one step
 
 
-def make_sequences(requests: list[tuple[list[int], int]]) -> list[Watched]:
+def make_sequences(
+    requests: list[tuple[list[int], int]], leaders: dict[int, int] | None = None
+) -> list[Watched]:
     return [
-        Watched(i, prompt, SamplingParams(max_tokens=n), stop_token_ids=frozenset({EOS}))
+        Watched(
+            i,
+            prompt,
+            SamplingParams(max_tokens=n, priority=i * n % 2),
+            stop_token_ids=frozenset({EOS}),
+            leader_id=(leaders or {}).get(i),
+        )
         for i, (prompt, n) in enumerate(requests)
     ]
+
+
+def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> dict[int, int]:
+    """Turn some requests into further samples of the one before; return whose."""
+    leaders: dict[int, int] = {}
+    for i in range(1, len(requests)):
+        if rng.random() < 0.3:
+            leaders[i] = leaders.get(i - 1, i - 1)
+            requests[i] = requests[leaders[i]][0], requests[i][1]
+    return leaders
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -66,7 +84,7 @@ def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanovllm.engine.pacing.MIN_PROMPT_TOKENS", 3)
-    num_preemptions = num_hits = 0
+    num_preemptions = num_hits = num_copies = 0
     for seed in range(250):
         rng = random.Random(seed)
         requests = make_requests(rng)
@@ -78,9 +96,13 @@ def test_any_schedule_gives_the_reference_tokens(
             depth=depth,
             is_paced=rng.random() < 0.5,
         )
-        sequences = make_sequences(requests)
+        leaders = make_samples(rng, requests)
+        sequences = make_sequences(requests, leaders)
         aborts = {i: rng.randrange(30) for i in range(10) if rng.random() < 0.1}
-        run(core, [(rng.choice([0, 0, 0, 5, 9]), seq) for seq in sequences], aborts)
+        steps = [rng.choice([0, 0, 0, 5, 9]) for _ in sequences]
+        arrivals = [(steps[leaders.get(i, i)], seq) for i, seq in enumerate(sequences)]
+        run(core, arrivals, aborts)
+        num_copies += sum(len(plan.block_copies) for plan in core.executor.plans)
 
         for seq, (prompt, max_tokens) in zip(sequences, requests, strict=True):
             want = reference(prompt, max_tokens)
@@ -93,7 +115,8 @@ def test_any_schedule_gives_the_reference_tokens(
         num_preemptions += core.scheduler.num_preemptions
         num_hits += sum(seq.num_cached for seq in sequences)
     assert num_preemptions > 100
-    assert (num_hits > 1000) == caching
+    assert num_hits > 1000
+    assert num_copies > 100
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -140,8 +140,8 @@ def test_results_are_read_by_key_or_attribute(texts: LLM) -> None:
     assert output["token_ids"] == output.token_ids
     assert output["finish_reason"] == output.finish_reason == "length"
     assert 0 < output.time_to_first_token <= output.duration
-    with pytest.raises(KeyError, match=r"'logprobs' is not one of .*text"):
-        output["logprobs"]
+    with pytest.raises(KeyError, match=r"'log_probs' is not one of .*text"):
+        output["log_probs"]
     with pytest.raises(AttributeError):
         output.text = "changed"
 

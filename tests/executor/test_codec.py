@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
-from nanovllm.engine.step import BlockUpdate, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.executor.codec import decode_plan, decode_result, encode_plan, encode_result
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,7 +27,8 @@ def test_results(shape: tuple[int, int]) -> None:
         assert got.tokens.shape == shape
         assert got.tokens.tolist() == tokens.tolist()
         assert got.ranks is None
-    sent = StepResult(tokens, tokens + 1, (tokens / 7).astype(np.float32), tokens[:, 0])
+    scores = tokens + 1, (tokens / 7).astype(np.float32), tokens[:, 0]
+    sent = StepResult(tokens, *scores, *scores)
     got = decode_result(bytearray(b"".join(encode_result(sent))))
     for field in fields(StepResult):
         mine, theirs = getattr(sent, field.name), getattr(got, field.name)
@@ -98,6 +99,9 @@ def random_plan(rng: random.Random) -> StepPlan:
         ],
         released=rng.sample(range(512), rng.choice([0, 1, 20])),
         num_decode_tokens=rng.randrange(512),
+        block_copies=[
+            BlockCopy(*rng.choices(range(2**31), k=2)) for _ in range(rng.choice([0, 1, 9]))
+        ],
     )
 
 

@@ -1,0 +1,124 @@
+"""Several samples of a prompt: each is the request with its own seed, and the prompt runs once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
+from tests.devices import DEVICES
+from tests.test_edited_requests import MODES, OPTIONS
+from tests.test_equals_transformers import make_prompts
+from tests.threaded_ranks import engines_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PARAMS = SamplingParams(
+    temperature=0.9, max_tokens=9, seed=11, ignore_eos=True, n=8, logprobs=2, presence_penalty=0.5
+)
+NO_CACHE = {"no-cache": {"enable_prefix_caching": False}, "small": {"num_kvcache_blocks": 20}}
+
+
+def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list[Any]:
+    """The answers of as many requests, each with its seed."""
+    assert params.seed is not None
+    ones = [replace(params, n=1, seed=params.seed + i) for i in range(params.n)]
+    return llm.generate([prompt] * params.n, ones, use_tqdm=False)
+
+
+@DEVICES
+@pytest.mark.parametrize("mode", [*MODES, *NO_CACHE])
+def test_samples_equal_requests_with_their_seeds(tiny: Any, device: str, mode: str) -> None:
+    """Beside other prompts with other numbers of samples, some longer than a block."""
+    prompts = [*make_prompts()[:4], [7], [*range(16)], [*range(17)], [*range(70)]]
+    params = [replace(PARAMS, n=n) for n in (8, 1, 3, 2, 4, 5, 2, 8)]
+    options = {**OPTIONS, "max_num_seqs": 8, **(MODES | NO_CACHE)[mode]}
+    with LLM(tiny("qwen3").path, device=device, **options) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, param, output in zip(prompts, params, together, strict=True):
+            want = alone(llm, prompt, param)
+            assert [each.index for each in output.outputs] == list(range(param.n))
+            got = [each.token_ids for each in output.outputs]
+            assert got == [each.token_ids for each in want]
+            assert output.token_ids == got[0]
+            assert output["token_ids"] == got[0]
+            for each, other in zip(output.outputs, want, strict=True):
+                assert each.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+                assert each.finish_reason == "length"
+        scheduler = llm.engine.core.scheduler
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_samples_on_two_ranks(tiny: Any) -> None:
+    prompt = [*range(37)]
+    with engines_of(2), LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        [output] = llm.generate([prompt], PARAMS, use_tqdm=False)
+        want = alone(llm, prompt, PARAMS)
+    assert [each.token_ids for each in output.outputs] == [each.token_ids for each in want]
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 50])
+def test_the_prompt_runs_once(tiny: Any, is_cached: bool, length: int) -> None:
+    """And its last token once for each further sample; whole blocks are shared."""
+    options = {**OPTIONS, "enable_prefix_caching": is_cached, "num_kvcache_blocks": 40}
+    with LLM(tiny("qwen3").path, device="cpu", **options) as llm:
+        params = replace(PARAMS, max_tokens=20)
+        llm.add_request([*range(length)], params)
+        num_prefill, most_held = 0, 0
+        blocks = llm.engine.core.scheduler.blocks
+        while not llm.is_finished():
+            num_prefill += llm.step().num_prefill_tokens
+            most_held = max(most_held, 40 - blocks.num_free)
+    assert num_prefill == length + params.n - 1
+    num_shared = (length - 1) // 16
+    assert most_held <= num_shared + params.n * (-(-(length + 20) // 16) - num_shared)
+
+
+def test_streams_and_aborts_of_samples(tiny: Any) -> None:
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        [want] = llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
+        tokens: list[list[int]] = [[] for _ in range(PARAMS.n)]
+        outputs = []
+        for piece in llm.stream([[1, 2, 3]], PARAMS):
+            tokens[piece.sample] += piece.token_ids
+            outputs += [piece.output] if piece.output is not None else []
+        assert tokens == [each.token_ids for each in want.outputs]
+        assert [output.outputs for output in outputs] == [want.outputs]
+        seq_id = llm.add_request([4, 5, 6], replace(PARAMS, max_tokens=90))
+        for _ in range(5):
+            llm.step()
+        aborted = llm.abort(seq_id)
+        assert aborted is not None
+        assert {each.finish_reason for each in aborted.outputs} == {"abort"}
+        assert len(aborted.outputs) == PARAMS.n
+        assert llm.abort(seq_id) is None
+        llm.add_request([4, 5, 6], PARAMS)  # before any of it runs
+        assert len(llm.abort_all()) == 1
+        assert llm.is_finished()
+        llm.engine.core.scheduler.check()
+        assert not llm.engine.front.live
+
+
+def test_a_sample_may_stop_before_the_others(tiny: Any) -> None:
+    """One token stops the first sample at once; the others go on, and each says what stopped it."""
+    params = replace(PARAMS, max_tokens=12, logprobs=None)
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        [free] = llm.generate([[9, 8, 7]], params, use_tqdm=False)
+        stop = free.outputs[0].token_ids[0]
+        stopped = replace(params, stop_token_ids=[stop])
+        [output] = llm.generate([[9, 8, 7]], stopped, use_tqdm=False)
+    for each, other in zip(output.outputs, free.outputs, strict=True):
+        has_it = stop in other.token_ids
+        end = other.token_ids.index(stop) + 1 if has_it else len(other.token_ids)
+        assert each.token_ids == other.token_ids[:end]
+        assert each.finish_reason == ("stop" if has_it else "length")
+        assert each.stop_reason == (stop if has_it else None)
+
+
+@pytest.mark.parametrize("n", [0, -1, 10_001, 1.5, True])
+def test_numbers_that_make_no_sense_are_named(n: Any) -> None:
+    with pytest.raises(ConfigError, match="n must be"):
+        SamplingParams(n=n)
