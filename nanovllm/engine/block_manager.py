@@ -138,7 +138,8 @@ class BlockManager:
     def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
         """The whole blocks of a prompt that a sample takes from the first one, if that can be."""
         leader, num_prompt_tokens = seq.leader, seq.num_prompt_tokens
-        if leader is None or not leader.block_ids or leader.num_computed < num_prompt_tokens:
+        # What an earlier step wrote can be copied; of this one nothing is there yet.
+        if leader is None or not leader.block_ids or leader.row_start < num_prompt_tokens:
             return None
         num_whole = (num_prompt_tokens - 1) // self.block_size
         if not self.enable_caching:

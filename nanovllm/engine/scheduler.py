@@ -193,6 +193,7 @@ class Scheduler:
             )
         )
         self._add_row(draft, seq, self._row_end(draft, seq))
+        seq.row_start = 0
 
     def _row_end(self, draft: _Draft, seq: Sequence) -> int:
         """How far a row gets in this step.
@@ -223,7 +224,7 @@ class Scheduler:
         if is_sampled and start >= seq.num_prompt_tokens:
             draft.num_decode_tokens += 1
         draft.budget -= end - start
-        seq.num_computed = end
+        seq.row_start, seq.num_computed = start, end
         if is_sampled:
             seq.num_tokens += 1
         if end >= seq.next_full_len:

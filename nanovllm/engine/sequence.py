@@ -40,6 +40,7 @@ class Sequence:
 
     slot: int = NO_SLOT
     num_computed: int = 0
+    row_start: int = 0  # the first position of its newest row; 0 for the row with which it enters
     block_ids: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that block_ids can hold
     block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks hashed so far
