@@ -48,11 +48,10 @@ class SharedPrefixes:
         """Whether it pays to run these slots by `rows`, which then says what they share."""
         if self._slots is None or not np.array_equal(slots, self._slots):
             self._slots = slots
-            groups, members, lens = find_groups(self._blocks[slots], self.block_size)
+            groups, members, lens = find_groups(self._blocks, slots, self.block_size)
             saved = int((groups[1] * (groups[3] - 1)).sum())
             self._is_worth_it = saved >= MIN_SAVED
             if self._is_worth_it:
-                groups[0] = slots[groups[0]]
                 padding = np.zeros(len(self._blocks) - len(slots), np.int32)
                 columns = groups.ravel(), members, padding, lens, padding
                 self.platform.send(np.concatenate(columns), self._tables)
@@ -65,23 +64,26 @@ class SharedPrefixes:
         return SharedRows(groups.view(4, NUM_GROUPS), members, lens)
 
 
-def find_groups(blocks: IntColumn, block_size: int) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """Group rows [rows, max_blocks] that begin alike.
+def find_groups(
+    blocks: IntColumn, slots: IntColumn, block_size: int
+) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """Group the rows in some slots that begin alike; blocks [slots, max_blocks] are the slots'.
 
-    Returns, as `attend_shared` wants them, groups (a row in the place of its slot), their members
-    and how many keys each row shares.
+    Returns what SharedRows holds: groups, members, and how many keys each row shares.
     """
     groups = np.zeros((4, NUM_GROUPS), np.int32)
-    members, lens = np.zeros((2, len(blocks)), np.int32)
-    firsts, counts = np.unique(blocks[:, 0], return_counts=True)
+    members, lens = np.zeros((2, len(slots)), np.int32)
+    _, owners, counts = np.unique(blocks[slots, 0], return_inverse=True, return_counts=True)
     end = 0
     for i, group in enumerate(np.argsort(-counts, kind="stable")[:NUM_GROUPS]):
         if counts[group] == 1:
             break
-        rows = np.flatnonzero(blocks[:, 0] == firsts[group])
-        is_common = (blocks[rows] == blocks[rows[0]]).all(0) & (blocks[rows[0]] != NO_BLOCK)
+        rows = np.flatnonzero(owners == group)
+        leader = blocks[slots[rows[0]]]
+        leader = leader[leader != NO_BLOCK]
+        is_common = (blocks[slots[rows], : len(leader)] == leader).all(0)
         num_keys = int(is_common.cumprod().sum()) * block_size
-        groups[:, i] = rows[0], num_keys, end, len(rows)
+        groups[:, i] = slots[rows[0]], num_keys, end, len(rows)
         members[end : end + len(rows)] = rows
         lens[rows] = num_keys
         end += len(rows)

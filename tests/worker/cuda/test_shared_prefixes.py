@@ -18,18 +18,19 @@ from tests.test_equals_transformers import GREEDY, MAX_TOKENS
 from tests.test_gpu import OPTIONS
 
 
-def make_blocks(rows: list[list[int]]) -> np.ndarray:
-    blocks = np.full((len(rows), 6), NO_BLOCK, np.int32)
-    for row, block_ids in zip(blocks, rows, strict=True):
+def groups_of(rows: list[list[int]]) -> tuple[np.ndarray, ...]:
+    """Find the groups of rows with these blocks, whose slots are ten further on."""
+    blocks = np.full((10 + len(rows), 6), NO_BLOCK, np.int32)
+    for row, block_ids in zip(blocks[10:], rows, strict=True):
         row[: len(block_ids)] = block_ids
-    return blocks
+    return find_groups(blocks, np.arange(10, len(blocks), dtype=np.int32), block_size=16)
 
 
 def test_groups() -> None:
     """Rows 0, 2 and 4 share two blocks, 1 and 5 share all that row 5 has, 3 is alone."""
     rows = [[7, 8, 1], [4, 5, 6, 2], [7, 8, 9, 3], [0], [7, 8], [4, 5, 6]]
-    groups, members, lens = find_groups(make_blocks(rows), block_size=16)
-    assert groups[:, :2].tolist() == [[0, 1], [32, 48], [0, 3], [3, 2]]
+    groups, members, lens = groups_of(rows)
+    assert groups[:, :2].tolist() == [[10, 11], [32, 48], [0, 3], [3, 2]]
     assert not groups[:, 2:].any()
     assert members[:5].tolist() == [0, 2, 4, 1, 5]
     assert lens.tolist() == [32, 48, 32, 0, 32, 48]
@@ -37,10 +38,10 @@ def test_groups() -> None:
 
 def test_only_the_largest_groups() -> None:
     rows = [[i] for i in range(NUM_GROUPS + 2) for _ in range(2 + i)]
-    groups, members, lens = find_groups(make_blocks(rows), block_size=16)
+    groups, members, lens = groups_of(rows)
     assert groups[3].tolist() == [NUM_GROUPS + 3 - i for i in range(NUM_GROUPS)]
     for slot, _, first, count in groups.T.tolist():
-        assert {rows[i][0] for i in members[first : first + count]} == {rows[slot][0]}
+        assert {rows[i][0] for i in members[first : first + count]} == {rows[slot - 10][0]}
     assert (lens == 0).sum() == 2 + 3
 
 
