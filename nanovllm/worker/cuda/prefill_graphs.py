@@ -27,8 +27,9 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
 MAX_ROWS = 256  # each one's logits are computed, used or not
 MAX_PROMPTS = 16  # rows of more than one token
+MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
+MAX_ALONE_TOKENS = 1024  # of these prompts together
 HEIGHTS = 2, 3, 4, 3  # of the columns: see ChunkSize.lengths
-MAX_ALONE = 1024  # tokens up to which prompts without answers beside them have graphs of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +38,38 @@ class ChunkSize:
 
     num_tokens: int
     num_singles: int  # rows of one token
+    num_prompts: int  # rows of more
     num_rows: int
 
     def fits(self, needed: ChunkSize) -> bool:
         return (
             needed.num_tokens <= self.num_tokens
             and needed.num_singles <= self.num_singles
+            and needed.num_prompts <= self.num_prompts
             and needed.num_rows <= self.num_rows
-            and needed.num_rows - needed.num_singles <= MAX_PROMPTS
         )
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Of the columns: two per token, three per single token, four per prompt, three sampled."""
-        widths = self.num_tokens, self.num_singles, MAX_PROMPTS, self.num_rows
+        widths = self.num_tokens, self.num_singles, self.num_prompts, self.num_rows
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
 
 def needed_size(plan: StepPlan) -> ChunkSize:
-    num_singles = int((plan.counts == 1).sum())
-    return ChunkSize(int(plan.counts.sum()), num_singles, len(plan.slots))
+    num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
+    return ChunkSize(int(plan.counts.sum()), num_singles, num_rows - num_singles, num_rows)
 
 
 def chunk_sizes(max_tokens: int, max_rows: int) -> list[ChunkSize]:
     """Powers of two and the middle between them, up to one that holds the largest step."""
     sizes, num_tokens = [], 16
     while num_tokens <= MAX_TOKENS:
-        if num_tokens <= MAX_ALONE:
-            sizes.append(ChunkSize(num_tokens, 0, min(max_rows, MAX_PROMPTS)))
+        if num_tokens <= MAX_ALONE_TOKENS:
+            num_rows = min(max_rows, MAX_ALONE)
+            sizes.append(ChunkSize(num_tokens, 0, num_rows, num_rows))
         num_rows = min(max_rows, max(16, num_tokens // 4), MAX_ROWS)
-        sizes.append(ChunkSize(num_tokens, num_rows, num_rows))
+        sizes.append(ChunkSize(num_tokens, num_rows, MAX_PROMPTS, num_rows))
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4

@@ -21,7 +21,7 @@ from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.cpu import backend as cpu_backend
 from nanovllm.worker.cuda.prefill_graphs import (
-    MAX_ALONE,
+    MAX_ALONE_TOKENS,
     MAX_PROMPTS,
     MAX_TOKENS,
     ChunkSize,
@@ -85,7 +85,7 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 def test_columns() -> None:
     """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=8, num_singles=5, num_rows=5)
+    size = ChunkSize(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5)
     tokens, singles, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
@@ -94,8 +94,8 @@ def test_columns() -> None:
         [40, 10, 11, 12, 0, 1, 0, 0],
     ]
     assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [0, 1, 1, 1, 1], [41, 0, 0, 0, 0]]
-    rest = [0] * (MAX_PROMPTS - 2)
-    assert prompts.reshape(4, MAX_PROMPTS).tolist() == [
+    rest = [0] * 2
+    assert prompts.reshape(4, 4).tolist() == [
         [7, 4, *rest],
         [1, 4, *rest],
         [3, 2, *rest],
@@ -106,7 +106,7 @@ def test_columns() -> None:
 
 def test_columns_of_prompts_alone() -> None:
     plan = make_plan([(7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=6, num_singles=0, num_rows=2)
+    size = ChunkSize(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
     assert parts[1].size == 0
@@ -116,7 +116,7 @@ def test_columns_of_prompts_alone() -> None:
 def test_columns_without_prompts() -> None:
     """Not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
-    size = ChunkSize(num_tokens=4, num_singles=4, num_rows=4)
+    size = ChunkSize(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
 
@@ -129,11 +129,9 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     assert sizes[-1].num_tokens <= MAX_TOKENS
     largest = needed_size(make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)]))
     fitting = [size for size in sizes if size.fits(largest)]
-    num_last = 1 if sizes[-1].num_tokens > MAX_ALONE else 2
-    assert (
-        fitting
-        == [size for size in sizes if size.num_singles >= (largest.num_tokens == 1)][-num_last:]
-    )
+    assert {size.num_tokens for size in fitting} == {sizes[-1].num_tokens}
+    is_alone = 1 < largest.num_tokens and sizes[-1].num_tokens <= MAX_ALONE_TOKENS
+    assert [size.num_singles > 0 for size in fitting] == [False, True][not is_alone :]
     assert all(size.num_rows <= max_rows for size in sizes)
 
 
