@@ -12,7 +12,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.chat_template import ChatTemplate
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live, check_text
@@ -136,6 +135,8 @@ class LLM:
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
+        from nanovllm.chat_template import ChatTemplate  # jinja2, which only chats need
+
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise RequestError("chat needs a tokenizer with a chat template; use generate instead")

@@ -25,7 +25,7 @@ MAX_GROWTH = 2  # times the tokens of the largest step so far: beyond, nothing i
 
 _NUM_CLASSES = 32  # of steps, by the power of two that their prompt tokens reach
 _NEWEST_SHARE = 0.05  # of a step in what is known of its class: some twenty count
-_LOWER_AIM, _RAISE_AIM = 0.98, 1.0004  # in balance when one full step in fifty is too long
+_LOWER_AIM, _RAISE_AIM = 0.95, 1.001  # in balance when one full step in fifty is too long
 _AIMS = 0.5, 1.5
 
 Sizes = npt.NDArray[np.float64]  # [4]: 1, tokens, keys, pairs
@@ -92,9 +92,10 @@ class StepTime:
             return 0
         slope = self._per_token + self._per_key + self._per_pair * (start + 0.5)
         root = slope + math.sqrt(slope**2 + 2 * self._per_pair * seconds)
-        if root * self._num_tokens < 2 * seconds:
-            return max(0, self._num_tokens)
-        return max(0, min(self._num_tokens, int(2 * seconds / root)))
+        has_time_for_all = (
+            root * self._num_tokens <= 2 * seconds
+        )  # root is 0 while nothing is known
+        return max(0, self._num_tokens if has_time_for_all else int(2 * seconds / root))
 
 
 class Pacer:

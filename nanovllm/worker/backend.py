@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -45,6 +46,9 @@ class Backend(Protocol):
     def sampler(self, tables: SlotTables) -> Sampler:
         """Make what draws tokens from logits."""
 
+    def compile_ahead(self, largest_step: Callable[[], EagerForward]) -> None:
+        """Compile the kernels of every step at once, if that takes long and is not done yet."""
+
     def runner(self, eager: EagerForward) -> ModelRunner:
         """Make what runs steps: recorded ones where the device gains by them."""
 
@@ -59,7 +63,7 @@ def create_backend(config: EngineConfig, model: ModelConfig, group: TPGroup = AL
 
         ops = TritonOps()
         attention = create_attention(platform, ops, block_size, name, dtype)
-        return CudaBackend(platform, dtype, group, ops, attention, config, model.vocab_size)
+        return CudaBackend(platform, dtype, group, ops, attention, config, model)
     from nanovllm.worker.cpu.backend import create_cpu_backend
 
     assert isinstance(platform, CpuPlatform)

@@ -6,6 +6,7 @@ The workers of a group get the same plans in the same order, and each runs its s
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,7 +75,9 @@ class Worker:
             model.pack_step()
 
         spec = kv_cache_spec(config, self.model_config, dtype, group)
-        platform.profile(lambda: self._largest_step(model, spec))
+        largest_step = partial(self._largest_step, model, spec)
+        backend.compile_ahead(largest_step)
+        platform.profile(largest_step)
         num_blocks = self._agree(choose_num_blocks(config, spec, platform))
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
         eager = EagerForward(model, self._tables(), backend.attention, caches, dtype)
@@ -97,7 +100,7 @@ class Worker:
             self.platform, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
         )
 
-    def _largest_step(self, model: DecoderModel, spec: KVCacheSpec) -> None:
+    def _largest_step(self, model: DecoderModel, spec: KVCacheSpec) -> EagerForward:
         """Run as many tokens, and sample as many rows, as a step may have; they share blocks."""
         config, platform = self.config, self.platform
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -120,3 +123,4 @@ class Worker:
         caches = spec.views(cache, num_blocks)
         eager = EagerForward(model, tables, self.backend.attention, caches, spec.dtype)
         self.backend.sampler(tables)(eager(plan), plan)
+        return eager

@@ -78,6 +78,16 @@ def test_prefill_and_prefix(folder: Path) -> None:
     assert records[1]["floor"] < records[0]["floor"]
 
 
+def test_arrivals(folder: Path) -> None:
+    lengths = "--num-seqs 30 --prompt-len 16 --new-tokens 4"
+    records = bench(folder, f"arrivals --rate 50 {lengths} --repeats 1 --target-inter-token-ms 40")
+    cases = ["ttft-p50@50", "ttft-p99@50", "itl-p50@50", "itl-p99@50"]
+    assert [record["case"] for record in records] == cases
+    first, late_first, following, late_following = (record["value"] for record in records)
+    assert 0 < first <= late_first
+    assert 0 < following <= late_following
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_decode_steps_are_counted_after_the_last_first_token(folder: Path, depth: int) -> None:
     """Prompts that enter over several steps: only steps in which all of them decode count."""

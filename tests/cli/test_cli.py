@@ -60,7 +60,11 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "chat", *(f"bench {n}" for n in ("throughput", "latency", "prefill", "prefix"))],
+    [
+        "generate",
+        "chat",
+        *(f"bench {n}" for n in ("throughput", "latency", "prefill", "prefix", "arrivals")),
+    ],
 )
 def test_every_option_states_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -72,11 +76,16 @@ def test_every_option_states_its_default(command: str, capsys: pytest.CaptureFix
 
 def test_options_reach_the_engine() -> None:
     arguments = "generate x --model m --max_num_seqs 3 --kvcache-block-size=16 --no-prefix-caching"
-    arguments += " --revision v2"
+    arguments += " --revision v2 --target-inter-token-ms 25"
     sampling = "--max_tokens=9 --top-k 5 --stop A_B --stop c --ignore_eos --seed -1"
     args = build_parser().parse_args(dashed(f"{arguments} {sampling}".split()))
     assert engine_config(args) == EngineConfig(
-        "m", revision="v2", max_num_seqs=3, kvcache_block_size=16, enable_prefix_caching=False
+        "m",
+        revision="v2",
+        max_num_seqs=3,
+        kvcache_block_size=16,
+        enable_prefix_caching=False,
+        target_inter_token_ms=25.0,
     )
     assert sampling_params(args) == SamplingParams(
         temperature=0.0, max_tokens=9, top_k=5, stop=["A_B", "c"], ignore_eos=True, seed=-1

@@ -274,6 +274,7 @@ BAD_ENGINE = [
     ("load_format", ["npz", "", None]),
     ("attention_backend", ["xformers", "", None]),
     ("depth", [2, -1, "1"]),
+    ("target_inter_token_ms", [0, -1.0, float("nan"), float("inf"), "25", True]),
 ]
 WRONG_TYPES_SAMPLING = [
     ("temperature", [10**400]),

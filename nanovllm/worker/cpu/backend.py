@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,9 @@ class CpuBackend:
 
     def sampler(self, tables: SlotTables) -> TorchSampler:
         return TorchSampler(tables, self.group)
+
+    def compile_ahead(self, largest_step: Callable[[], EagerForward]) -> None:
+        """Nothing is left to do: one compilation, with the ops, brings every kernel."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         config, tables = self.config, eager.tables

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, GraphedAttention
 from nanovllm.attention.triton import TritonAttention
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.cuda.decode_graphs import GraphedSteps, graph_bytes
@@ -19,6 +22,18 @@ from nanovllm.worker.cuda.sampler import TritonSampler
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
+
+logger = logging.getLogger(__name__)
+
+KERNEL_OPTIONS = (  # which kernels there are depends on
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kvcache_block_size",
+    "attention_backend",
+    "enforce_eager",
+)
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # that compile; each takes a while to import what it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +44,7 @@ class CudaBackend:
     ops: TritonOps
     attention: AttentionBackend
     config: EngineConfig
-    vocab_size: int
+    model_config: ModelConfig
 
     def __post_init__(self) -> None:
         attention = self._graphed_attention()
@@ -40,7 +55,7 @@ class CudaBackend:
             # A group's logits exist three times while they are put side by side.
             num_rows = max_num_seqs * (1 if self.group.is_alone else 3)
             self.platform.reserve_for_graphs(
-                graph_bytes(num_rows, self.vocab_size, self.dtype),
+                graph_bytes(num_rows, self.model_config.vocab_size, self.dtype),
                 step_share=share if isinstance(attention, TritonAttention) else 0.0,
             )
 
@@ -51,23 +66,43 @@ class CudaBackend:
         return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
 
     def sampler(self, tables: SlotTables) -> TritonSampler:
-        return TritonSampler(tables, self.vocab_size, self.group)
+        return TritonSampler(tables, self.model_config.vocab_size, self.group)
+
+    def compile_ahead(self, largest_step: Callable[[], EagerForward]) -> None:
+        """With fewer cores, or in a group, whose ranks would compile the same, it does not pay."""
+        num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+        if num_processes < MIN_PROCESSES or not self.group.is_alone or not is_first_use():
+            return
+        sizes = [getattr(self.config, name) for name in KERNEL_OPTIONS]
+        stamp = stamp_path(sizes, self.model_config, self.platform.device_name, self.dtype)
+        if stamp.exists():
+            return
+        logger.warning("Compiling the CUDA kernels: 10 to 30 seconds, once on this machine")
+        compile_ahead(lambda: self._every_step(largest_step()), num_processes)
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
 
     def runner(self, eager: EagerForward) -> ModelRunner:
-        tables, platform = eager.tables, self.platform
-        sampler = self.sampler(tables)
-        attention, max_model_len = self._graphed_attention(), self.config.max_model_len
+        sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
             return ModelRunner(eager, eager, sampler)
-        chunks = None
-        if isinstance(attention, TritonAttention):
-            chunks = GraphedChunks(eager, attention, platform, self.max_tokens, max_model_len)
-        graphed = GraphedSteps(eager, attention, sampler, platform, max_model_len, chunks)
-        is_watched = sys.stderr is not None and sys.stderr.isatty()
-        graphed.capture(show_progress=is_watched and self.group.rank == 0)
+        graphed = self._graphed_steps(eager, attention, sampler)
+        graphed.capture_first()
         step = eager.model.step
         check = None if step is None else step.check
         return ModelRunner(eager, graphed, graphed.sample, check)
+
+    def _every_step(self, eager: EagerForward) -> None:
+        if (attention := self._graphed_attention()) is not None:
+            self._graphed_steps(eager, attention, self.sampler(eager.tables)).run_every_size()
+
+    def _graphed_steps(
+        self, eager: EagerForward, attention: GraphedAttention, sampler: TritonSampler
+    ) -> GraphedSteps:
+        platform, max_model_len, chunks = self.platform, self.config.max_model_len, None
+        if isinstance(attention, TritonAttention):
+            chunks = GraphedChunks(eager, attention, platform, self.max_tokens, max_model_len)
+        return GraphedSteps(eager, attention, sampler, platform, max_model_len, chunks)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
 from nanovllm.attention.triton import TritonAttention
@@ -33,6 +32,7 @@ RECORDED_SAMPLING = (
     Sampling.NOISE | Sampling.MIN_P,
     Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
 )
+FIRST_SIZES = 8, 4, 2, 1  # rows
 DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 
@@ -99,22 +99,34 @@ class GraphedSteps:
         is_whole = step is not None and step.suits(*self._kv)
         self.max_whole_context = step.max_context if step is not None and is_whole else 0
         self._graphs: dict[int, StepGraphs] = {}
-        # The model for rows that share their first keys, and its logits: of every other size.
+        # The model for rows that share their first keys, and its logits.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
-        can_share = isinstance(attention, TritonAttention)
-        self._shared_sizes = [size for size in self.sizes if can_share and size >= MIN_ROWS][::-2]
-        self._shared_sizes.reverse()
+        self._can_share = isinstance(attention, TritonAttention)
         max_blocks, block_size = self.tables.block_table.shape[1], self.tables.block_size
         self._shared = SharedPrefixes(platform, num_slots, max_blocks, block_size)
 
-    def capture(self, show_progress: bool) -> None:
-        """Record every size, those with the most logits first: the others use their memory."""
-        captures = [partial(self._capture, size) for size in self.sizes[::-1]]
-        captures += [partial(self._capture_shared, size) for size in self._shared_sizes[::-1]]
+    def run_every_size(self) -> None:
+        """Launch every kernel that any size has, so that they can be compiled ahead."""
+        for size in self.sizes:
+            logits = self._run_model(size)
+            for sampling in RECORDED_SAMPLING:
+                self.sampler.sample(self._step_logits(logits, size, size), sampling)
+            if size == 1 and self.max_whole_context > 0:
+                self._run_whole(logits)
+            if size >= MIN_ROWS and self._can_share:
+                self._run_model(size, self._shared.rows(size))
         if self.chunks is not None:
-            captures += [partial(self.chunks.capture, size) for size in self.chunks.sizes[::-1]]
-        for capture in tqdm(captures, "Capturing graphs", disable=not show_progress, leave=False):
-            capture()
+            self.chunks.run_every_size()
+
+    def capture_first(self) -> None:
+        """Record the largest sizes, whose memory the others use, and some that are used most.
+
+        The others are recorded when a step first needs one, which then takes some 40 ms longer.
+        """
+        for size in (self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)):
+            self.graphs(size)
+        if self.chunks is not None:
+            self.chunks.graph(self.chunks.sizes[-1])
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if not is_decode(plan):
@@ -124,18 +136,19 @@ class GraphedSteps:
             return step
         self._shared.enter(plan.new_rows)
         num_rows = len(plan.slots)
-        self._send_slots(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        graphs = self._graphs[size]
-        if graphs.run_whole is not None and plan.starts[0] < self.max_whole_context:
-            graphs.run_whole()
-        elif num_rows >= MIN_ROWS and self._shared_sizes and self._shared.find(plan.slots):
-            size = self._shared_sizes[bisect_left(self._shared_sizes, num_rows)]
-            run_shared, logits = self._shared_graphs[size]
+        if num_rows >= MIN_ROWS and self._can_share and self._shared.find(plan.slots):
+            self._send_slots(plan.slots)
+            run_shared, logits = self._shared_graph(size)
             run_shared()
             return self._step_logits(logits, num_rows, None)
-        else:
+        graphs = self.graphs(size)
+        self._send_slots(plan.slots)
+        run_whole = graphs.run_whole
+        if run_whole is None or plan.starts[0] >= self.max_whole_context:
             graphs.run_model()
+        else:
+            run_whole()
         return self._step_logits(graphs.logits, num_rows, size)
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
@@ -150,7 +163,22 @@ class GraphedSteps:
         # The copy to the host is queued behind this replay and before the next: nothing is lost.
         return tokens[: len(plan.slots)]
 
-    def _capture(self, size: int) -> None:
+    def graphs(self, size: int) -> StepGraphs:
+        """Return the graphs of a size, which are recorded when they are first asked for."""
+        if size not in self._graphs:
+            self._send_slots(self._host_slots[:0])  # to sample would advance a sequence
+            self._graphs[size] = self._capture(size)
+        return self._graphs[size]
+
+    def _shared_graph(self, size: int) -> tuple[Callable[[], None], Tensor]:
+        """Likewise; to run a step's model twice does no harm."""
+        if size not in self._shared_graphs:
+            rows = self._shared.rows(size)
+            replay, logits = self.platform.record(partial(self._run_model, size, rows))
+            self._shared_graphs[size] = replay, self.platform.borrow(logits)
+        return self._shared_graphs[size]
+
+    def _capture(self, size: int) -> StepGraphs:
         run_model, logits = self.platform.record(partial(self._run_model, size))
         step = self._step_logits(logits, size, size)
         samplers = {
@@ -162,12 +190,7 @@ class GraphedSteps:
             run_whole, _ = self.platform.record(partial(self._run_whole, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
-        self._graphs[size] = StepGraphs(run_model, run_whole, logits, samplers)
-
-    def _capture_shared(self, size: int) -> None:
-        rows = self._shared.rows(size)
-        replay, logits = self.platform.record(partial(self._run_model, size, rows))
-        self._shared_graphs[size] = replay, self.platform.borrow(logits)
+        return StepGraphs(run_model, run_whole, logits, samplers)
 
     def _step_logits(self, logits: Tensor, num_rows: int, size: int | None) -> StepLogits:
         return StepLogits(

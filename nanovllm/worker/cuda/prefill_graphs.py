@@ -97,10 +97,20 @@ class GraphedChunks:
         self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
         self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
 
-    def capture(self, size: ChunkSize) -> None:
-        """Record a size, with columns of zeros: no sequence is there yet that they could harm."""
-        replay, logits = self.platform.record(partial(self._run_model, size))
-        self._graphs[size] = replay, self.platform.borrow(logits)
+    def run_every_size(self) -> None:
+        for size in self.sizes:
+            self._run_model(size)
+
+    def graph(self, size: ChunkSize) -> tuple[Callable[[], None], Tensor]:
+        """Return the graph of a size and its logits; it is recorded when it is first asked for.
+
+        Recording runs what the columns say: a step, which may run twice, or, before any sequence is
+        there, zeros, which harm none.
+        """
+        if size not in self._graphs:
+            replay, logits = self.platform.record(partial(self._run_model, size))
+            self._graphs[size] = replay, self.platform.borrow(logits)
+        return self._graphs[size]
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:
         """Run a step, or return None if it is too large."""
@@ -110,7 +120,7 @@ class GraphedChunks:
             return None
         columns = chunk_columns(size, plan, self.num_slots)
         self.platform.send(columns, self._columns)
-        replay, logits = self._graphs[size]
+        replay, logits = self.graph(size)
         replay()
         num_sampled = int(np.count_nonzero(plan.num_logits))
         slots, _, positions = self._split(size)[3].view(3, -1)[:, :num_sampled]

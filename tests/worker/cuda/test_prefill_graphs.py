@@ -130,7 +130,7 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     largest = needed_size(make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)]))
     fitting = [size for size in sizes if size.fits(largest)]
     assert {size.num_tokens for size in fitting} == {sizes[-1].num_tokens}
-    is_alone = 1 < largest.num_tokens and sizes[-1].num_tokens <= MAX_ALONE_TOKENS
+    is_alone = largest.num_tokens > 1 and sizes[-1].num_tokens <= MAX_ALONE_TOKENS
     assert [size.num_singles > 0 for size in fitting] == [False, True][not is_alone :]
     assert all(size.num_rows <= max_rows for size in sizes)
 
@@ -154,7 +154,7 @@ def test_padded_steps_equal_transformers(
         with torch.inference_mode():
             chunks = GraphedChunks(eager, attention, platform, max_tokens, 128)
             for size in chunks.sizes[::-1]:
-                chunks.capture(size)
+                chunks.graph(size)
         num_chunks = 0
 
         def forward(plan: StepPlan) -> StepLogits:

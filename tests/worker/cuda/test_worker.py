@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,6 +32,7 @@ from tests.bench.test_commands import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.executor.leftovers import is_alive
 from tests.executor.workers import process_ids
+from tests.test_architecture import ROOT
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
 from tests.test_sampled_requests import mixed_params
 from tests.threaded_ranks import engines_of
@@ -53,9 +56,36 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "full": {"temperature": 0.9, "top_k": 9, "top_p": 0.8},
 }
 
+# Starts an engine on an empty cache, and prints how many kernels it compiled by itself.
+START = """
+import sys
+from triton import knobs
+from nanovllm import LLM, SamplingParams
+
+misses = []
+def listener(*, src, cache_hit, **_):
+    if not cache_hit:
+        misses.append(src.name)
+knobs.compilation.listener = listener
+with LLM(sys.argv[1], device="cuda", gpu_memory_utilization=0.2, skip_tokenizer_init=True,
+         max_num_seqs=20, max_model_len=128) as llm:
+    llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=5), use_tqdm=False)
+print("compiled:", misses)
+"""
+
 
 def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def record_every_size(llm: LLM) -> None:
+    """Record the graphs that would otherwise be when a step first needs them."""
+    runner = runner_of(llm)
+    with torch.inference_mode(), runner.tables.platform.in_order():
+        for size in runner.forward.sizes:
+            runner.forward.graphs(size)
+        for size in runner.forward.chunks.sizes:
+            runner.forward.chunks.graph(size)
 
 
 class NoEagerDecode:
@@ -93,6 +123,7 @@ def test_a_decode_step_is_two_replays(tiny: Any, kind: str) -> None:
         want = generate(llm, prompts, params)
     with LLM(path, **OPTIONS) as llm:
         runner = runner_of(llm)
+        record_every_size(llm)
         runner.forward = replayed = NoEagerDecode(runner.forward)
         assert generate(llm, prompts, params) == want
     assert replayed.asked == {sampling_of(SamplingParams(**SAMPLED[kind]))}
@@ -147,6 +178,7 @@ def test_short_prompts_are_graphs_too(tiny: Any) -> None:
         raise AssertionError(f"eager step of {plan.counts.sum()} tokens")
 
     with LLM(checkpoint.path, **OPTIONS) as llm:
+        record_every_size(llm)
         runner_of(llm).forward.eager = fail
         for batch in (prompts[:1], prompts):
             assert generate(llm, batch, GREEDY) == want[: len(batch)]
@@ -181,6 +213,8 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
     used = {}
     for enforce_eager in (False, True, False):  # the first compiles and loads what the others share
         with LLM(**many_logits, enforce_eager=enforce_eager) as llm:
+            if not enforce_eager:
+                record_every_size(llm)
             used[enforce_eager] = used_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
@@ -297,3 +331,15 @@ def test_a_dropped_engine_frees_its_memory(tiny: Any) -> None:
     assert torch.cuda.memory_allocated() > before + GIB // 2
     del llm
     assert torch.cuda.memory_allocated() < before + GIB // 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "gemma3"])
+def test_an_engine_finds_all_its_kernels_compiled(
+    tiny: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-c", START, str(tiny(name).path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "compiled: []"
+    assert len(list(tmp_path.rglob("*.cubin"))) > 10
