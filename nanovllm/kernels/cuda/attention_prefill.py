@@ -52,7 +52,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype, num_lines: int) -> Prefill
     is_wide = head_dim > 128
     if dtype == torch.float32:
         return PrefillConfig(lines=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
-    if num_lines <= MAX_SMALL:
+    if num_lines <= (64 if is_wide else MAX_SMALL):
         lines = 16 if num_lines <= 16 else 64
         return PrefillConfig(lines, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
     if is_wide:
