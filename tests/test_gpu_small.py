@@ -51,7 +51,7 @@ def test_experts(dtype: torch.dtype) -> None:
     experts_cases.check_after_norm("cuda")
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill", "tma"])
+@pytest.mark.parametrize("kind", ["decode", "prefill", "tma", "shared"])
 def test_attention(kind: str) -> None:
     """Whole and split contexts, and what combines them; heads of every size and in every dtype."""
     if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
@@ -73,6 +73,20 @@ def test_sampling_with_every_cut(dtype: torch.dtype) -> None:
         logits = sampling_cases.KINDS[kind](9, 5003).to(dtype)
         batch = sampling_cases.make_batch(logits, sampling_cases.make_rows(9, 0), "cuda")
         sampling_cases.check_full(batch, max_different=1)
+
+
+def test_persistent_step() -> None:
+    """A few contexts, each shorter or longer than what one program reads."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(256, 4, 2, 128, 512, 1000), Variant(block_size=32), 700)
+    for context in (1, 33, 650):
+        kernel, plain, cache = step.errors(context, context)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

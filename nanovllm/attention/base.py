@@ -54,6 +54,15 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Which rows of one token begin with the same blocks, as device tensors."""
+
+    groups: Tensor  # [4, groups]: a member's slot, shared keys, first place in members, members
+    members: Tensor  # [rows], the rows of each group
+    lens: Tensor  # [rows], the keys that a row shares with its group
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Rows of one token, row i being token i, as device tensors that a graph reads anew."""
 
@@ -62,6 +71,7 @@ class DecodeRows:
     context_lens: Tensor  # 0 is padding
     order: Tensor | None  # the rows as they should start; None: as they come
     max_context: int  # bounds the lengths
+    shared: SharedRows | None = None
 
 
 @runtime_checkable

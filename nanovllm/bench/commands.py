@@ -48,7 +48,14 @@ Benchmark = Callable[[argparse.Namespace, Bench], Iterator[Result]]
 
 def throughput(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     """New tokens per second, over requests of mixed lengths that arrive all at once."""
-    workload = mixed(bench.vocab_size, args.num_seqs, args.max_len, args.max_len)
+    workload = once = mixed(bench.vocab_size, args.num_seqs, args.max_len, args.max_len)
+    name = mixed_name(args.num_seqs, args.max_len, args.max_len)
+    if args.samples_of is not None:
+        one = uniform(bench.vocab_size, 1, args.samples_of, args.max_len)
+        workload = Workload(one.prompts * args.num_seqs, one.max_tokens * args.num_seqs)
+        # The floor: the prompt is computed once, and its keys are read for one of the samples.
+        once = Workload([*one.prompts, *[[0]] * (args.num_seqs - 1)], workload.max_tokens)
+        name = f"samples-{args.num_seqs}-{args.samples_of}-{args.max_len}"
     num_tokens = workload.num_new_tokens
     print(f"{'prompts':<14}{args.num_seqs}, {workload.num_prompt_tokens:,} tokens", flush=True)
     timings = measure(bench.llm, workload, args.repeats)
@@ -56,10 +63,10 @@ def throughput(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     speed = num_tokens / seconds
     print(f"Total: {num_tokens}tok, Time: {seconds:.2f}s, Throughput: {speed:.2f}tok/s")
     yield bench.result(
-        mixed_name(args.num_seqs, args.max_len, args.max_len),
+        name,
         "tok/s",
         [num_tokens / timing.seconds for timing in timings],
-        num_tokens / (bench.prefill_floor(workload) + bench.decode_floor(workload)),
+        num_tokens / (bench.prefill_floor(once) + bench.decode_floor(once)),
         timings,
     )
 

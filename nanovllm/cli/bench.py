@@ -77,10 +77,13 @@ def add_parser(parsers: Parsers) -> None:
     names = parser.add_subparsers(
         title="benchmarks", metavar="NAME", required=True, prog="nanovllm bench"
     )
-    examples = ["throughput --model qwen3-8b --json results.jsonl", "throughput --num-seqs 16"]
+    samples = "throughput --num-seqs 1024 --max-num-seqs 1024 --samples-of 1000 --max-len 256"
+    examples = ["throughput --model qwen3-8b --json results.jsonl", samples]
     parser = _add_benchmark(names, commands.throughput, THROUGHPUT, examples)
     _add_count(parser, "--num-seqs", 256, "requests")
     _add_count(parser, "--max-len", 1024, "longest prompt and longest answer, in tokens")
+    text = "make all requests samples of one prompt of N tokens, with answers of --max-len"
+    parser.add_argument("--samples-of", type=at_least(1), metavar="N", help=text)
 
     examples = ["latency --batch 1 64", "latency --prompt-len 2000 --new-tokens 100"]
     parser = _add_benchmark(names, commands.latency, LATENCY, examples)

@@ -196,10 +196,14 @@ class BlockManager:
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
         """Hash each full block once, chained to the one before; may return more than `num_full`."""
         keys = seq.block_keys
-        for index in range(len(keys), num_full):
-            start = index * self.block_size
-            tokens = seq.token_ids[start : start + self.block_size].tobytes()
+        if len(keys) < num_full:
             salt = seq.request.cache_salt or ""
-            seed = keys[-1].hash if keys else xxhash.xxh3_64_intdigest(salt.encode())
-            keys.append(BlockKey(xxhash.xxh3_64_intdigest(tokens, seed), tokens))
+            link = keys[-1].hash if keys else xxhash.xxh3_64_intdigest(salt.encode())
+            first, end = len(keys) * self.block_size, num_full * self.block_size
+            tokens = seq.token_ids[first:end].tobytes()
+            size = self.block_size * seq.token_ids.itemsize
+            for start in range(0, len(tokens), size):
+                block = tokens[start : start + size]
+                link = xxhash.xxh3_64_intdigest(block, link)
+                keys.append(BlockKey(link, block))
         return keys

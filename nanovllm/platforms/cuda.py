@@ -37,6 +37,11 @@ def use_device(index: int) -> None:
     torch.cuda.set_device(index)
 
 
+def pin(array: np.ndarray) -> Tensor:
+    """Copy an array to memory that is not handed out again before the copies from it are done."""
+    return torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
     """What a device's bytes are spoken for, and what is left for the KV cache."""
@@ -163,9 +168,11 @@ class CudaPlatform:
             copied.synchronize()  # before pinned is freed and handed out again
 
     def upload(self, array: np.ndarray) -> Tensor:
-        # Pinned memory that is freed is not handed out again before the copies from it are done.
-        pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-        return pinned.to(self.device, non_blocking=True)
+        return pin(array).to(self.device, non_blocking=True)
+
+    def send(self, array: np.ndarray, target: Tensor) -> None:
+        """Copy an array to the beginning of a tensor, without waiting."""
+        target[: len(array)].copy_(pin(array), non_blocking=True)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]

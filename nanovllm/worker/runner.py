@@ -34,8 +34,8 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
-        for part in (self.tables, self.edits, self.logprobs, self.prompt_logprobs):
-            part.update(plan)
+        self.tables.update(plan)
+        self.prompt_logprobs.update(plan)
         if plan.block_copies:
             self.eager.copy_blocks(plan)
         results: dict[str, Tensor] = {}
@@ -45,6 +45,8 @@ class ModelRunner:
             results |= dict(zip(names, scores, strict=True))
         else:
             logits = self.forward(plan)
+        self.edits.update(plan)  # not before: the device has its work by now
+        self.logprobs.update(plan)
         kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
         tokens = self.sampler(logits, plan)

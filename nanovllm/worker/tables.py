@@ -82,6 +82,16 @@ class SlotTables:
         for name in self._columns:
             setattr(self, name, self._view(name))
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
+        single = {name: column for name, column in self._columns.items() if column.width is None}
+        self._record = np.dtype([(name, column.dtype) for name, column in single.items()])
+        # Of each word of a record: its offset for the first slot, and how far apart slots are.
+        self._first_words, self._slot_words = np.array(
+            [
+                (self._offsets[name] + word, column.num_words)
+                for name, column in single.items()
+                for word in range(column.num_words)
+            ]
+        ).T
         self._sampling = np.zeros(num_slots, np.int32)  # on the host: what each slot asks for
 
     def update(self, plan: StepPlan) -> None:
@@ -94,7 +104,8 @@ class SlotTables:
             changes.append((np.array(entries), np.array(block_ids, np.int32)))
         if changes:
             offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))
-            self.words[self.platform.upload(offsets)] = self.platform.upload(values)
+            sent = self.platform.upload(np.stack((offsets, values)))
+            self.words.scatter_(0, sent[0], sent[1].int())
 
     def sampling(self, plan: StepPlan) -> Sampling:
         """What the sampled rows of a step ask for, all together."""
@@ -108,13 +119,16 @@ class SlotTables:
         return table if column.width is None else table.view(self.num_slots + 1, column.width)
 
     def _enter(self, row: NewRow) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return what a sequence's arrival changes in each table, as offsets and values."""
+        """Return what a sequence's arrival changes in the tables, as offsets and values."""
         self._sampling[row.slot] = sampling_of(row.params)
-        changes = []
-        for name, column in self._columns.items():
-            values = np.atleast_1d(np.asarray(column.value(row), column.dtype)).view(np.int32)
+        single = tuple(self._columns[name].value(row) for name in self._record.names or ())
+        words = np.array([single], self._record).view(np.int32)
+        changes = [(self._first_words + row.slot * self._slot_words, words)]
+        for name in ("tokens", "block_table"):
+            column = self._columns[name]
+            values = np.asarray(column.value(row), column.dtype)
             first = self._offsets[name] + row.slot * column.num_words
-            changes.append((first + np.arange(len(values)), values))
+            changes.append((np.arange(first, first + len(values)), values))
         return changes
 
 

@@ -9,6 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.cuda.attention_splits import (
+    MAX_SPLITS,
+    join_parts,
+    load_part,
+    partial_size,
+    power_of_two_below,
+    split_size,
+    store_part,
+)
 from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
@@ -23,7 +32,6 @@ from nanovllm.kernels.cuda.attention_tiles import (
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MIN_SPLIT = 64  # keys that are worth a program of their own
-MAX_SPLITS = 32
 PROGRAMS_PER_SM = 5  # decode programs that a multiprocessor should get
 
 
@@ -51,12 +59,7 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
     if num_pairs < PROGRAMS_PER_SM * num_sms:
         wanted = max(wanted, 2)
     most = max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, MIN_SPLIT)))
-    return 1 << (most.bit_length() - 1)
-
-
-def partial_size(num_rows: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Floats that `paged_decode` needs: the output so far of each split, its maximum, its sum."""
-    return 0 if num_splits == 1 else num_rows * num_heads * num_splits * (head_dim + 2)
+    return power_of_two_below(most)
 
 
 def paged_decode(
@@ -73,9 +76,12 @@ def paged_decode(
     num_splits: int,
     partial: Tensor | None,  # float32 [>= partial_size(...)]; unused when num_splits is 1
     order: Tensor | None = None,  # [rows], the order to start them in: the longest first is best
+    shared_lens: Tensor | None = None,  # [rows], keys that `shared` has, fewer than there are
+    shared: Tensor | None = None,  # float32: what `attend_shared` found, for q's tokens
     config: DecodeConfig | None = None,
 ) -> None:
     """Attend from the last token of each row's context (none: zeros), also inside a CUDA graph."""
+    assert shared is None or (window is None and query_index is None)
     num_rows, num_heads, head_dim = slots.shape[0], *q.shape[1:]
     config = config or decode_config(head_dim, q.dtype)
     assert config.min_split % config.tile == 0
@@ -88,6 +94,7 @@ def paged_decode(
         return
     _decode_kernel[num_kv_heads, num_rows, num_splits](
         *(q, k_cache, v_cache, block_table, slots, context_lens, query_index, order, out, partial),
+        *(shared_lens, shared),
         *(scale * LOG2_E, q.stride(0), block_table.stride(0), k_cache.stride(0)),
         **(shape | split),
         LINES=max(MIN_LINES, triton.next_power_of_2(num_heads // num_kv_heads)),
@@ -97,7 +104,7 @@ def paged_decode(
     )
     if num_splits > 1:
         _combine_kernel[num_rows, num_heads](
-            *(partial, context_lens, query_index, out),
+            *(partial, context_lens, shared_lens, query_index, out),
             **split,
             SPLITS_PAD=triton.next_power_of_2(num_splits),
             **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIM_PAD")},
@@ -117,6 +124,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     order,
     out,
     partial,
+    shared_lens,
+    shared,
     scale,
     q_stride,
     table_stride,
@@ -138,12 +147,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if order is not None:
         row = tl.load(order + row)
     length = tl.load(context_lens + row)
-    first = window_start(length - 1, WINDOW)
+    first = _first_key(length, shared_lens, row, WINDOW)
     lo, hi = first // TILE * TILE, length
     if SPLITS > 1:
-        split_size = _split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
-        lo += tl.program_id(2) * split_size
-        hi = tl.minimum(lo + split_size, hi)
+        size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
+        lo += tl.program_id(2) * size
+        hi = tl.minimum(lo + size, hi)
     token = _token_of(query_index, row)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
@@ -158,7 +167,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     k_cache += kv_head * HEAD_DIM
     v_cache += kv_head * HEAD_DIM
     q_tile = tl.load(q + (heads * HEAD_DIM)[:, None] + dims, mask=is_real, other=0.0)
-    acc, line_max, line_sum = begin_softmax(LINES, DIM_PAD)
+    if shared is None:
+        acc, line_max, line_sum = begin_softmax(LINES, DIM_PAD)
+    else:
+        places, num_places = row * KV_HEADS * GROUP + heads, tl.num_programs(1) * KV_HEADS * GROUP
+        is_begun = (lines < GROUP) & (first > 0) & (tl.program_id(2) == 0)
+        acc, line_max, line_sum = load_part(shared, places, num_places, dims, is_begun, HEAD_DIM)
     acc, line_max, line_sum, _ = attend_tiles(
         *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
         *(lo, hi, first, hi, first, hi, first + 0 * lines, hi - 1 + 0 * lines, block_stride, scale),
@@ -171,15 +185,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     else:
         places = (row * KV_HEADS * GROUP + heads) * SPLITS + tl.program_id(2)
         num_places = tl.num_programs(1) * KV_HEADS * GROUP * SPLITS
-        tl.store(partial + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
-        tl.store(partial + num_places * HEAD_DIM + places, line_max, mask=lines < GROUP)
-        tl.store(partial + num_places * (HEAD_DIM + 1) + places, line_sum, mask=lines < GROUP)
+        is_line = lines < GROUP
+        store_part(partial, places, num_places, dims, acc, line_max, line_sum, is_line, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial,
     context_lens,
+    shared_lens,
     query_index,
     out,
     WINDOW: tl.constexpr,
@@ -195,31 +209,22 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     row, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     length = tl.load(context_lens + row)
     wait_for_inputs(OVERLAP)
-    lo = window_start(length - 1, WINDOW) // TILE * TILE
-    split_size = _split_size(length - lo, SPLITS, TILE, MIN_SPLIT)
-    splits = tl.arange(0, SPLITS_PAD)
-    is_used = (splits < SPLITS) & (lo + splits * split_size < length)
-    dims = tl.arange(0, DIM_PAD)
-    is_dim = dims < HEAD_DIM
+    lo = _first_key(length, shared_lens, row, WINDOW) // TILE * TILE
+    size = split_size(length - lo, SPLITS, TILE, MIN_SPLIT)
+    splits, dims = tl.arange(0, SPLITS_PAD), tl.arange(0, DIM_PAD)
+    is_used = (splits < SPLITS) & (lo + splits * size < length)
     places = (row * num_heads + head) * SPLITS + splits
     num_places = tl.num_programs(0) * num_heads * SPLITS
-    acc_places = partial + places[:, None] * HEAD_DIM + dims[None, :]
-    acc = tl.load(acc_places, mask=is_used[:, None] & is_dim[None, :], other=0.0)
-    maxima = tl.load(partial + num_places * HEAD_DIM + places, mask=is_used, other=float("-inf"))
-    sums = tl.load(partial + num_places * (HEAD_DIM + 1) + places, mask=is_used, other=0.0)
-    weights = tl.where(is_used, tl.exp2(maxima - tl.max(maxima, 0)), 0.0)
-    total = tl.where(length > 0, tl.sum(sums * weights, 0), 1.0)
-    values = (tl.sum(acc * weights[:, None], 0) / total).to(out.dtype.element_ty)
+    acc, maxima, sums = load_part(partial, places, num_places, dims, is_used, HEAD_DIM)
+    values = join_parts(acc, maxima, sums).to(out.dtype.element_ty)
     out_row = _token_of(query_index, row) * num_heads + head
-    tl.store(out + out_row * HEAD_DIM + dims, values, mask=is_dim)
+    tl.store(out + out_row * HEAD_DIM + dims, values, mask=dims < HEAD_DIM)
 
 
 @triton.jit
-def _split_size(  # type: ignore[no-untyped-def]
-    num_keys, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
-):
-    """Keys per split, in whole tiles."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE, MIN_SPLIT)
+def _first_key(length, shared_lens, row, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key that is left to attend to."""
+    return window_start(length - 1, WINDOW) if shared_lens is None else tl.load(shared_lens + row)
 
 
 @triton.jit

@@ -13,11 +13,19 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
 MIN_LINES = 16  # tl.dot takes no fewer
 # They may begin anywhere in an upload: a kernel for every alignment would be compiled anew.
-COLUMNS = ("slots", "context_lens", "query_starts", "query_lens", "query_index", "order")
+COLUMNS = (
+    *("slots", "context_lens", "query_starts", "query_lens", "query_index", "order"),
+    *("members", "shared_lens"),
+)
 
 
 def kernel_shape(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, out: Tensor, window: int | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    out: Tensor | None,
+    window: int | None,
 ) -> dict[str, int | None]:
     """Collect what a kernel is compiled for, and check the layouts that it takes for granted."""
     num_heads, head_dim = q.shape[1:]
@@ -25,8 +33,7 @@ def kernel_shape(
     assert num_heads % num_kv_heads == 0
     assert block_size % 16 == 0
     assert q.stride()[1:] == (head_dim, 1)
-    assert out.shape == q.shape
-    assert out.is_contiguous()
+    assert out is None or (out.shape == q.shape and out.is_contiguous())
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
     assert table.stride(1) == 1

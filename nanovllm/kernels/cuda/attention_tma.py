@@ -12,8 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.cuda import pdl
-from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, find_lines, find_queries
+from nanovllm.kernels.cuda.attention_prefill import (
+    MAX_SMALL,
+    PrefillConfig,
+    find_lines,
+    find_queries,
+)
 from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
@@ -30,7 +34,7 @@ def suits_tma(q: Tensor, k_cache: Tensor, max_query_len: int, window: int | None
     """Whether the kernel takes these tensors, and there are enough queries for it."""
     group, head_dim = q.shape[1] // k_cache.shape[2], q.shape[2]
     is_whole = k_cache.shape[1] % CONFIG.tile == 0  # a tile lies in one block
-    is_long = len(q) > pdl.MAX_ROWS and max_query_len * group >= CONFIG.lines >= group
+    is_long = len(q) * group > MAX_SMALL and max_query_len * group >= CONFIG.lines >= group
     return is_whole and is_long and head_dim in (64, 128) and window is None and q.itemsize == 2
 
 

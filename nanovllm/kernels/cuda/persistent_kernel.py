@@ -292,7 +292,7 @@ def make_attention(
     start = oldest // 32 * 32
     size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
     first = start + sm % SPLITS * size
-    end = gl.minimum(first + size, length)
+    end = gl.where(sm < SPLITS * NUM_KV_HEADS, gl.minimum(first + size, length), first)
     return Attention(
         table, partials, flag, sm, first, end, oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM,
         BLOCK_SIZE, HAS_NORM,

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import DecodeRows, GraphedAttention
+from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
+from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.elementwise import gather_decode
 from nanovllm.kernels.ops import Sampling
@@ -20,6 +21,7 @@ from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.cuda.prefill_graphs import GraphedChunks
 from nanovllm.worker.cuda.sampler import TritonSampler
+from nanovllm.worker.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 # What is recorded, the simplest first; a batch that asks for less is served by the first of them
@@ -75,12 +77,13 @@ class GraphedSteps:
         chunks: GraphedChunks | None,
     ) -> None:
         self.eager = eager
+        self.tables = eager.tables
         self.chunks = chunks
         self.attention = attention
         self.sampler = sampler
         self.platform = platform
         self.max_model_len = max_model_len
-        num_slots = eager.tables.num_slots
+        num_slots = self.tables.num_slots
         self.sizes = graph_sizes(num_slots)
         self._padding = num_slots  # the tables' last row
         self._host_slots = np.full(num_slots, self._padding, np.int32)
@@ -96,6 +99,11 @@ class GraphedSteps:
         is_whole = step is not None and step.suits(*self._kv)
         self.max_whole_context = step.max_context if step is not None and is_whole else 0
         self._graphs: dict[int, StepGraphs] = {}
+        # The model for rows that share their first keys, and its logits.
+        self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._can_share = isinstance(attention, TritonAttention)
+        max_blocks, block_size = self.tables.block_table.shape[1], self.tables.block_size
+        self._shared = SharedPrefixes(platform, num_slots, max_blocks, block_size)
 
     def run_every_size(self) -> None:
         """Launch every kernel that any size has, so that they can be compiled ahead."""
@@ -105,6 +113,8 @@ class GraphedSteps:
                 self.sampler.sample(self._step_logits(logits, size, size), sampling)
             if size == 1 and self.max_whole_context > 0:
                 self._run_whole(logits)
+            if size >= MIN_ROWS and self._can_share:
+                self._run_model(size, self._shared.rows(size))
         if self.chunks is not None:
             self.chunks.run_every_size()
 
@@ -121,9 +131,17 @@ class GraphedSteps:
     def __call__(self, plan: StepPlan) -> StepLogits:
         if not is_decode(plan):
             step = None if self.chunks is None else self.chunks(plan)
-            return self.eager(plan) if step is None else step
+            step = step or self.eager(plan)
+            self._shared.enter(plan.new_rows)  # last: the device has work meanwhile
+            return step
+        self._shared.enter(plan.new_rows)
         num_rows = len(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
+        if num_rows >= MIN_ROWS and self._can_share and self._shared.find(plan.slots):
+            self._send_slots(plan.slots)
+            run_shared, logits = self._shared_graph(size)
+            run_shared()
+            return self._step_logits(logits, num_rows, None)
         graphs = self.graphs(size)
         self._send_slots(plan.slots)
         run_whole = graphs.run_whole
@@ -136,7 +154,7 @@ class GraphedSteps:
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         if logits.graph_size is None:
             return self.sampler(logits, plan)
-        asked, samplers = self.eager.tables.sampling(plan), self._graphs[logits.graph_size].samplers
+        asked, samplers = self.tables.sampling(plan), self._graphs[logits.graph_size].samplers
         recorded = next((sampling for sampling in samplers if asked in sampling), None)
         if recorded is None:
             return self.sampler.sample(logits, asked)
@@ -152,6 +170,14 @@ class GraphedSteps:
             self._graphs[size] = self._capture(size)
         return self._graphs[size]
 
+    def _shared_graph(self, size: int) -> tuple[Callable[[], None], Tensor]:
+        """Likewise; to run a step's model twice does no harm."""
+        if size not in self._shared_graphs:
+            rows = self._shared.rows(size)
+            replay, logits = self.platform.record(partial(self._run_model, size, rows))
+            self._shared_graphs[size] = replay, self.platform.borrow(logits)
+        return self._shared_graphs[size]
+
     def _capture(self, size: int) -> StepGraphs:
         run_model, logits = self.platform.record(partial(self._run_model, size))
         step = self._step_logits(logits, size, size)
@@ -166,7 +192,7 @@ class GraphedSteps:
         logits = self.platform.borrow(logits)
         return StepGraphs(run_model, run_whole, logits, samplers)
 
-    def _step_logits(self, logits: Tensor, num_rows: int, size: int) -> StepLogits:
+    def _step_logits(self, logits: Tensor, num_rows: int, size: int | None) -> StepLogits:
         return StepLogits(
             logits[:num_rows], self._slots[:num_rows], self._context_lens[:num_rows], size
         )
@@ -176,11 +202,11 @@ class GraphedSteps:
         host = np.full_like(self._host_slots, self._padding)
         host[: len(slots)] = slots
         if not np.array_equal(host, self._host_slots):
-            self._slots.copy_(self.platform.upload(host))
+            self.platform.send(host, self._slots)
             self._host_slots = host
 
-    def _run_model(self, size: int) -> Tensor:
-        eager, tables = self.eager, self.eager.tables
+    def _run_model(self, size: int, shared: SharedRows | None = None) -> Tensor:
+        eager, tables = self.eager, self.tables
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
@@ -195,13 +221,15 @@ class GraphedSteps:
             context_lens,
             order,
         )
-        rows = DecodeRows(tables.block_table, slots, context_lens, order, self.max_model_len)
+        rows = DecodeRows(
+            tables.block_table, slots, context_lens, order, self.max_model_len, shared
+        )
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
     def _run_whole(self, logits: Tensor) -> Tensor:
         """Run the one row as one kernel, which reads the tables itself."""
-        step, tables = self.eager.model.step, self.eager.tables
+        step, tables = self.eager.model.step, self.tables
         assert step is not None
         state = tables.lengths, tables.tokens, tables.block_table
         step.run(self._slots[:1], *state, *self._kv, logits, self._context_lens[:1])

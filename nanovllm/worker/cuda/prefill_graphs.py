@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -26,30 +27,49 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
 MAX_ROWS = 256  # each one's logits are computed, used or not
 MAX_PROMPTS = 16  # rows of more than one token
+MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
+MAX_ALONE_TOKENS = 1024  # of these prompts together
+HEIGHTS = 2, 3, 4, 3  # of the columns: see ChunkSize.lengths
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """What a graph has room for."""
+    """What a graph has room for, or a plan needs."""
 
     num_tokens: int
+    num_singles: int  # rows of one token
+    num_prompts: int  # rows of more
     num_rows: int
 
-    def fits(self, plan: StepPlan) -> bool:
-        has_room = plan.counts.sum() <= self.num_tokens and len(plan.slots) <= self.num_rows
-        return bool(has_room and (plan.counts > 1).sum() <= MAX_PROMPTS)
+    def fits(self, needed: ChunkSize) -> bool:
+        return (
+            needed.num_tokens <= self.num_tokens
+            and needed.num_singles <= self.num_singles
+            and needed.num_prompts <= self.num_prompts
+            and needed.num_rows <= self.num_rows
+        )
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Of the columns: two per token, three per single token, four per prompt, three sampled."""
-        return 2 * self.num_tokens, 3 * self.num_rows, 4 * MAX_PROMPTS, 3 * self.num_rows
+        widths = self.num_tokens, self.num_singles, self.num_prompts, self.num_rows
+        return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
+
+
+def needed_size(plan: StepPlan) -> ChunkSize:
+    num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
+    return ChunkSize(int(plan.counts.sum()), num_singles, num_rows - num_singles, num_rows)
 
 
 def chunk_sizes(max_tokens: int, max_rows: int) -> list[ChunkSize]:
     """Powers of two and the middle between them, up to one that holds the largest step."""
     sizes, num_tokens = [], 16
     while num_tokens <= MAX_TOKENS:
-        sizes.append(ChunkSize(num_tokens, min(max_rows, max(16, num_tokens // 4), MAX_ROWS)))
+        if num_tokens <= MAX_ALONE_TOKENS:
+            num_rows = min(max_rows, MAX_ALONE)
+            sizes.append(ChunkSize(num_tokens, 0, num_rows, num_rows))
+        num_rows = min(max_rows, max(16, num_tokens // 4), MAX_ROWS)
+        sizes.append(ChunkSize(num_tokens, num_rows, MAX_PROMPTS, num_rows))
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4
@@ -94,18 +114,24 @@ class GraphedChunks:
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:
         """Run a step, or return None if it is too large."""
-        size = next((size for size in self.sizes if size.fits(plan)), None)
+        needed = needed_size(plan)
+        size = next((size for size in self.sizes if size.fits(needed)), None)
         if size is None:
             return None
         columns = chunk_columns(size, plan, self.num_slots)
-        self._columns[: len(columns)].copy_(self.platform.upload(columns))
+        self.platform.send(columns, self._columns)
         replay, logits = self.graph(size)
         replay()
-        return self.eager.step_logits(logits[: int((plan.num_logits > 0).sum())], plan)
+        num_sampled = int(np.count_nonzero(plan.num_logits))
+        slots, _, positions = self._split(size)[3].view(3, -1)[:, :num_sampled]
+        return StepLogits(logits[:num_sampled], slots, positions)
+
+    def _split(self, size: ChunkSize) -> tuple[Tensor, ...]:
+        return self._columns[: sum(size.lengths)].split(size.lengths)
 
     def _run_model(self, size: ChunkSize) -> Tensor:
         eager, tables = self.eager, self.eager.tables
-        parts = self._columns[: sum(size.lengths)].split(size.lengths)
+        parts = self._split(size)
         slots, positions = parts[0].long().view(2, -1)
         input_ids, cache_offsets = look_up(tables, slots, positions)
         table, max_context = tables.block_table, self.max_model_len
@@ -128,20 +154,23 @@ def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[
     Single rows that are padding write zeros to a prompt's token, before its own attention does, or
     to the last one: without prompts there are as many tokens as rows, so it is padding too.
     """
-    token_slots, positions = tokens_of(plan)
-    ends = np.cumsum(plan.counts)
-    columns = np.stack((plan.slots, ends - plan.counts, plan.counts, plan.starts + plan.counts))
-    is_single = plan.counts == 1
-    tokens = np.zeros((2, size.num_tokens), np.int32)
-    singles = np.zeros((3, size.num_rows), np.int32)  # slot, token, context
-    prompts = np.zeros((4, MAX_PROMPTS), np.int32)  # slot, first token, tokens, context
-    sampled = np.zeros((3, size.num_rows), np.int32)  # slot, token, context
+    laid_out = np.zeros(sum(size.lengths), np.int32)
+    tokens, singles, prompts, sampled = (
+        laid_out[end - length : end].reshape(height, -1)
+        for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
+    )
     tokens[0] = singles[0] = sampled[0] = padding
-    singles[1] = size.num_tokens - 1 if is_single.all() else columns[1, ~is_single][0]
-    tokens[:, : len(token_slots)] = token_slots, positions
-    singles[:, : is_single.sum()] = columns[[0, 1, 3]][:, is_single]
-    prompts[:, : (~is_single).sum()] = columns[:, ~is_single]
-    is_sampled = plan.num_logits > 0
-    last = np.stack((plan.slots, ends - 1, columns[3]))
-    sampled[:, : is_sampled.sum()] = last[:, is_sampled]
-    return np.concatenate([part.ravel() for part in (tokens, singles, prompts, sampled)])
+    token_slots, positions = tokens_of(plan)
+    tokens[0, : len(token_slots)] = token_slots
+    tokens[1, : len(positions)] = positions
+    ends, context_lens = plan.counts.cumsum(), plan.starts + plan.counts
+    is_single, is_sampled = plan.counts == 1, plan.num_logits > 0
+    longer = np.array((plan.slots, ends - plan.counts, plan.counts, context_lens))[:, ~is_single]
+    prompts[:, : longer.shape[1]] = longer
+    if size.num_singles:
+        alone = np.array((plan.slots, ends - 1, context_lens))[:, is_single]
+        singles[1] = longer[1, 0] if longer.size else size.num_tokens - 1
+        singles[:, : alone.shape[1]] = alone
+    last = np.array((plan.slots, ends - 1, context_lens))[:, is_sampled]
+    sampled[:, : last.shape[1]] = last
+    return laid_out

@@ -9,13 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.cuda.attention_decode import (
-    choose_splits,
-    decode_config,
-    paged_decode,
-    partial_size,
-)
-from nanovllm.kernels.cuda.attention_prefill import prefill_config
+from nanovllm.kernels.cuda.attention_decode import choose_splits, decode_config, paged_decode
+from nanovllm.kernels.cuda.attention_prefill import choose_prefill_splits, prefill_config
+from nanovllm.kernels.cuda.attention_splits import partial_size
 from tests.devices import run_interpreted
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
@@ -45,6 +41,17 @@ def test_splits_fill_the_device_but_not_more(num_kv_heads: int, max_context: int
 
 def test_splits_of_a_usual_model() -> None:
     assert [choose_splits(rows, 8, 4096, 132) for rows in (1, 4, 16, 64, 256)] == [32, 16, 4, 2, 1]
+
+
+def test_splits_of_a_few_queries() -> None:
+    """Many where a cached prompt has a few new tokens, none where there is little to split."""
+
+    def splits(num_tokens: int, max_context: int) -> int:
+        config = prefill_config(128, torch.bfloat16, 2 * num_tokens)
+        return choose_prefill_splits(2 * num_tokens, 8, config, max_context, 132)
+
+    assert [splits(n, 1 << 17) for n in (16, 32, 64, 128, 512, 4096)] == [32, 32, 16, 8, 1, 1]
+    assert [splits(32, n) for n in (100, 1000, 4096)] == [1, 4, 16]
 
 
 def test_only_splits_need_a_workspace() -> None:

@@ -34,7 +34,7 @@ from nanovllm.kernels.ops import DecoderWeights, Sampling
 from nanovllm.pending import Pending
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.backend import choose_dtype
-from nanovllm.worker.cuda import decode_graphs
+from nanovllm.worker.cuda import decode_graphs, shared_prefixes
 from nanovllm.worker.cuda.backend import CudaBackend
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
@@ -98,6 +98,27 @@ def check_tokens(root: Path) -> None:
             params = [SamplingParams(max_tokens=n, ignore_eos=True, **way) for n in lens]
             outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
             assert [output.token_ids for output in outputs] == want[:num_prompts], way
+
+
+def check_shared_prefixes(root: Path) -> None:
+    """Rows that begin with the same block, beside one that does not, read it once for both."""
+    checkpoint = make_checkpoint(root / "shared", VARIANTS["qwen3"])
+    rng = random.Random(0)
+    prefix = rng.choices(range(160), k=18)
+    prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
+    with (
+        mock.patch.object(decode_graphs, "MIN_ROWS", 3),
+        mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
+        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
+    ):
+        graphed = runner_of(llm).forward
+        counter = mock.Mock(side_effect=graphed._shared_graph)
+        graphed._shared_graph = counter
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
+    assert counter.call_count == 3
 
 
 def check_logits(root: Path) -> None:
@@ -193,6 +214,7 @@ def main() -> None:
         # No graph but the largest is there before a step needs it.
         with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
             check_tokens(Path(folder))
+            check_shared_prefixes(Path(folder))
         check_logits(Path(folder))
         check_whole_step(Path(folder))
 

@@ -21,12 +21,14 @@ from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.cpu import backend as cpu_backend
 from nanovllm.worker.cuda.prefill_graphs import (
+    MAX_ALONE_TOKENS,
     MAX_PROMPTS,
     MAX_TOKENS,
     ChunkSize,
     GraphedChunks,
     chunk_columns,
     chunk_sizes,
+    needed_size,
 )
 from nanovllm.worker.forward import EagerForward, StepLogits
 from tests.devices import RunAgain
@@ -83,7 +85,7 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 def test_columns() -> None:
     """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=8, num_rows=5)
+    size = ChunkSize(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5)
     tokens, singles, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
@@ -92,8 +94,8 @@ def test_columns() -> None:
         [40, 10, 11, 12, 0, 1, 0, 0],
     ]
     assert singles.reshape(3, 5).tolist() == [[2, 9, 9, 9, 9], [0, 1, 1, 1, 1], [41, 0, 0, 0, 0]]
-    rest = [0] * (MAX_PROMPTS - 2)
-    assert prompts.reshape(4, MAX_PROMPTS).tolist() == [
+    rest = [0] * 2
+    assert prompts.reshape(4, 4).tolist() == [
         [7, 4, *rest],
         [1, 4, *rest],
         [3, 2, *rest],
@@ -102,10 +104,19 @@ def test_columns() -> None:
     assert sampled.reshape(3, 5).tolist() == [[2, 4, 9, 9, 9], [0, 5, 0, 0, 0], [41, 2, 0, 0, 0]]
 
 
+def test_columns_of_prompts_alone() -> None:
+    plan = make_plan([(7, 10, 3, 0), (4, 0, 2, 1)])
+    size = ChunkSize(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2)
+    parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
+    assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
+    assert parts[1].size == 0
+    assert parts[3].reshape(3, 2).tolist() == [[4, 9], [4, 0], [2, 0]]
+
+
 def test_columns_without_prompts() -> None:
     """Not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
-    size = ChunkSize(num_tokens=4, num_rows=4)
+    size = ChunkSize(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
 
@@ -116,8 +127,11 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     sizes = chunk_sizes(max_tokens, max_rows)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_tokens <= MAX_TOKENS
-    largest = make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)])
-    assert [size.fits(largest) for size in sizes] == [*[False] * (len(sizes) - 1), True]
+    largest = needed_size(make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)]))
+    fitting = [size for size in sizes if size.fits(largest)]
+    assert {size.num_tokens for size in fitting} == {sizes[-1].num_tokens}
+    is_alone = largest.num_tokens > 1 and sizes[-1].num_tokens <= MAX_ALONE_TOKENS
+    assert [size.num_singles > 0 for size in fitting] == [False, True][not is_alone :]
     assert all(size.num_rows <= max_rows for size in sizes)
 
 
@@ -171,5 +185,5 @@ def test_padded_steps_equal_transformers(
 )
 def test_what_does_not_fit_is_left_to_others(num_rows: int, count: int, is_run: bool) -> None:
     plan = make_plan([(i, 0, count, 0) for i in range(num_rows)])
-    sizes = [size for size in chunk_sizes(16384, 512) if size.fits(plan)]
+    sizes = [size for size in chunk_sizes(16384, 512) if size.fits(needed_size(plan))]
     assert bool(sizes) == is_run

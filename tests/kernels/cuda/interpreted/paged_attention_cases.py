@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.attention_decode import DecodeConfig, paged_decode, partial_size
-from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, paged_prefill
+from nanovllm.kernels.cuda.attention_decode import DecodeConfig, paged_decode
+from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, attend_shared, paged_prefill
+from nanovllm.kernels.cuda.attention_splits import partial_size
 from nanovllm.kernels.cuda.attention_tma import tma_prefill
 from nanovllm.kernels.torch_ops import reference_attention
 
-KINDS = ("decode", "prefill", "tma")
+KINDS = ("decode", "prefill", "tma", "shared")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 GARBAGE = {torch.float32: 1e30, torch.float16: 6e4, torch.bfloat16: 1e30}
 GROUPS = (1, 2, 4, 7, 8, 16, 20)
@@ -44,6 +45,7 @@ class Case:
     config: DecodeConfig | PrefillConfig | None = None
     is_nan: bool = True  # what unused cache holds: NaN, or large numbers
     is_ordered: bool = False  # whether decode rows start longest first
+    num_shared: int = 0  # blocks that every other row has in common, if it has that many and more
     seed: int = 0
 
 
@@ -87,6 +89,8 @@ def make_step(case: Case, device: str) -> Step:
     counts = torch.tensor([count for _, count in case.rows])
     starts = place_rows(counts.clamp(min=1), generator)
     num_tokens = int(counts.clamp(min=1).sum()) + 3
+    if case.num_shared:  # as in a decode step: row i is token i
+        starts, num_tokens = torch.arange(len(counts)), len(counts)
     num_heads = case.group * case.num_kv_heads
     qkv = torch.randn(num_tokens, num_heads + 2, case.head_dim, generator=generator)
     q = qkv.to(case.dtype).to(device)[:, :num_heads]
@@ -110,15 +114,50 @@ def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
     return starts + (starts > 0)
 
 
+def share(case: Case, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Let two groups of rows begin with the same blocks; return groups, members and lengths."""
+    num_keys = case.num_shared * case.block_size
+    lens, members, groups = torch.zeros_like(step.slots), torch.zeros_like(step.slots), []
+    end = 0
+    for parity in (0, 1):
+        rows = [i for i in range(parity, len(lens), 2) if step.context_lens[i] > num_keys]
+        slots = step.slots[rows].long()
+        step.block_table[slots, : case.num_shared] = step.block_table[slots[:1], : case.num_shared]
+        lens[rows] = num_keys
+        members[end : end + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+        groups.append((int(slots[0]) if rows else 0, num_keys, end, len(rows)))
+        end += len(rows)
+    columns = torch.tensor(groups, dtype=torch.int32, device=lens.device).T.contiguous()
+    return columns, members, lens
+
+
+def run_shared(case: Case, step: Step) -> None:
+    assert case.config is None or isinstance(case.config, PrefillConfig)
+    tables = step.q, step.k_cache, step.v_cache, step.block_table
+    groups, members, lens = share(case, step)
+    num_rows, num_heads, head_dim = len(case.rows), *step.q.shape[1:]
+    sizes = num_rows * num_heads * (head_dim + 2), partial_size(*step.q.shape, case.num_splits)
+    begun, partial = (torch.full((size,), math.nan, device=step.q.device) for size in sizes)
+    attend_shared(*tables, groups, members, begun, step.scale, case.config)
+    paged_decode(
+        *(*tables, step.slots, step.context_lens, None, step.out, step.scale, None),
+        *(case.num_splits, partial, None, lens, begun),
+    )
+
+
 def run(case: Case, step: Step, kind: str) -> None:
     tables = step.q, step.k_cache, step.v_cache, step.block_table, step.slots
+    if kind == "shared":
+        run_shared(case, step)
+        return
     if kind != "decode":
         assert case.config is None or isinstance(case.config, PrefillConfig)
         lens = step.query_starts, step.query_lens, step.context_lens
         longest = max(count for _, count in case.rows)
         attend: Any = tma_prefill if kind == "tma" else paged_prefill
         tail = step.out, step.scale, case.window
-        attend(*tables, *lens, longest, *tail, config=case.config)
+        splits = {} if kind == "tma" else {"num_splits": case.num_splits}
+        attend(*tables, *lens, longest, *tail, **splits, config=case.config)
         return
     assert case.config is None or isinstance(case.config, DecodeConfig)
     size = partial_size(len(case.rows), *step.q.shape[1:], case.num_splits)
@@ -145,7 +184,7 @@ def check(case: Case, step: Step, kind: str) -> None:
         case.window,
     )
     for start, count in zip(step.query_starts.tolist(), step.query_lens.tolist(), strict=True):
-        count = max(count, 1) if kind == "decode" else count
+        count = max(count, 1) if kind in ("decode", "shared") else count
         expected[start : start + count] = reference[start : start + count]
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(
@@ -192,13 +231,26 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
             block_size=draw.choice(BLOCK_SIZES),
             dtype=dtypes[seed % len(dtypes)],
             window=draw.choice((None, None, 1, 20, 70)),
-            num_splits=draw.choice(limits.num_splits) if kind == "decode" else 1,
+            num_splits=draw.choice(limits.num_splits),
             is_nan=draw.random() < 0.5,
             is_ordered=draw.random() < 0.5,
             seed=seed,
         )
-        cases.append(as_tma(case, seed) if kind == "tma" else case)
+        cases.append(CHANGES[kind](case, seed) if kind in CHANGES else case)
     return cases
+
+
+def as_prefill(case: Case, seed: int) -> Case:
+    """Splits of 32 keys; their number is a power of two."""
+    config = PrefillConfig((16, 32)[seed % 4 // 2], 32, num_warps=4, num_stages=2, min_split=32)
+    num_splits = 1 << (case.num_splits.bit_length() - 1)
+    if num_splits == 1 or seed % 2:
+        return replace(case, num_splits=1)
+    return replace(case, num_splits=num_splits, config=config)
+
+
+def as_shared(case: Case, seed: int) -> Case:
+    return replace(case, window=None, num_shared=1 + seed % 3)
 
 
 def as_tma(case: Case, seed: int) -> Case:
@@ -208,9 +260,12 @@ def as_tma(case: Case, seed: int) -> Case:
     return replace(case, dtype=dtype, window=None, **sizes)
 
 
+CHANGES = {"prefill": as_prefill, "shared": as_shared, "tma": as_tma}
+
+
 def draw_row(draw: random.Random, kind: str, limits: Limits, group: int) -> tuple[int, int]:
     length = draw.choice(EDGES) * draw.randint(1, limits.stretch)
-    if kind == "decode":
+    if kind in ("decode", "shared"):
         return length - 1, 1
     count = draw.choice((1, length, draw.randint(1, length)))
     count = min(count, -(-limits.num_lines // group))
@@ -231,6 +286,16 @@ def edge_cases(kind: str) -> list[Case]:
             Case(((600, 1),), num_splits=32),
             Case(((0, 0),) * 3, num_splits=4),
             Case(((0, 0), (0, 1))),
+        ]
+    if kind == "shared":
+        rows = (*((length - 1, 1) for length in EDGES[::2]), (0, 0))
+        several = Case(rows, num_kv_heads=1, block_size=16, num_shared=2)
+        small = PrefillConfig(lines=16, tile=16, num_warps=4, num_stages=2, pairs=1)
+        return [
+            several,
+            replace(several, block_size=48, num_splits=4),
+            replace(several, num_shared=100),
+            replace(several, config=small, num_shared=3, group=7),
         ]
     chunks = Case(((0, 33), (31, 1), (17, 30), (0, 0), (64, 2), (0, 16)))
     if kind == "tma":
@@ -255,6 +320,9 @@ def edge_cases(kind: str) -> list[Case]:
         # The last tile of a program's keys is all there, but its queries see only a part of it.
         Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, lines=16), is_nan=True),
         Case(((0, 0),) * 2),
+        replace(chunks, config=replace(small, min_split=16), num_splits=4, block_size=16),
+        replace(chunks, config=replace(small, min_split=32), num_splits=2, window=40, group=3),
+        Case(((300, 20), (0, 0), (90, 3)), config=replace(wide, min_split=64), num_splits=8),
     ]
 
 
