@@ -25,6 +25,7 @@ class ModelRunner:
     forward: Forward  # the same, or what replays steps
     sampler: Sampler
     check: Callable[[], None] | None = None  # raises if the device could not finish a step
+    note: Callable[[StepPlan], None] | None = None  # tells `forward` of a plan that it does not run
 
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
@@ -41,6 +42,8 @@ class ModelRunner:
         results: dict[str, Tensor] = {}
         if rows := self.prompt_logprobs.wanted(plan):
             logits, scores = self.prompt_logprobs.run(plan, rows)
+            if self.note is not None:
+                self.note(plan)
             names = ("prompt_ids", "prompt_logprobs", "prompt_ranks")
             results |= dict(zip(names, scores, strict=True))
         else:

@@ -90,7 +90,7 @@ class CudaBackend:
         graphed.capture_first()
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(eager, graphed, graphed.sample, check)
+        return ModelRunner(eager, graphed, graphed.sample, check, graphed.note)
 
     def _every_step(self, eager: EagerForward) -> None:
         if (attention := self._graphed_attention()) is not None:

@@ -151,6 +151,10 @@ class GraphedSteps:
             run_whole()
         return self._step_logits(graphs.logits, num_rows, size)
 
+    def note(self, plan: StepPlan) -> None:
+        """Learn which sequences enter with a plan that runs elsewhere."""
+        self._shared.enter(plan.new_rows)
+
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         if logits.graph_size is None:
             return self.sampler(logits, plan)
