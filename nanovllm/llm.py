@@ -16,7 +16,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live, check_text
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import RequestError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.prompts import (
     Messages,
@@ -111,27 +111,35 @@ class LLM:
 
         A text is tokenised together with the prompt, as the model would read both.
         """
-        start, wholes = self._with_continuations(prompt, continuations)
+        starts, wholes = self._with_continuations(prompt, continuations)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         outputs = self.generate(wholes, params, use_tqdm=False, cache_salt=cache_salt)
-        return [_score(output, start) for output in outputs]
+        return [_score(output, start) for output, start in zip(outputs, starts, strict=True)]
 
     def _with_continuations(
         self, prompt: str | list[int], continuations: Sequence[str | list[int]]
-    ) -> tuple[int, list[list[int]]]:
-        """Return the prompt's number of tokens, and the tokens of it with each continuation."""
+    ) -> tuple[list[int], list[list[int]]]:
+        """Return where each continuation begins, and the tokens of it behind the prompt.
+
+        Tokens may reach across the border: then the continuation begins with the first of them.
+        """
+        if isinstance(continuations, str):
+            raise RequestError("continuations are a list, of texts or of lists of token ids")
         encode = self.engine.front.token_ids_of
         ids = encode(prompt).tolist()
-        wholes = []
+        starts, wholes = [], []
         for index, continuation in enumerate(continuations):
             if isinstance(prompt, str) and isinstance(continuation, str):
                 whole = encode(prompt + continuation).tolist()
             else:
                 whole = ids + encode(continuation, add_special_tokens=False).tolist()
-            if len(whole) <= len(ids):
+            pairs = enumerate(zip(ids, whole, strict=False))
+            start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
+            if start == len(whole) or start == 0:
                 raise RequestError(f"continuations[{index}] adds no token to the prompt")
+            starts.append(start)
             wholes.append(whole)
-        return len(ids), wholes
+        return starts, wholes
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
@@ -229,6 +237,8 @@ class LLM:
 
 def _score(output: RequestOutput, start: int) -> Score:
     """Sum up what the prompt logprobs say of the tokens from `start` on."""
+    if output.finish_reason != "length":
+        raise EngineError(output.error or "the score was aborted")
     assert output.prompt_logprobs is not None
     token_ids = output.prompt_token_ids[start:]
     entries = [

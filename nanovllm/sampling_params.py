@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ConfigError
@@ -37,7 +36,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Iterable[int] | None = None  # None: all
     bad_words: Iterable[str] = ()  # never generated, with a space before them or without
     include_stop_str_in_output: bool = False
@@ -80,8 +79,8 @@ class SamplingParams:
         """Check what edits the logits."""
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        fits = 0 < self.repetition_penalty <= 100
-        self._require("repetition_penalty", fits, "above 0 and at most 100")
+        fits = 0.01 <= self.repetition_penalty <= 100
+        self._require("repetition_penalty", fits, "in [0.01, 100]")
         bias: Mapping[int, float] = self.logit_bias or {}
         is_valid = all(key >= 0 and -100 <= value <= 100 for key, value in bias.items())
         self._require("logit_bias", is_valid, "numbers in [-100, 100] by token id")
@@ -92,7 +91,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             is_valid = getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS
             self._require(name, is_valid, f"in [0, {MAX_LOGPROBS}]")
-        self._require("n", 1 <= self.n <= MAX_SAMPLES, f"in [1, {MAX_SAMPLES}]")
+        most = MAX_SAMPLES if self.max_tokens else 1
+        self._require("n", 1 <= self.n <= most, f"in [1, {MAX_SAMPLES}], and 1 with max_tokens=0")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 
@@ -102,16 +102,25 @@ class SamplingParams:
 
 
 def _as_bias(value: Any) -> dict[int, float] | None:
-    """Token ids may be strings, as JSON has them for keys."""
+    """Token ids may be strings of digits, as JSON has them for keys."""
     if value is None:
         return None
-    try:
-        bias = {int(key): float(as_python(bias)) for key, bias in dict(value).items()}
-    except (TypeError, ValueError):
-        bias = {-1: math.nan}
-    if any(math.isnan(number) for number in bias.values()):
+    items = list(value.items()) if isinstance(value, Mapping) else [(None, None)]
+    pairs = [(as_python(key), as_python(bias)) for key, bias in items]
+    bias = {int(key): float(bias) for key, bias in pairs if _is_id(key) and _is_number(bias)}
+    if len(bias) < len(pairs):
         raise ConfigError(f"logit_bias must map token ids to numbers, got {value!r:.80}")
     return bias
+
+
+def _is_id(key: object) -> bool:
+    if isinstance(key, str):
+        return key.isascii() and key.isdigit()
+    return isinstance(key, int) and not is_bool(key)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not is_bool(value) and abs(value) < 1e300
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:

@@ -240,13 +240,19 @@ def test_truncated_prompts_keep_their_end(tiny: Any) -> None:
     [
         ({"presence_penalty": 2.1}, r"presence_penalty must be in \[-2, 2\]"),
         ({"frequency_penalty": -3}, "frequency_penalty must be"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be in \[0.01, 100\]"),
+        ({"repetition_penalty": float("nan")}, r"repetition_penalty must be in \[0.01, 100\]"),
         ({"logit_bias": {1: 101}}, "logit_bias must be numbers in"),
         ({"logit_bias": {-1: 1}}, "logit_bias must be numbers in"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias must map token ids to numbers"),
         ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers"),
         ({"logit_bias": 3}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1.7: 1}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {True: 1}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: "5"}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: 5, "1": 4}}, "logit_bias must map token ids to numbers"),
+        ({"n": 3, "max_tokens": 0, "prompt_logprobs": 1}, "n must be in .* 1 with max_tokens=0"),
         ({"allowed_token_ids": []}, "allowed_token_ids must be at least one id"),
         ({"allowed_token_ids": [-4]}, "allowed_token_ids must be at least one id"),
         ({"allowed_token_ids": "abc"}, "allowed_token_ids must hold items of type int"),
@@ -269,3 +275,4 @@ def test_ids_outside_the_vocabulary_are_named(tiny: Any) -> None:
         with pytest.raises(RequestError, match="bad_words need a tokenizer"):
             llm.generate([[1]], SamplingParams(bad_words=["a"]), use_tqdm=False)
     assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}
+    assert hash(SamplingParams(logit_bias={7: 1})) == hash(SamplingParams(logit_bias={7: 1}))

@@ -192,6 +192,19 @@ def test_a_prompt_that_streams_no_token(tiny: Any) -> None:
     assert_prompt_right(tiny("qwen3"), pieces[0].output, 1)
 
 
+def test_a_stop_token_behind_a_prompt_that_is_only_scored(tiny: Any) -> None:
+    """What is sampled for want of a shorter way stops nothing, and harms nobody beside it."""
+    every = list(range(160))
+    scored = SamplingParams(prompt_logprobs=1, max_tokens=0, stop_token_ids=every)
+    other = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        outputs = llm.generate([[1, 2, 3], [4, 5]], [scored, other], use_tqdm=False)
+    assert [output.finish_reason for output in outputs] == ["length", "length"]
+    assert [len(output.token_ids) for output in outputs] == [0, 4]
+    assert outputs[0].time_to_first_token == 0.0
+    assert_prompt_right(tiny("qwen3"), outputs[0], 1)
+
+
 def test_scores(tiny: Any) -> None:
     checkpoint, prompt = tiny("qwen3"), [3, 1, 4, 1, 5]
     best = checkpoint.generate(prompt, 3)
@@ -199,6 +212,8 @@ def test_scores(tiny: Any) -> None:
         greedy, other, one = llm.score(prompt, [best, [9, 2, 6, 5], [best[0]]])
         with pytest.raises(RequestError, match="empty"):
             llm.score(prompt, [[]])
+        with pytest.raises(RequestError, match="continuations are a list"):
+            llm.score(prompt, "text")
     assert greedy.is_greedy
     assert one.is_greedy
     assert not other.is_greedy

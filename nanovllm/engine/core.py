@@ -120,5 +120,5 @@ class EngineCore:
             seq.first_token_time,
             time.perf_counter(),
             seq.logprobs[: len(token_ids)],
-            seq.prompt_logprobs,
+            list(seq.prompt_logprobs),  # a step in flight may still add to them
         )

@@ -54,6 +54,7 @@ class Live:
     prompt: str | None
     is_streaming: bool
     samples: list[Sample]
+    num_unfinished: int
 
     @property
     def seq_id(self) -> int:
@@ -104,18 +105,18 @@ class Front:
             cache_salt=cache_salt,
             is_streaming=is_streaming or tokenizer is not None,
         )
-        # The first sample has the prompt's own log-probabilities.
-        others = replace(params, prompt_logprobs=None, max_tokens=max(params.max_tokens, 1))
-        rest = [
-            replace(first, seq_id=next(self._seq_ids), params=others, leader_id=first.seq_id)
-            for _ in range(1, params.n if params.max_tokens else 1)
-        ]
+        requests = [first]
+        if params.n > 1:  # the first sample has the prompt's own log-probabilities
+            other = replace(first, params=replace(params, prompt_logprobs=None))
+            other = replace(other, leader_id=first.seq_id)
+            requests += [replace(other, seq_id=next(self._seq_ids)) for _ in range(1, params.n)]
         samples = []
-        for index, request in enumerate([first, *rest]):
+        for index, request in enumerate(requests):
             seeded = replace(request, seed=self._seed(params, request.seq_id, index))
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
             samples.append(Sample(index, seeded, detokenizer))
-        return Live(prompt if isinstance(prompt, str) else None, is_streaming, samples)
+        text = prompt if isinstance(prompt, str) else None
+        return Live(text, is_streaming, samples, len(samples))
 
     def submit(self, live: Live) -> None:
         """Expect news of a prompt's samples."""
@@ -141,8 +142,8 @@ class Front:
         endings = {ending.seq_id: ending for ending in step.endings}
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
-            _, sample = self._samples[seq_id]
-            if logprobs is not None:
+            live, sample = self._samples[seq_id]
+            if logprobs is not None and live.is_streaming:
                 sample.new_logprobs.append(self._as_dict(logprobs))
             if self.push(sample, token_id):
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
@@ -175,7 +176,8 @@ class Front:
         sample.ending = ending
         if sample.detokenizer is not None:
             sample.detokenizer.finish()
-        if any(each.ending is None for each in live.samples):
+        live.num_unfinished -= 1
+        if live.num_unfinished > 0:
             return None
         del self.live[live.seq_id]
         outputs = [self._completion(each) for each in live.samples]
@@ -268,6 +270,8 @@ class Front:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
         if params.bad_words and self.tokenizer is None:
             raise RequestError("bad_words need a tokenizer; use logit_bias instead")
+        for word in params.bad_words:
+            check_text("a bad word", word)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             high = max(getattr(params, name) or (), default=0)
             if high >= self._vocab_size:
@@ -276,14 +280,19 @@ class Front:
                 )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        if params.max_tokens == 0:  # nothing that is sampled counts
+            return frozenset()
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         return eos.union(params.stop_token_ids)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word, as it begins a text and as it follows other words."""
+        """The tokens of each word, as it begins a text and as it follows other words.
+
+        Words with tokens that the model does not have are never said.
+        """
         texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         found = [tuple(self.encode(text, add_special_tokens=False)) for text in texts]
-        return tuple(dict.fromkeys(word for word in found if word))
+        return tuple(dict.fromkeys(word for word in found if word and max(word) < self._vocab_size))
 
     def _seed(self, params: SamplingParams, seq_id: int, index: int) -> int:
         """A 64-bit seed: by the request's own, or one derived from the engine's for this sample."""

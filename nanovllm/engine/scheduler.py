@@ -7,15 +7,23 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
-from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult, num_scored
+from nanovllm.engine.step import (
+    BlockCopy,
+    BlockUpdate,
+    IntColumn,
+    NewRow,
+    StepPlan,
+    StepResult,
+    num_scored,
+)
 from nanovllm.engine.waiting import Waiting
 from nanovllm.sampling_params import NO_TOKEN
 
@@ -115,7 +123,10 @@ class Scheduler:
 
     def _schedule_running(self, draft: _Draft) -> None:
         # A row takes at least one token, so no more than the budget's worth need be looked at.
-        for seq in list(islice(self.running.values(), draft.budget)):
+        rows = list(islice(self.running.values(), draft.budget))
+        if self.pacer is not None:  # answers first, whatever the priorities; prompts never grow
+            rows.sort(key=lambda seq: seq.num_tokens - seq.num_computed > 1)
+        for seq in rows:
             if draft.budget == 0:
                 return
             num_tokens = seq.num_tokens
@@ -239,7 +250,7 @@ class Scheduler:
             return
         seq.token_ids.append(token_id)
         num_tokens = len(seq.token_ids)
-        if num_tokens == seq.num_prompt_tokens + 1:
+        if num_tokens == seq.num_prompt_tokens + 1 and seq.request.params.max_tokens:
             seq.first_token_time = time.perf_counter()
         if seq.num_computed >= seq.next_full_len:
             self.blocks.register(seq)
@@ -295,7 +306,11 @@ def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResul
                 seq.prompt_logprobs.append(entry.cut(num_best))
 
 
-def _entries(ids: Any, logprobs: Any, ranks: Any) -> Iterator[TokenLogprobs]:
+def _entries(
+    ids: IntColumn, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
+) -> Iterator[TokenLogprobs]:
+    assert logprobs is not None
+    assert ranks is not None
     return map(TokenLogprobs, ids.tolist(), logprobs.tolist(), ranks.tolist())
 
 

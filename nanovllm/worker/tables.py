@@ -124,8 +124,9 @@ class SlotTables:
         single = tuple(self._columns[name].value(row) for name in self._record.names or ())
         words = np.array([single], self._record).view(np.int32)
         changes = [(self._first_words + row.slot * self._slot_words, words)]
-        for name in ("tokens", "block_table"):
-            column = self._columns[name]
+        for name, column in self._columns.items():
+            if column.width is None:
+                continue
             values = np.asarray(column.value(row), column.dtype)
             first = self._offsets[name] + row.slot * column.num_words
             changes.append((np.arange(first, first + len(values)), values))

@@ -838,6 +838,25 @@ def test_bad_words_are_not_said(texts: LLM) -> None:
 
 
 @NEEDS_SMOLLM2
+def test_scores_of_texts_count_tokens_across_the_border(texts: LLM) -> None:
+    """The prompt's last token may merge with the continuation: it counts as part of that."""
+    for prompt, continuation in (("The sky is", " blue"), ("The sky is ", "blue sky"), ("A", "B")):
+        [score] = texts.score(prompt, [continuation])
+        whole = texts.engine.front.encode(prompt + continuation)
+        alone = texts.engine.front.encode(prompt)
+        assert score.token_ids == whole[len(whole) - len(score.token_ids) :]
+        num_kept = len(whole) - len(score.token_ids)
+        assert whole[:num_kept] == alone[:num_kept]
+        assert num_kept == len(alone) or whole[num_kept] != alone[num_kept]
+
+
+@NEEDS_SMOLLM2
+def test_a_bad_word_that_is_no_text_is_refused(texts: LLM) -> None:
+    with pytest.raises(RequestError, match="a bad word is not valid Unicode"):
+        texts.generate("Hi", SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
+
+
+@NEEDS_SMOLLM2
 def test_a_stop_string_may_be_kept(texts: LLM) -> None:
     free = texts.generate("The sky is", GREEDY, use_tqdm=False)[0].text
     stop = free[4:7]
