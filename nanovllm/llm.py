@@ -135,8 +135,10 @@ class LLM:
                 whole = ids + encode(continuation, add_special_tokens=False).tolist()
             pairs = enumerate(zip(ids, whole, strict=False))
             start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
-            if start == len(whole) or start == 0:
+            if start == len(whole):
                 raise RequestError(f"continuations[{index}] adds no token to the prompt")
+            if start == 0:
+                raise RequestError(f"continuations[{index}] leaves no token of the prompt as it is")
             starts.append(start)
             wholes.append(whole)
         return starts, wholes

@@ -82,10 +82,8 @@ def add_parser(parsers: Parsers) -> None:
     parser = _add_benchmark(names, commands.throughput, THROUGHPUT, examples)
     _add_count(parser, "--num-seqs", 256, "requests")
     _add_count(parser, "--max-len", 1024, "longest prompt and longest answer, in tokens")
-    text = (
-        "make all requests samples of one prompt of N tokens, with answers of --max-len (default: "
-    )
-    text += "prompts of their own)"
+    text = "make all requests samples of one prompt of N tokens, with answers of --max-len"
+    text += " (default: each has its own prompt)"
     parser.add_argument("--samples-of", type=at_least(1), metavar="N", help=text)
 
     examples = ["latency --batch 1 64", "latency --prompt-len 2000 --new-tokens 100"]
