@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.worker.batch import sampled_rows
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.tables import BySlot, SlotTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,14 @@ class EditedRow:
 
 
 class LogitsEdits:
-    """Plans tell it in order which sequences come and go; most ask for no edits at all."""
+    """Edits the rows whose sequences ask for it."""
 
     def __init__(self, tables: SlotTables) -> None:
         self.tables = tables
-        self._edits: dict[int, RowEdits] = {}  # by slot
+        self._edits: BySlot[RowEdits] = BySlot()
 
     def update(self, plan: StepPlan) -> None:
-        for slot in plan.released:
-            self._edits.pop(slot, None)
-        for row in plan.new_rows:
-            edits = self._edits_of(row)
-            if edits is not None:
-                self._edits[row.slot] = edits
+        self._edits.follow(plan, self._edits_of)
 
     def apply(self, logits: Tensor, plan: StepPlan) -> None:
         """Edit the logits [sampled rows, vocab_size] of a plan in place."""

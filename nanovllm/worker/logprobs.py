@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.step import StepPlan, num_scored
+from nanovllm.engine.step import NewRow, StepPlan, num_scored
 from nanovllm.kernels.torch_sampling import token_logprobs
 from nanovllm.worker.batch import sampled_rows
 from nanovllm.worker.forward import EagerForward, StepLogits
-from nanovllm.worker.tables import SlotTables
+from nanovllm.worker.tables import BySlot, SlotTables
 
 POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
 
@@ -36,18 +36,14 @@ class KeptLogits:
 
 
 class Logprobs:
-    """Plans tell it in order which sequences come and go; most ask for none."""
+    """Keeps what the log-probabilities of sampled tokens need."""
 
     def __init__(self, tables: SlotTables) -> None:
         self.tables = tables
-        self._num_best: dict[int, int] = {}  # by slot
+        self._num_best: BySlot[int] = BySlot()
 
     def update(self, plan: StepPlan) -> None:
-        for slot in plan.released:
-            self._num_best.pop(slot, None)
-        for row in plan.new_rows:
-            if row.params.logprobs is not None:
-                self._num_best[row.slot] = row.params.logprobs
+        self._num_best.follow(plan, lambda row: row.params.logprobs)
 
     def keep(self, logits: Tensor, plan: StepPlan) -> KeptLogits | None:
         """Copy the rows that ask, before their logits are edited."""
@@ -78,14 +74,10 @@ class PromptLogprobs:
 
     def __init__(self, eager: EagerForward) -> None:
         self.eager = eager
-        self._asking: dict[int, tuple[int, int]] = {}  # by slot: how many, length of the prompt
+        self._asking: BySlot[tuple[int, int]] = BySlot()  # how many, length of the prompt
 
     def update(self, plan: StepPlan) -> None:
-        for slot in plan.released:
-            self._asking.pop(slot, None)
-        for row in plan.new_rows:
-            if row.params.prompt_logprobs is not None:
-                self._asking[row.slot] = row.params.prompt_logprobs, row.num_prompt_tokens
+        self._asking.follow(plan, _asked_of_prompt)
 
     def wanted(self, plan: StepPlan) -> list[ScoredRow]:
         if not self._asking:
@@ -122,3 +114,8 @@ class PromptLogprobs:
         ]
         ids, values, ranks = (torch.cat(part) for part in zip(*pieces, strict=True))
         return eager.step_logits(logits, plan), (ids, values, ranks)
+
+
+def _asked_of_prompt(row: NewRow) -> tuple[int, int] | None:
+    num_best = row.params.prompt_logprobs
+    return None if num_best is None else (num_best, row.num_prompt_tokens)
