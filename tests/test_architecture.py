@@ -18,7 +18,8 @@ PACKAGE = "nanovllm"
 ORDER = """
     errors, pending < validation < sampling_params, outputs < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
-    < worker < executor < engine.core < engine.llm_engine
+    < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
+    < engine.core < engine.llm_engine
     < engine.engine_thread, engine.async_engine
     < llm < server, bench < cli < __main__
 """
@@ -37,10 +38,13 @@ HOST = (
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
-    "checkpoint": (("errors",), "worker"),
-    "engine.step": ((*LEAVES, *HOST), "worker"),
+    "checkpoint": (("errors",), "worker.tables"),
+    "engine.step": ((*LEAVES, *HOST), "worker.tables"),
     **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part != "engine.step"},
-    "engine": ((), "worker"),  # its __init__.py is empty: engine.step must not bring the rest along
+    "engine": (
+        (),
+        "worker.tables",
+    ),  # its __init__.py is empty: engine.step must not bring the rest along
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
 }
 # What runs where neither of these is installed.

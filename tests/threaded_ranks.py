@@ -13,12 +13,13 @@ from unittest import mock
 
 import torch
 
+from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.engine import llm_engine
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
-from nanovllm.worker.backend import Backend, create_backend
+from nanovllm.worker.backend import Backend
 from nanovllm.worker.worker import Worker
 
 TIMEOUT = timedelta(seconds=60)

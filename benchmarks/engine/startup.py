@@ -123,8 +123,8 @@ def time_phases(spans: Spans) -> None:
     wrap(worker, "load_weights", "weights", spans)
     wrap(CudaPlatform, "profile", "largest step", spans)
     if has_cuda():
-        from nanovllm.worker.cuda.backend import CudaBackend  # needs triton
-        from nanovllm.worker.cuda.decode_graphs import GraphedSteps
+        from nanovllm.backends.cuda.backend import CudaBackend  # needs triton
+        from nanovllm.backends.cuda.decode_graphs import GraphedSteps
 
         wrap(CudaBackend, "compile_ahead", "kernels", spans)
         wrap(GraphedSteps, "capture_first", "graphs", spans)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.multiproc import MultiprocExecutor
-from nanovllm.worker.backend import create_backend
 from nanovllm.worker.worker import Worker
 
 

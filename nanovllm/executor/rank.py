@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm.backends.create import create_backend
 from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.distributed.store import TIMEOUT, join_store
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.platforms.ranks import claim_device
-from nanovllm.worker.backend import create_backend
 from nanovllm.worker.worker import Worker
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.logits.edits import LogitsEdits
+from nanovllm.logits.logprobs import Logprobs, PromptLogprobs
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits
-from nanovllm.worker.logits_edits import LogitsEdits
-from nanovllm.worker.logprobs import Logprobs, PromptLogprobs
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
 

@@ -10,4 +10,4 @@ from tests.devices import run_interpreted
 
 @pytest.mark.slow
 def test_an_engine_of_interpreted_kernels() -> None:
-    run_interpreted("tests.worker.cuda.interpreted_engine")
+    run_interpreted("tests.backends.cuda.interpreted_engine")

@@ -16,9 +16,9 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu.recorded_forward import RecordedForward
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.batch import is_decode
-from nanovllm.worker.cpu.recorded_forward import RecordedForward
 from nanovllm.worker.forward import EagerForward, StepLogits
 from nanovllm.worker.runner import ModelRunner
 from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint

@@ -15,12 +15,8 @@ pytest.importorskip("triton")
 from nanovllm import LLM
 from nanovllm.attention.base import AttentionSpec, DecodeRows, LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.torch_ops import TorchOps, reference_attention
-from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker.batch import is_decode
-from nanovllm.worker.cpu import backend as cpu_backend
-from nanovllm.worker.cuda.prefill_graphs import (
+from nanovllm.backends.cpu import backend as cpu_backend
+from nanovllm.backends.cuda.prefill_graphs import (
     MAX_ALONE_TOKENS,
     MAX_PROMPTS,
     MAX_TOKENS,
@@ -30,6 +26,10 @@ from nanovllm.worker.cuda.prefill_graphs import (
     chunk_sizes,
     needed_size,
 )
+from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.torch_ops import TorchOps, reference_attention
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import EagerForward, StepLogits
 from tests.devices import RunAgain
 from tests.test_equals_transformers import GREEDY, make_prompts

@@ -11,14 +11,14 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, GraphedAttention
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.backends.cuda.decode_graphs import GraphedSteps, graph_bytes
+from nanovllm.backends.cuda.prefill_graphs import GraphedChunks, chunk_sizes
+from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
-from nanovllm.worker.cuda.decode_graphs import GraphedSteps, graph_bytes
-from nanovllm.worker.cuda.prefill_graphs import GraphedChunks, chunk_sizes
-from nanovllm.worker.cuda.sampler import TritonSampler
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.backends.cuda.prefill_graphs import GraphedChunks
+from nanovllm.backends.cuda.sampler import TritonSampler
+from nanovllm.backends.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.elementwise import gather_decode
 from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.batch import is_decode
-from nanovllm.worker.cuda.prefill_graphs import GraphedChunks
-from nanovllm.worker.cuda.sampler import TritonSampler
-from nanovllm.worker.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 # What is recorded, the simplest first; a batch that asks for less is served by the first of them

@@ -19,13 +19,13 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cuda.decode_graphs import GraphedSteps, graph_bytes
 from nanovllm.engine import llm_engine
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.executor.multiproc import MultiprocExecutor
 from nanovllm.kernels.ops import Sampling
 from nanovllm.worker.batch import is_decode
-from nanovllm.worker.cuda.decode_graphs import GraphedSteps, graph_bytes
 from nanovllm.worker.forward import StepLogits
 from nanovllm.worker.tables import sampling_of
 from tests.bench.test_commands import CONFIG

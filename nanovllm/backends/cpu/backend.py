@@ -9,12 +9,12 @@ import torch
 
 from nanovllm.attention import create_attention
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.backends.cpu.sampler import TorchSampler
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import create_cpu_ops
 from nanovllm.kernels.ops import Ops
 from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker.cpu.sampler import TorchSampler
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
@@ -42,8 +42,8 @@ class CpuBackend:
         # A recording holds kernels alone, and a group's sums stand between them.
         if self.ops.launcher is None or is_eager or not self.group.is_alone:
             return ModelRunner(eager, eager, sampler)
+        from nanovllm.backends.cpu.recorded_forward import RecordedForward
         from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
-        from nanovllm.worker.cpu.recorded_forward import RecordedForward
 
         assert isinstance(self.ops, NumbaOps)
         recorded = RecordedForward(eager, self.ops, config.max_model_len)

@@ -1,6 +1,6 @@
 """The whole CUDA path on a CPU: an engine of interpreted kernels, whose graphs are functions.
 
-    TRITON_INTERPRET=1 python -m tests.worker.cuda.interpreted_engine
+    TRITON_INTERPRET=1 python -m tests.backends.cuda.interpreted_engine
 
 Tokens in float32 equal those of transformers, logits in float16 are near: through graphs
 of decode steps, padded prompts, every way of sampling and every number of rows.
@@ -24,6 +24,8 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.backends.cuda import decode_graphs, shared_prefixes
+from nanovllm.backends.cuda.backend import CudaBackend
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.executor import create
@@ -34,8 +36,6 @@ from nanovllm.kernels.ops import DecoderWeights, Sampling
 from nanovllm.pending import Pending
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.backend import choose_dtype
-from nanovllm.worker.cuda import decode_graphs, shared_prefixes
-from nanovllm.worker.cuda.backend import CudaBackend
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.forced_tokens import Ids, forced_logits

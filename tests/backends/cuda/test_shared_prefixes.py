@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 from nanovllm import LLM
-from nanovllm.worker.cuda import shared_prefixes
-from nanovllm.worker.cuda.shared_prefixes import NO_BLOCK, NUM_GROUPS, find_groups
+from nanovllm.backends.cuda import shared_prefixes
+from nanovllm.backends.cuda.shared_prefixes import NO_BLOCK, NUM_GROUPS, find_groups
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS
 from tests.test_gpu import OPTIONS
