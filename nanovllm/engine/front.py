@@ -18,6 +18,7 @@ import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -29,9 +30,9 @@ NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens together "
     "leave none, or "
 )
-BROKEN_LOGITS = (
-    "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
-    "the weights may be damaged, or too large for the dtype: try dtype='float32'"
+BROKEN = (
+    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
+    "for the dtype: try dtype='float32'"
 )
 
 
@@ -87,6 +88,7 @@ class Front:
         params: SamplingParams,
         cache_salt: str | None,
         is_streaming: bool,
+        pooling: Pooling | None = None,
     ) -> Live:
         """Check and tokenise a prompt."""
         self._check_params(params)
@@ -104,6 +106,7 @@ class Front:
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
             is_streaming=is_streaming or tokenizer is not None,
+            pooling=pooling,
         )
         requests = [first]
         if params.n > 1:  # the first sample has the prompt's own log-probabilities
@@ -198,11 +201,12 @@ class Front:
             num_cached_tokens=own.num_cached_tokens,
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
-            error=why_broken(request.params) if is_broken else None,
+            error=why_broken(request) if is_broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
+            pooled=None if own.pooled is None else own.pooled.tolist(),
         )
 
     def _completion(self, sample: Sample) -> CompletionOutput:
@@ -303,9 +307,12 @@ class Front:
         return seed - 2**64 if seed >= 2**63 else seed
 
 
-def why_broken(params: SamplingParams) -> str:
+def why_broken(request: Request) -> str:
+    if request.pooling is not None:
+        return BROKEN.format("hidden states")
+    params, why = request.params, BROKEN.format("logits")
     is_edited = params.allowed_token_ids or params.bad_words or params.min_tokens
-    return NOTHING_ALLOWED + BROKEN_LOGITS if is_edited else BROKEN_LOGITS
+    return NOTHING_ALLOWED + why if is_edited else why
 
 
 def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:

@@ -16,6 +16,7 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.front import Front, Live
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.create import create_executor
@@ -106,10 +107,11 @@ class LLMEngine:
         *,
         cache_salt: str | None = None,
         is_streaming: bool = False,
+        pooling: Pooling | None = None,
     ) -> Live:
         """Check and tokenise a prompt; `submit` queues what this returns. Safe in any thread."""
         self.raise_if_closed()
-        live = self.front.prepare(prompt, params, cache_salt, is_streaming)
+        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling)
         self.core.check(live.samples[0].request)
         return live
 

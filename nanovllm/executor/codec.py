@@ -13,7 +13,15 @@ from dataclasses import fields
 
 import numpy as np
 
-from nanovllm.engine.step import BlockCopy, BlockUpdate, IntColumn, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import (
+    BlockCopy,
+    BlockUpdate,
+    IntColumn,
+    NewRow,
+    Pooling,
+    StepPlan,
+    StepResult,
+)
 from nanovllm.sampling_params import SamplingParams
 
 Section = bytes | memoryview
@@ -109,26 +117,36 @@ def _encode_new_row(row: NewRow) -> list[Section]:
 
 
 def _decode_new_row(
-    reader: _Reader, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]
+    reader: _Reader,
+    params: SamplingParams,
+    bad_words: tuple[tuple[int, ...], ...],
+    pooling: Pooling | None,
 ) -> NewRow:
     slot, num_prompt_tokens, seed, *lengths = reader.header(_NEW_ROW)
     token_ids, block_ids, stop_token_ids = (reader.column(length) for length in lengths)
     stop_ids = frozenset(stop_token_ids.tolist())
-    lists = block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids, bad_words
-    return NewRow(slot, token_ids, *lists)
+    others = block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids, bad_words, pooling
+    return NewRow(slot, token_ids, *others)
 
 
 def _encode_params(rows: list[NewRow]) -> bytes:
     if not rows:
         return b""
-    values = [[getattr(row.params, name) for name in _PARAM_NAMES] for row in rows]
-    text = json.dumps([(row.bad_words, each) for row, each in zip(rows, values, strict=True)])
-    return _padded(text)
+    asked = [
+        (row.bad_words, row.pooling, [getattr(row.params, name) for name in _PARAM_NAMES])
+        for row in rows
+    ]
+    return _padded(json.dumps(asked))
 
 
-def _decode_params(text: bytes) -> list[tuple[SamplingParams, tuple[tuple[int, ...], ...]]]:
+def _decode_params(
+    text: bytes,
+) -> list[tuple[SamplingParams, tuple[tuple[int, ...], ...], Pooling | None]]:
     asked = json.loads(text) if text else []
-    return [(SamplingParams(*values), tuple(map(tuple, words))) for words, values in asked]
+    return [
+        (SamplingParams(*values), tuple(map(tuple, words)), pooling)
+        for words, pooling, values in asked
+    ]
 
 
 def _padded(text: str) -> bytes:

@@ -28,7 +28,7 @@ def test_results(shape: tuple[int, int]) -> None:
         assert got.tokens.tolist() == tokens.tolist()
         assert got.ranks is None
     scores = tokens + 1, (tokens / 7).astype(np.float32), tokens[:, 0]
-    sent = StepResult(tokens, *scores, *scores)
+    sent = StepResult(tokens, *scores, *scores, pooled=scores[1])
     got = decode_result(bytearray(b"".join(encode_result(sent))))
     for field in fields(StepResult):
         mine, theirs = getattr(sent, field.name), getattr(got, field.name)
@@ -80,6 +80,7 @@ def random_new_row(rng: random.Random) -> NewRow:
         params=random_params(rng),
         seed=rng.choice([-(2**63), 2**63 - 1, rng.getrandbits(63)]),
         stop_token_ids=frozenset(rng.sample(range(10**6), rng.randint(0, 4))),
+        pooling=rng.choice([None, "last", "mean"]),
     )
 
 
