@@ -125,4 +125,5 @@ class EngineCore:
             seq.logprobs[: len(token_ids)],
             list(seq.prompt_logprobs),  # a step in flight may still add to them
             seq.pooled,
+            seq.error,
         )

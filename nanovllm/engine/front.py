@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NOTHING_ALLOWED = (
-    "no token may be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens together "
-    "leave none, or "
+    "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
+    "logits_processors together leave none, or make logits that are not numbers, or "
 )
 BROKEN = (
     "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
@@ -72,8 +72,10 @@ class Front:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int,
+        has_workers: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
@@ -190,7 +192,11 @@ class Front:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
             prompt_logprobs = [None, *map(self._as_dict, own.prompt_logprobs)]
-        is_broken = any(output.finish_reason == "error" for output in outputs)
+        broken = [
+            each.ending
+            for each in live.samples
+            if each.ending is not None and each.ending.finish_reason == "error"
+        ]
         return RequestOutput(
             seq_id=live.seq_id,
             prompt=live.prompt,
@@ -201,7 +207,7 @@ class Front:
             num_cached_tokens=own.num_cached_tokens,
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
-            error=why_broken(request) if is_broken else None,
+            error=(broken[0].error or why_broken(request)) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
@@ -276,6 +282,11 @@ class Front:
             raise RequestError("bad_words need a tokenizer; use logit_bias instead")
         for word in params.bad_words:
             check_text("a bad word", word)
+        if self._has_workers and any(map(callable, params.logits_processors)):
+            raise RequestError(
+                "logits_processors must be names, 'module:function', where workers run in "
+                "processes of their own, which cannot be handed a function"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             high = max(getattr(params, name) or (), default=0)
             if high >= self._vocab_size:
@@ -311,8 +322,8 @@ def why_broken(request: Request) -> str:
     if request.pooling is not None:
         return BROKEN.format("hidden states")
     params, why = request.params, BROKEN.format("logits")
-    is_edited = params.allowed_token_ids or params.bad_words or params.min_tokens
-    return NOTHING_ALLOWED + why if is_edited else why
+    edits = (params.allowed_token_ids, params.bad_words, params.min_tokens)
+    return NOTHING_ALLOWED + why if any(edits) or params.logits_processors else why
 
 
 def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:

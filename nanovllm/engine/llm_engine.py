@@ -53,7 +53,9 @@ class LLMEngine:
         self.config = config = clamp_model_len(config, self.model_config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
         eos_ids = eos_token_ids(checkpoint) or tokenizer_eos(tokenizer)
-        self.front = Front(tokenizer, self.model_config.vocab_size, eos_ids, config.seed)
+        has_workers = config.tensor_parallel_size > 1
+        vocab_size = self.model_config.vocab_size
+        self.front = Front(tokenizer, vocab_size, eos_ids, config.seed, has_workers)
         executor = create_executor(config, self.model_config, checkpoint)
         self.info = executor.start()
         try:

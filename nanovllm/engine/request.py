@@ -57,6 +57,7 @@ class Ending:
     logprobs: list[TokenLogprobs]  # of every token, if they were asked for
     prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, likewise
     pooled: Vector | None = None
+    error: str | None = None  # of a processor of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class Scheduler:
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         _add_prompt_logprobs(rows, plan, result)
         _add_logprobs(sampled, result)
+        for index, error in (result.failures or {}).items():
+            sampled[index].error = error
         updated = self._end_pooled(rows, plan, result)
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
@@ -132,6 +134,8 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by a row of this step, or its last token is in flight
+            if seq.is_serial and seq.num_pending:
+                continue
             end = seq.num_computed + 1  # an answer's row, as most are
             if end < num_tokens:
                 end = self._row_end(draft, seq)

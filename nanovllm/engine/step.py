@@ -71,7 +71,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the rows with num_logits > 0 sampled, in row order; every field is an array, or None."""
+    """What the rows with num_logits > 0 sampled, in row order; what nobody asked for is None."""
 
     tokens: IntColumn  # [rows, tokens that each row gained]; NO_TOKEN: its logits are no numbers
     # Of the rows that ask for logprobs, if any: the sampled token, then the most likely ones.
@@ -84,6 +84,8 @@ class StepResult:
     prompt_ranks: IntColumn | None = None
     # Of the rows that end a prompt whose hidden states are pooled: [rows, hidden_size].
     pooled: Vector | None = None
+    # Rows whose logits processors failed, and how; they sampled NO_TOKEN.
+    failures: dict[int, str] | None = None
 
 
 def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:

@@ -31,7 +31,7 @@ _PLAN = struct.Struct("<6q")
 # Slot, prompt tokens, seed; numbers of tokens, blocks and stop tokens.
 _NEW_ROW = struct.Struct("<6q")
 _LENGTH = struct.Struct("<q")
-_RESULT_NAMES = tuple(field.name for field in fields(StepResult))
+_ARRAY_NAMES = tuple(field.name for field in fields(StepResult) if field.name != "failures")
 _PARAM_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -74,21 +74,23 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
 
 def encode_result(result: StepResult) -> list[Section]:
     """Return a header with the name, type and shape of every array, then the arrays."""
-    fields = [(name, getattr(result, name)) for name in _RESULT_NAMES]
+    fields = [(name, getattr(result, name)) for name in _ARRAY_NAMES]
     arrays = {name: np.ascontiguousarray(field) for name, field in fields if field is not None}
     shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    header = _padded(json.dumps(shapes))
+    failures = None if result.failures is None else list(result.failures.items())
+    header = _padded(json.dumps((shapes, failures)))
     return [_LENGTH.pack(len(header)), header, *(array.data for array in arrays.values())]
 
 
 def decode_result(message: bytes | bytearray) -> StepResult:
     (length,) = _LENGTH.unpack_from(message)
     arrays, offset = {}, _LENGTH.size + length
-    for name, dtype, shape in json.loads(message[_LENGTH.size : offset]):
+    shapes, failures = json.loads(message[_LENGTH.size : offset])
+    for name, dtype, shape in shapes:
         array = np.frombuffer(message, dtype, math.prod(shape), offset).reshape(shape)
         arrays[name] = array
         offset += array.nbytes
-    return StepResult(**arrays)
+    return StepResult(**arrays, failures=None if failures is None else dict(failures))
 
 
 class _Reader:

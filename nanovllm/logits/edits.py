@@ -1,5 +1,8 @@
 """What changes logits between the model and the sampler, for the rows that ask for it.
 
+Users may rely on the order of `LogitsEdits.apply` (docs/requests.md). Functions of their own come
+after it: processors.py.
+
 The newest token of a row may be known to the device alone, so whatever depends on tokens reads them
 from the slot tables, and nothing here waits for the device.
 """

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.logits.edits import LogitsEdits
 from nanovllm.logits.logprobs import Logprobs, PromptLogprobs
+from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits
 from nanovllm.worker.pooling import PooledPrompts
@@ -31,6 +32,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
+        self.processors = LogitsProcessors(self.eager.model.lm_head.group)
         self.logprobs = Logprobs(self.tables)
         self.prompt_logprobs = PromptLogprobs(self.eager)
         self.pooled_prompts = PooledPrompts(self.eager)
@@ -45,15 +47,17 @@ class ModelRunner:
         results: dict[str, Tensor] = {}
         logits = self._run_model(plan, results)
         self.edits.update(plan)  # not before: the device has its work by now
+        self.processors.update(plan)
         self.logprobs.update(plan)
         kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
+        processed = self.processors.apply(logits.values, plan)
         tokens = self.sampler(logits, plan)
         if kept is not None:
             names = ("logprob_ids", "logprobs", "ranks")
             results |= dict(zip(names, kept.of(tokens), strict=True))
         fetched, given = self.tables.platform.fetch(tokens, *results.values()), list(results)
-        return Pending(lambda: self._result(fetched, given))
+        return Pending(lambda: self._result(fetched, given, processed))
 
     def _run_model(self, plan: StepPlan, results: dict[str, Tensor]) -> StepLogits:
         """Return logits; what else is wanted of hidden states goes to the results."""
@@ -71,8 +75,18 @@ class ModelRunner:
             results["pooled"] = vectors
         return logits
 
-    def _result(self, fetched: Pending[list[np.ndarray]], names: list[str]) -> StepResult:
+    def _result(
+        self,
+        fetched: Pending[list[np.ndarray]],
+        names: list[str],
+        processed: ProcessedRows | None,
+    ) -> StepResult:
         tokens, *others = fetched.result()
         if self.check is not None:
             self.check()
-        return StepResult(tokens[:, None], **dict(zip(names, others, strict=True)))
+        failures = None
+        if processed is not None:
+            processed.note(tokens)
+            failures = processed.failures
+        arrays = dict(zip(names, others, strict=True))
+        return StepResult(tokens[:, None], **arrays, failures=failures)
