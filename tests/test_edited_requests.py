@@ -128,6 +128,17 @@ def test_every_edit_beside_every_other(tiny: Any, device: str, mode: str) -> Non
     assert want[0] == checkpoint.generate(prompts[0], MAX_TOKENS)
 
 
+@DEVICES
+def test_rows_are_edited_a_few_at_a_time(tiny: Any, device: str, monkeypatch: Any) -> None:
+    """As where sequences are long; `tests/logits/test_edits.py` has how they are divided."""
+    monkeypatch.setattr("nanovllm.logits.edits.MAX_TOKENS", 60)
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[: len(EDITS)]
+    params = [greedy(edits) for edits in EDITS]
+    want = [reference(checkpoint, p, param) for p, param in zip(prompts, params, strict=True)]
+    with LLM(checkpoint.path, device=device, **OPTIONS) as llm:
+        assert generate(llm, prompts, params) == want
+
+
 def test_edits_on_two_ranks(tiny: Any) -> None:
     checkpoint, prompts = tiny("qwen3"), make_prompts()[: len(EDITS)]
     params = [greedy(edits) for edits in EDITS]

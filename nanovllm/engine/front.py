@@ -17,10 +17,11 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.logprobs import LogprobList, TokenTexts
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Sample:
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
-    new_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of those
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those
     ending: Ending | None = None
 
 
@@ -75,6 +76,7 @@ class Front:
         has_workers: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
         self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
@@ -149,7 +151,7 @@ class Front:
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
             live, sample = self._samples[seq_id]
             if logprobs is not None and live.is_streaming:
-                sample.new_logprobs.append(self._as_dict(logprobs))
+                sample.new_logprobs.append(logprobs)
             if self.push(sample, token_id):
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
                 assert ending is not None
@@ -162,7 +164,7 @@ class Front:
                 outputs[output.seq_id] = output
         last = {live.seq_id: sample.index for live, sample in changed}  # has the output with it
         pieces = [
-            _piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
+            self._piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
             for live, sample in changed
             if live.is_streaming
         ]
@@ -189,9 +191,9 @@ class Front:
         request, best = live.samples[0].request, outputs[0]
         own = live.samples[0].ending
         assert own is not None
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *map(self._as_dict, own.prompt_logprobs)]
+            prompt_logprobs = LogprobList([None, *own.prompt_logprobs], self._texts)
         broken = [
             each.ending
             for each in live.samples
@@ -225,7 +227,7 @@ class Front:
             text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = [self._as_dict(each) for each in ending.logprobs]
+            logprobs = LogprobList(ending.logprobs, self._texts)
             cumulative = sum(each.logprobs[0] for each in ending.logprobs)
         return CompletionOutput(
             index=sample.index,
@@ -237,17 +239,14 @@ class Front:
             stop_reason=_stop_reason(sample, ending),
         )
 
-    def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
-        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
-        entries = {}
-        for token_id, logprob, rank in zip(
-            logprobs.token_ids, logprobs.logprobs, ranks, strict=True
-        ):
-            if token_id not in entries:
-                text = None if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
-                entries[token_id] = Logprob(logprob, rank, text)
-        return entries
+    def _piece(self, live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
+        """Take what is new in a streamed sample."""
+        token_ids, sample.new_token_ids = sample.new_token_ids, []
+        text = sample.detokenizer.take() if sample.detokenizer is not None else ""
+        new, sample.new_logprobs = sample.new_logprobs, []
+        logprobs = LogprobList(new, self._texts) if new else None
+        output = outputs.get(live.seq_id)
+        return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Tokenise text. Safe in any thread."""
@@ -334,15 +333,6 @@ def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
         return sample.detokenizer.found_stop
     last = ending.token_ids[-1]
     return last if last in tuple(sample.request.params.stop_token_ids) else None
-
-
-def _piece(live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
-    """Take what is new in a streamed sample."""
-    token_ids, sample.new_token_ids = sample.new_token_ids, []
-    text = sample.detokenizer.take() if sample.detokenizer is not None else ""
-    logprobs, sample.new_logprobs = sample.new_logprobs, []
-    output = outputs.get(live.seq_id)
-    return StreamPiece(live.seq_id, text, token_ids, output, logprobs or None, sample.index)
 
 
 def check_text(name: str, text: object) -> None:
