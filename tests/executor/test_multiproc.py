@@ -18,7 +18,7 @@ from benchmarks.engine.plan_broadcast import decode_rows, long_prompts, measure,
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
-from nanovllm.executor import multiproc, worker_processes
+from nanovllm.executor import child_process, multiproc
 from nanovllm.executor.multiproc import MultiprocExecutor
 from tests.executor.leftovers import Leftovers, wait_until
 from tests.executor.workers import (
@@ -236,7 +236,7 @@ def test_a_fault_in_start_up(
 def test_a_worker_that_does_not_go_is_killed(
     executor: MultiprocExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.3)
     answer(executor, Order.STAY, 0)
     start = time.monotonic()
     executor.close()
