@@ -20,8 +20,8 @@ ORDER = """
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
-    < engine.engine_thread, engine.async_engine
-    < llm < server, bench < cli < __main__
+    < engine.engine_thread, engine.core_process
+    < scoring < llm, async_llm < server, bench < cli < __main__
 """
 LEAVES = ("errors", "pending", "validation", "sampling_params", "outputs", "prompts", "config")
 # The scheduling files know counts and token ids only: the leaves and each other.
@@ -35,11 +35,15 @@ HOST = (
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
+    "engine.step_clock",
     "engine.waiting",
 )
+# What a front may know of a core in another process; imports no torch either.
+CLIENT = ("engine.core_records", "engine.found_model", "engine.core_client")
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
     "checkpoint": (("errors",), "worker.tables"),
+    **dict.fromkeys(CLIENT, ((*LEAVES, *HOST, *CLIENT, "checkpoint", "executor"), "engine.core")),
     "engine.step": ((*LEAVES, *HOST), "worker.tables"),
     **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part != "engine.step"},
     "engine": (
