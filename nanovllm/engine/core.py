@@ -112,6 +112,7 @@ class EngineCore:
             token_ids,
             seq.finish_reason,
             seq.num_cached,
+            seq.start_time,
             seq.first_token_time,
             time.perf_counter(),
             seq.logprobs[: len(token_ids)],

@@ -36,6 +36,7 @@ class Sequence:
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None  # of a processor of its own
+    start_time: float = 0.0  # of its first step
     first_token_time: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
