@@ -1,0 +1,128 @@
+"""The HTTP application: which path is answered by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import Response
+from starlette.types import ASGIApp
+
+from nanovllm import __version__
+from nanovllm.server.answer import Answer, AnswerResponse
+from nanovllm.server.chat_completions import answer_chat
+from nanovllm.server.completions import answer_completion
+from nanovllm.server.embeddings import answer_embeddings
+from nanovllm.server.errors import ApiError, add_error_handlers, json_response
+from nanovllm.server.guard import Guard
+from nanovllm.server.metrics import CONTENT_TYPE
+from nanovllm.server.openai_records import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from nanovllm.server.service import Service
+from nanovllm.server.tokens import detokenize, tokenize
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Everything behind one guard, the documentation too."""
+    app = FastAPI(title="nanovllm", version=__version__, root_path=service.options.root_path)
+    add_error_handlers(app)
+    app.include_router(_generating_routes(service))
+    app.include_router(_text_routes(service))
+    app.include_router(_model_routes(service))
+    app.include_router(_operating_routes(service))
+    return Guard(app, service.options)
+
+
+def _generating_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def respond(answer: Awaitable[Answer], stream: bool | None) -> Response:
+        service.check_queue()
+        return AnswerResponse(await answer, bool(stream), service.options.request_timeout)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: ChatRequest) -> Response:
+        return await respond(answer_chat(service, request), request.stream)
+
+    @router.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> Response:
+        return await respond(answer_completion(service, request), request.stream)
+
+    return router
+
+
+def _text_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: EmbeddingRequest) -> Response:
+        return json_response(await answer_embeddings(service, request))
+
+    @router.post("/tokenize")
+    async def tokenize_text(request: TokenizeRequest) -> Response:
+        return json_response(await tokenize(service, request))
+
+    @router.post("/detokenize")
+    async def detokenize_ids(request: DetokenizeRequest) -> Response:
+        return json_response(await detokenize(service, request))
+
+    return router
+
+
+def _model_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    def describe(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "nanovllm",
+            "root": service.llm.config.model,
+            "max_model_len": service.llm.max_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        names = service.options.model_names
+        return json_response({"object": "list", "data": [describe(name) for name in names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return json_response(describe(name))
+
+    return router
+
+
+def _operating_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    @router.get("/ping")
+    @router.post("/ping")
+    async def health() -> Response:
+        error = service.llm.error
+        if error is not None:
+            raise ApiError(str(error), 503)
+        return Response()
+
+    @router.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": service.llm.num_requests})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    return router

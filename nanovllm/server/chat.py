@@ -1,0 +1,93 @@
+"""A conversation to answer: its prompt, and how the text of its answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.engine.front import check_text
+from nanovllm.server.chat_prompt import render_chat
+from nanovllm.server.errors import ApiError
+from nanovllm.server.generation import Job, Update, generate
+from nanovllm.server.openai_records import ChatRequest, NamedTool
+from nanovllm.server.parsing.events import Event
+from nanovllm.server.parsing.parser import OutputParser
+from nanovllm.server.parsing.tools import Tool, read_tools
+from nanovllm.server.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that was checked and can be answered."""
+
+    job: Job
+    new_parser: Callable[[], OutputParser]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatUpdate:
+    """What is new of one choice, and what its text means."""
+
+    update: Update
+    events: list[Event]
+
+
+async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
+    """Check everything that can be checked before the answer begins."""
+    service.check_model(request.model)
+    tools = _tools(service, request)
+    prompt = await asyncio.to_thread(render_chat, service, request, tools and request.tools)
+    check_text("a message", prompt)
+    token_ids = await service.token_ids(prompt, add_special_tokens=False)
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
+        token_ids = token_ids[-request.truncate_prompt_tokens :]
+    length = service.answer_length(len(token_ids), request.most_tokens, None, "messages")
+    given: dict[str, Any] = {"max_tokens": length}
+    if request.logprobs:
+        given["logprobs"] = request.top_logprobs or 0
+    params = request.sampling_params(service.options.sampling_defaults, **given)
+    is_streaming = bool(request.stream) and params.prompt_logprobs is None
+    job = Job([token_ids], [params], request.cache_salt, is_streaming)
+    formats = service.formats
+    is_open = formats.reasoning is not None and formats.reasoning.is_open(prompt)
+
+    def new_parser() -> OutputParser:
+        return OutputParser(tools, formats.tools, formats.reasoning, is_open)
+
+    return Chat(job, new_parser)
+
+
+async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdate, None]:
+    """Answer a conversation; what a parser holds back comes with a later update."""
+    parsers = [chat.new_parser() for _ in range(chat.job.num_choices)]
+    async for update in generate(service, chat.job):
+        events = parsers[update.choice].feed(update.text)
+        if update.finish is not None:
+            events += parsers[update.choice].finish()
+        yield ChatUpdate(update, events)
+
+
+def _tools(service: Service, request: ChatRequest) -> list[Tool]:
+    """The tools that the model may call."""
+    choice = request.tool_choice or ("auto" if request.tools else "none")
+    if choice == "none":
+        return []
+    if not request.tools:
+        raise ApiError("tool_choice needs tools", param="tool_choice")
+    if service.formats.tools is None:
+        raise ApiError(
+            "this model's chat template writes no tool calls that are known here; name their "
+            "format with --tool-call-parser, or leave out tools",
+            param="tools",
+        )
+    tools = read_tools(request.tools)
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        tools = [tool for tool in tools if tool.name == name]
+        if not tools:
+            raise ApiError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
+    if choice != "auto" or any(tool.is_strict for tool in tools):
+        raise ApiError("only tool_choice 'auto' without 'strict' is supported", param="tools")
+    return tools
