@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanovllm.config import ModelConfig
 from nanovllm.engine.pacing import Sizes, StepCost, step_sizes
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.step import ExecutorInfo, StepPlan
 
 FIRST_USE_SECONDS = 60.0  # for a size of step that is new: kernels may be compiled for it
 # Of a processor of which nothing is known yet: far less than any has.
@@ -29,10 +28,8 @@ class StepInFlight:
 class StepClock:
     """Learns from every step what steps take; plans end in the order they began."""
 
-    def __init__(
-        self, model: ModelConfig, device: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._guess = 2 * num_weights_per_token(model) / FLOPS[device]  # seconds of a token
+    def __init__(self, info: ExecutorInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._guess = 2 * info.num_weights_per_token / FLOPS[info.device]  # seconds of a token
         self._cost = StepCost()
         self._clock = clock
         self._most_tokens = 0
@@ -64,11 +61,3 @@ class StepClock:
         expected = sum(step.expected for step in self._in_flight)
         first_use = FIRST_USE_SECONDS if any(step.is_first for step in self._in_flight) else 0.0
         return max(least, factor * expected) + first_use
-
-
-def num_weights_per_token(model: ModelConfig) -> int:
-    """About as many as multiply a token's activations."""
-    hidden, size = model.hidden_size, model.intermediate_size
-    if model.experts is not None:
-        size = model.experts.top_k * model.experts.size
-    return model.num_layers * hidden * (4 * hidden + 3 * size) + model.vocab_size * hidden
