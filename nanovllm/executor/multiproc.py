@@ -51,6 +51,7 @@ class MultiprocExecutor:
         )
         self._store: object | None = store  # serves for as long as it is held
         self._workers = WorkerProcesses()
+        self._clock: StepClock | None = None  # not before they are started
         weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
 
     def start(self) -> ExecutorInfo:
@@ -66,18 +67,21 @@ class MultiprocExecutor:
         return infos[0]
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        self._workers.raise_if_failed()
+        assert self._clock is not None, "submit before start"
         self._clock.begin(plan)
         (reply,) = self._workers.send(encode_plan(plan))
+        reply.add_done_callback(self._clock.end)
         return Pending(lambda: self._result(reply))
 
     def _result(self, reply: Reply) -> StepResult:
+        assert self._clock is not None
         limit = self._clock.limit(LEAST_SECONDS, TIMES_EXPECTED)
         try:
             message = reply.result(limit)
         except TimeoutError:
             self._workers.fail(f"no worker answered a step for {limit:.1f} s: one of them hangs")
             message = reply.result()  # raises
-        self._clock.end()
         return decode_result(message)
 
     def close(self) -> None:
