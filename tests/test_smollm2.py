@@ -31,6 +31,7 @@ def model() -> Any:
     return load_transformers("smollm2", "cpu", "float32")
 
 
+@pytest.mark.slow
 def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
     prompts = llm.apply_chat_template([[{"role": "user", "content": q}] for q in QUESTIONS])
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -46,6 +47,7 @@ def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
         assert len(output.token_ids) == MAX_TOKENS
 
 
+@pytest.mark.slow
 def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
     """Of prompts and of answers, the likeliest tokens in the same order, with their texts."""
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5)
@@ -68,6 +70,7 @@ def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
                 assert entry.decoded_token == tokenizer.decode([each])
 
 
+@pytest.mark.slow
 def test_embeddings_equal_transformers(llm: LLM, model: Any) -> None:
     for pooling in ("last", "mean"):
         for output in llm.embed(QUESTIONS, pooling, use_tqdm=False):
