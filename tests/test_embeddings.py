@@ -69,6 +69,15 @@ def test_two_ranks(tiny: Any) -> None:
             assert_right(checkpoint, prompts, outputs, pooling)
 
 
+@pytest.mark.slow
+def test_worker_processes(tiny: Any) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[:8]
+    with LLM(checkpoint.path, device="cpu", tensor_parallel_size=2, depth=1, **OPTIONS) as llm:
+        for pooling in POOLINGS:
+            outputs = llm.embed(prompts, pooling, normalize=False, use_tqdm=False)
+            assert_right(checkpoint, prompts, outputs, pooling)
+
+
 @DEVICES
 @pytest.mark.parametrize("mode", ["ahead", "chunked", "preempted"])
 def test_beside_answers(tiny: Any, device: str, mode: str) -> None:

@@ -14,19 +14,12 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import NEEDS_GPU
 from tests.number_tokenizer import read_numbers
+from tests.test_edited_requests import OPTIONS
 from tests.test_equals_transformers import make_prompts
 from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS: dict[str, Any] = {
-    "kvcache_block_size": 16,
-    "max_num_seqs": 8,
-    "max_model_len": 128,
-    "gpu_memory_utilization": 0.2,
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ahead": {"depth": 1},
