@@ -247,7 +247,7 @@ class Progress:
         self._job = job
         self._bar = tqdm(
             total=len(job.requests),
-            desc="Generating",
+            desc="Prompts",
             dynamic_ncols=True,
             disable=not is_shown or sys.stderr is None,
         )

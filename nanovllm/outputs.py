@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: Sequence[dict[int, Logprob]] | None
+    logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
     stop_reason: str | int | None  # the stop string or token, if one of those asked for ended it
@@ -48,9 +48,9 @@ class RequestOutput(Mapping[str, Any]):
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
     # If asked for: of every token, by token id; the token itself first, then the likeliest ones.
-    logprobs: Sequence[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # None for its first token
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
     pooled: list[float] | None = None  # what `LLM.embed` makes an embedding of
     queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 when there was none
@@ -94,7 +94,7 @@ class StreamPiece:
     text: str
     token_ids: list[int]
     output: RequestOutput | None
-    logprobs: Sequence[dict[int, Logprob]] | None = None  # of token_ids, if asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # of token_ids, if asked for
     sample: int = 0  # of several
     index: int = 0  # of the prompt among those given to `LLM.stream`
 

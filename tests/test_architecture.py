@@ -38,14 +38,16 @@ HOST = (
     "engine.step_clock",
     "engine.waiting",
 )
+# What executors and workers know of the engine.
+WIRE = ("engine.step", "engine.step_clock")
 # What a front may know of a core in another process; imports no torch either.
 CLIENT = ("engine.core_records", "engine.found_model", "engine.core_client")
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
     "checkpoint": (("errors",), "worker.tables"),
     **dict.fromkeys(CLIENT, ((*LEAVES, *HOST, *CLIENT, "checkpoint", "executor"), "engine.core")),
-    "engine.step": ((*LEAVES, *HOST), "worker.tables"),
-    **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part != "engine.step"},
+    **dict.fromkeys(WIRE, ((*LEAVES, *WIRE), "worker.tables")),
+    **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part not in WIRE},
     "engine": (
         (),
         "worker.tables",

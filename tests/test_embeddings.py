@@ -51,7 +51,7 @@ def test_they_equal_transformers(tiny: Any, device: str, mode: str, pooling: Any
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
-@pytest.mark.parametrize("variant", ["llama-tied-rope", "gemma3", "mistral", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["llama-tied-rope", "gemma3", "mistral"])
 def test_families(tiny: Any, variant: str) -> None:
     checkpoint, prompts = tiny(variant), make_prompts()[:8]
     with LLM(checkpoint.path, device="cpu", **OPTIONS) as llm:
@@ -64,6 +64,15 @@ def test_two_ranks(tiny: Any) -> None:
     checkpoint, prompts = tiny("qwen3"), make_prompts()[:8]
     options = {**OPTIONS, "max_num_batched_tokens": 20}
     with engines_of(2), LLM(checkpoint.path, device="cpu", **options) as llm:
+        for pooling in POOLINGS:
+            outputs = llm.embed(prompts, pooling, normalize=False, use_tqdm=False)
+            assert_right(checkpoint, prompts, outputs, pooling)
+
+
+@pytest.mark.slow
+def test_worker_processes(tiny: Any) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[:8]
+    with LLM(checkpoint.path, device="cpu", tensor_parallel_size=2, depth=1, **OPTIONS) as llm:
         for pooling in POOLINGS:
             outputs = llm.embed(prompts, pooling, normalize=False, use_tqdm=False)
             assert_right(checkpoint, prompts, outputs, pooling)

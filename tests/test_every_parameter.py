@@ -14,19 +14,12 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import NEEDS_GPU
 from tests.number_tokenizer import read_numbers
+from tests.test_edited_requests import OPTIONS
 from tests.test_equals_transformers import make_prompts
 from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIONS: dict[str, Any] = {
-    "kvcache_block_size": 16,
-    "max_num_seqs": 8,
-    "max_model_len": 128,
-    "gpu_memory_utilization": 0.2,
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "ahead": {"depth": 1},
@@ -39,8 +32,10 @@ MODES: dict[str, dict[str, Any]] = {
     "two-ranks": {},
     "two-ranks-crowded": {"num_kvcache_blocks": 12, "depth": 1, "max_num_batched_tokens": 20},
 }
+FAST = ("plain", "no-cache", "chunked-ahead", "preempted-ahead", "two-ranks")
 CASES = [
-    *(("cpu", mode) for mode in MODES),
+    *(("cpu", mode) for mode in FAST),
+    *(pytest.param("cpu", mode, marks=pytest.mark.slow) for mode in MODES if mode not in FAST),
     *(pytest.param("cuda", mode, marks=NEEDS_GPU) for mode in MODES if "ranks" not in mode),
 ]
 EVEN, EOS = list(range(0, VOCAB_SIZE, 2)), tuple(range(0, VOCAB_SIZE, 5))
@@ -149,15 +144,13 @@ def test_every_field_is_here() -> None:
     assert {field.name for field in fields(SamplingParams)} == set(FEATURES)
 
 
-@pytest.mark.parametrize("name", list(FEATURES))
-def test_each_changes_something(tiny: Any, alone: Any, name: str) -> None:
-    index = list(FEATURES).index(name)
-    other = make_params(FEATURES[name][1])
+def test_each_changes_something(tiny: Any, alone: Any) -> None:
+    others = [make_params(other) for _, other in FEATURES.values()]
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
         read_numbers(llm, EOS)
-        [without] = run(llm, [prompts_for(len(ASKED))[index]], [other])
-    with_it = alone("cpu")[index]
-    assert summary(with_it) != summary(without) or logprobs_of(with_it) != logprobs_of(without)
+        outputs = run(llm, prompts_for(len(others)), others)
+    for name, one, other in zip(FEATURES, alone("cpu"), outputs, strict=False):
+        assert summary(one) != summary(other) or logprobs_of(one) != logprobs_of(other), name
 
 
 @pytest.mark.parametrize(("device", "mode"), CASES)

@@ -47,6 +47,7 @@ def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
         assert len(output.token_ids) == MAX_TOKENS
 
 
+@pytest.mark.slow
 def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
     """Of prompts and of answers, the likeliest tokens in the same order, with their texts."""
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5)
@@ -69,6 +70,7 @@ def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
                 assert entry.decoded_token == tokenizer.decode([each])
 
 
+@pytest.mark.slow
 def test_embeddings_equal_transformers(llm: LLM, model: Any) -> None:
     for pooling in ("last", "mean"):
         for output in llm.embed(QUESTIONS, pooling, use_tqdm=False):

@@ -43,7 +43,7 @@ def serve(channel: Channel) -> None:
     found = find_model(start.config)
     send(found)  # the parent loads the tokenizer while the model is loaded here
     started = start_core(found)
-    clock = StepClock(found.model_config, started.info.device)
+    clock = StepClock(started.info)
     core = started.core
     core.executor = WatchedExecutor(core.executor, clock, send)
     send(CoreReady(started.info, core.max_len))

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.logprobs import LogprobList, TokenTexts
+from nanovllm.engine.logprobs import TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
@@ -207,7 +207,8 @@ class Front:
         assert own is not None
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = LogprobList([None, *own.prompt_logprobs], self._texts)
+            entries = (as_dict(each, self._texts) for each in own.prompt_logprobs)
+            prompt_logprobs = [None, *entries]
         broken = [
             each.ending
             for each in live.samples
@@ -242,7 +243,7 @@ class Front:
             text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = LogprobList(ending.logprobs, self._texts)
+            logprobs = [as_dict(each, self._texts) for each in ending.logprobs]
             cumulative = sum(each.logprobs[0] for each in ending.logprobs)
         return CompletionOutput(
             index=sample.index,
@@ -259,7 +260,7 @@ class Front:
         token_ids, sample.new_token_ids = sample.new_token_ids, []
         text = sample.detokenizer.take() if sample.detokenizer is not None else ""
         new, sample.new_logprobs = sample.new_logprobs, []
-        logprobs = LogprobList(new, self._texts) if new else None
+        logprobs = [as_dict(each, self._texts) for each in new] if new else None
         output = outputs.get(live.seq_id)
         return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
 

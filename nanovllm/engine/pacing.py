@@ -133,7 +133,7 @@ class Pacer:
         self._last_end = now
         if seconds <= 0:
             return
-        sizes = step_sizes(plan)
+        sizes = _sizes(plan)
         if self.cost.seconds(sizes) > 0.9 * self._aim * self.target_seconds:
             factor = _LOWER_AIM if seconds > self.target_seconds else _RAISE_AIM
             self._aim = min(max(self._aim * factor, _AIMS[0]), _AIMS[1])
@@ -142,6 +142,6 @@ class Pacer:
         self.cost.observe(sizes, num_tokens - len(plan.counts), seconds)
 
 
-def step_sizes(plan: StepPlan) -> Sizes:
+def _sizes(plan: StepPlan) -> Sizes:
     counts, ends = plan.counts.astype(np.float64), plan.starts + plan.counts
     return np.array([1, counts.sum(), ends.sum(), counts @ (plan.starts + (counts + 1) / 2)])

@@ -63,7 +63,7 @@ class Sequence:
         num_new = request.params.max_tokens if request.pooling is None else 1
         self.max_len = self.num_prompt_tokens + max(num_new, 1)
         self.num_logits = 1 if request.pooling is None else 0
-        # What is wanted of every prompt token, cached ones could not give.
+        # The cache has neither logits nor hidden states of the tokens that it spares.
         self.may_hit = request.params.prompt_logprobs is None and request.pooling != "mean"
         self.is_serial = bool(request.params.logits_processors)
         self.prefix = request.cache_salt

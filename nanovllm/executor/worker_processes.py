@@ -72,6 +72,12 @@ class WorkerProcesses:
                 "was forked; make an engine here, or give process pools the 'spawn' method"
             )
 
+    def fail(self, message: str) -> None:
+        """Give up on workers that do not answer."""
+        self._failure = self._failure or Failure(message, "WorkerError")
+        for worker in self._workers:
+            worker.process.kill()  # one that is stopped would not hear anything else
+
     def close(self) -> None:
         """End the workers; a second call finds none."""
         if os.getpid() != self._owner:  # a forked child must not end what its parent uses

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -203,6 +204,22 @@ def test_a_death_is_reported_while_another_rank_is_in_a_collective(
     start = time.monotonic()
     with pytest.raises(WorkerError, match=f"worker {victim} of 2 .* was killed by signal 9"):
         pending.result()
+    assert time.monotonic() - start < SECONDS
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_that_hangs_is_noticed(meeting_executor: MultiprocExecutor, rank: int) -> None:
+    """The first rank answers only after it met the others, so it does not matter who hangs."""
+    meet = orders(Order.MEET, NOBODY)
+    meeting_executor.submit(meet).result()  # such a step is known by now: nothing is compiled
+    os.kill(process_ids(meeting_executor)[rank], signal.SIGSTOP)
+    pending = [meeting_executor.submit(meet) for _ in range(2)]
+    start = time.monotonic()
+    for each in pending:
+        with pytest.raises(WorkerError, match=r"no worker answered a step for 3.5 s"):
+            each.result()
+    with pytest.raises(WorkerError, match="hangs"):
+        meeting_executor.submit(meet)
     assert time.monotonic() - start < SECONDS
 
 
