@@ -52,7 +52,10 @@ BESIDE = {
         (),
         "worker.tables",
     ),  # its __init__.py is empty: engine.step must not bring the rest along
-    "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
+    "__init__": (
+        ("llm", "outputs", "sampling_params", "errors"),
+        "server",
+    ),  # which tells __version__
 }
 # What runs where neither of these is installed.
 TORCH_FREE = (*LEAVES, *HOST)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -42,17 +42,20 @@ def make_app(service: Service) -> ASGIApp:
 def _generating_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    async def respond(answer: Awaitable[Answer], stream: bool | None) -> Response:
+    async def respond(
+        answer: Callable[[Service, Any], Awaitable[Answer]], request: Any
+    ) -> Response:
         service.check_queue()
-        return AnswerResponse(await answer, bool(stream), service.options.request_timeout)
+        timeout = service.options.request_timeout
+        return AnswerResponse(await answer(service, request), bool(request.stream), timeout)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
-        return await respond(answer_chat(service, request), request.stream)
+        return await respond(answer_chat, request)
 
     @router.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
-        return await respond(answer_completion(service, request), request.stream)
+        return await respond(answer_completion, request)
 
     return router
 

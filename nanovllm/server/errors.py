@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -32,8 +33,10 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_FIELD = re.compile("[a-z_]+")
+TYPE_NAMES = ("bool", "dict", "float", "int", "list", "none", "str")
 # What an error of the engine is about, as its message says: `temperature must be ...`.
-_PARAM = re.compile(r"(\w+)(?:\[[^\]]*\])? (?:must|has|is) ")
+_PARAM = re.compile(r"(\w+)(?:\[[^\]]*\])?(?::| must| has| is) ")
 
 
 class ApiError(Exception):
@@ -123,14 +126,26 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def invalid(problems: Any) -> ApiError:
-    """Name the field and what is wrong with it; of several problems, the first."""
-    problem = problems[0]
-    if problem["type"] == "json_invalid":
-        return ApiError(f"the body is not valid JSON: {problem['ctx']['error']}")
-    place = [str(part) for part in problem["loc"] if part != "body"]
-    if not place:
-        return ApiError('the body must be a JSON object, sent as "application/json"')
-    param = ".".join(place)
-    if problem["type"] == "extra_forbidden":
+    """Name the field and what is wrong with it; of several fields, the first."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(f"the body is not valid JSON: {first['ctx']['error']}")
+    param = _place(first)
+    if first["type"] == "extra_forbidden":
+        param = ".".join(map(str, first["loc"][1:]))
         return ApiError(f"{param} is not supported", param=param)
-    return ApiError(f"{param}: {problem['msg']}", param=param)
+    if not param and first["type"] != "value_error":
+        return ApiError('the body must be a JSON object, sent as "application/json"')
+    # A field that may be of several types has a problem with each of them.
+    messages = dict.fromkeys(each["msg"] for each in problems if _place(each) == param)
+    text = ", or: ".join(messages).replace("Value error, ", "")
+    return ApiError(f"{param}: {text}" if param else text, param=param or None)
+
+
+def _place(problem: Any) -> str:
+    """Where it is in the body, without the names of the types that were tried."""
+    parts = itertools.takewhile(
+        lambda part: isinstance(part, int) or (_FIELD.fullmatch(part) and part not in TYPE_NAMES),
+        problem["loc"][1:],
+    )
+    return ".".join(map(str, parts))

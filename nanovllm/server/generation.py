@@ -79,7 +79,6 @@ class Usage:
 
 async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
     """Answer all prompts at once; leaving the iterator aborts what is left."""
-    service.check_queue()
     num_samples = job.params[0].n
     async with contextlib.aclosing(_pieces(service, job)) as pieces:
         async for prompt, piece in pieces:

@@ -43,7 +43,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers["X-Request-Id"] = request_id
             await send(message)
 
         try:
