@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_client import CoreClient
-from nanovllm.engine.core_records import Add, CoreStats, CoreUpdate, Finish
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import FinishReason, check_length
@@ -22,6 +20,8 @@ from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
 from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
+from nanovllm.serving.core_client import CoreClient
+from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish
 
 
 class AsyncLLM:

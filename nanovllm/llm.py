@@ -13,7 +13,6 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live, check_text
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
@@ -31,6 +30,7 @@ from nanovllm.prompts import (
 )
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, continue_prompt, embedding_of, score_of
+from nanovllm.serving.engine_thread import EngineThread, Job
 
 
 class LLM:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_records import CoreStats
+from nanovllm.serving.core_records import CoreStats
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece

@@ -13,7 +13,7 @@ import pytest
 from openai import AuthenticationError, RateLimitError
 
 from nanovllm import __version__
-from nanovllm.engine.core_records import CoreStats
+from nanovllm.serving.core_records import CoreStats
 from nanovllm.errors import EngineError
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore
 from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child_process import Failure, death, hear, start_child, stop
+from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore
 
 LOOK_SECONDS = 0.25  # between looks at a core that is silent
 MESSAGE_SECONDS = 3.0  # within a message: a core that stops there hangs
@@ -38,7 +38,7 @@ class CoreClient:
         self._failing = threading.RLock()
         self._first: SimpleQueue[FoundModel | CoreReady | None] = SimpleQueue()  # None: it failed
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._child = start_child("nanovllm.engine.core_process", "the engine core")
+        self._child = start_child("nanovllm.serving.core_process", "the engine core")
         self._child.channel.limit_gaps(MESSAGE_SECONDS)
         self._threads = [
             threading.Thread(target=target, name="nanovllm-core", daemon=True)

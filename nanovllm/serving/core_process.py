@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_records import Add, CoreReady, CoreStats, CoreUpdate, Finish, StartCore
 from nanovllm.engine.llm_engine import find_model, start_core
 from nanovllm.engine.request import CoreStep, Ending
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
@@ -18,6 +17,7 @@ from nanovllm.executor.base import Executor
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, run_child
 from nanovllm.pending import Pending
+from nanovllm.serving.core_records import Add, CoreReady, CoreStats, CoreUpdate, Finish, StartCore
 
 IDLE_SECONDS = 1.0  # between signs of life while there is nothing to do
 LEAST_SECONDS, TIMES_EXPECTED = 4.5, 10.0  # a step that takes longer is taken for hung
