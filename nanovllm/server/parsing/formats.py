@@ -32,6 +32,18 @@ class Frame:
         """The word that every call, or all of them, must begin with."""
         return [*self.begin.split(), *self.call_begin.split(), "{"][0]
 
+    @property
+    def before_name(self) -> str:
+        return '{"name": "' if self.after_name is None else self.call_begin
+
+    @property
+    def before_arguments(self) -> str:
+        return f'", "{self.arguments_key}": ' if self.after_name is None else self.after_name
+
+    @property
+    def after_arguments(self) -> str:
+        return "}" if self.after_name is None else self.call_end
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -146,7 +158,9 @@ def choose_formats(
     else:
         tools = _named(TOOL_FORMATS, tool_parser)
     if reasoning_parser is None:
-        reasoning = next((each for each in REASONING_FORMATS if each.is_signed(chat_template)), None)
+        reasoning = next(
+            (each for each in REASONING_FORMATS if each.is_signed(chat_template)), None
+        )
     else:
         reasoning = _named(REASONING_FORMATS, reasoning_parser)
     return Formats(tools and tools.as_written_by(chat_template), reasoning)

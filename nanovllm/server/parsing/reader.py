@@ -80,7 +80,7 @@ class Reader:
             self.pos += 1
 
     def accept(self, word: str, or_cut: bool = False) -> Waits[bool]:
-        """Take a word if it comes next; with `or_cut` also what the end of all text leaves of it."""
+        """Take a word if it comes next; with `or_cut` also one cut short by the end of all text."""
         while True:
             start = self.pos - self._start
             rest = self._text[start : start + len(word)]
@@ -100,7 +100,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Take words with any white space before each, or nothing; `*` is any letters and digits."""
+        """Take all words, with any white space before each, or none; `*` is letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)
