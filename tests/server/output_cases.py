@@ -76,7 +76,10 @@ def found(*parts: str | Reasoning | tuple[str, str] | tuple[str, str, bool]) -> 
 
 
 PARIS = '{"city": "Paris"}'
-HARD = r'{"city": "a\"}]\\ <tool_call>\n</tool_call> [TOOL_CALLS] é \u00e9 \ud83d\ude00 {", "x": [{}, []]}'
+HARD = (
+    r'{"city": "a\"}]\\ <tool_call>\n</tool_call> [TOOL_CALLS] é \u00e9 \ud83d\ude00 {", '
+    r'"x": [{"y": [-1.5e3, true, null]}, []]}'
+)
 
 
 def cut(text: str, last: str) -> str:
@@ -106,13 +109,18 @@ def deepseek(*arguments: str) -> str:
     return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
 
 
-def hermes_cases() -> list[tuple[str, tuple[Event, ...]]]:
+Texts = list[tuple[str, tuple[Event, ...]]]
+
+
+def no_calls(*texts: str) -> Texts:
+    return [(text, found(text)) for text in texts]
+
+
+def hermes_texts() -> Texts:
     paris = ("get_weather", PARIS)
     begun = '<tool_call>\n{"name": "get_weather", "arguments": {"city": '
     return [
         ("", ()),
-        (" \n", found(" \n")),
-        ("Hello <b>world</b> {1}", found("Hello <b>world</b> {1}")),
         (hermes(PARIS), found(paris)),
         (hermes(HARD), found(("get_weather", HARD))),
         (f"Sure.\n\n{hermes(PARIS)}\n", found("Sure.\n\n", paris)),
@@ -130,73 +138,80 @@ def hermes_cases() -> list[tuple[str, tuple[Event, ...]]]:
         (f'<tool_call>{{"name": "get_weather", "arguments": {PARIS}</tool_call>', found(paris)),
         ('<tool_call>{"name": "get", "arguments": {"a": "1\n2\t3"}}</tool_call>',
          found(("get", r'{"a": "1\n2\t3"}'))),
-        # No calls.
-        (hermes(PARIS, "unknown"), found(hermes(PARIS, "unknown"))),
-        (hermes(PARIS, "get_weathers"), found(hermes(PARIS, "get_weathers"))),
-        (hermes("[1]"), found(hermes("[1]"))),
-        ("<tool_call>", found("<tool_call>")),
-        ("<tool_call>\nnot JSON\n</tool_call>", found("<tool_call>\nnot JSON\n</tool_call>")),
-        ('<tool_call>{"name": "get", "reason": ""}', found('<tool_call>{"name": "get", "reason": ""}')),
-        (f"<tool_<tool_call><tool_call>{hermes(PARIS)}", found("<tool_<tool_call><tool_call>", paris)),
-        (f'<tool_call>{{"arguments": {PARIS}}}', found(f'<tool_call>{{"arguments": {PARIS}}}')),
-        ("a </tool_call> b", found("a </tool_call> b")),
-        ("<tool_cal", found("<tool_cal")),
+        (f"<tool_<tool_call><tool_call>{hermes(PARIS)}",
+         found("<tool_<tool_call><tool_call>", paris)),
+        *no_calls(
+            " \n",
+            "Hello <b>world</b> {1}",
+            hermes(PARIS, "unknown"),
+            hermes(PARIS, "get_weathers"),
+            hermes("[1]"),
+            hermes('"text"'),
+            "<tool_call>\nnot JSON\n</tool_call>",
+            '<tool_call>{"name": "get", "reason": ""}</tool_call>',
+            f'<tool_call>{{"arguments": {PARIS}}}</tool_call>',
+            "a </tool_call> b",
+        ),
         # Cut short, before and after the call is one.
-        ('<tool_call>\n{"name": "get_wea', found('<tool_call>\n{"name": "get_wea')),
+        *no_calls("<tool_cal", "<tool_call>", '<tool_call>\n{"name": "get_wea'),
         (begun, found(("get_weather", '{"city": ', False))),
         (f'{begun}"Par', found(("get_weather", '{"city": "Par', False))),
         (f'{begun}"Paris\\', found(("get_weather", '{"city": "Paris\\', False))),
         (f'{begun}"Paris"}}', found(paris)),
         (f'{begun}"Paris"}}}}\n</tool_', found(paris)),
         # Broken arguments.
-        (f"{begun}<1>}}}}</tool_call>", found(("get_weather", '{"city": ', False), "<1>}}</tool_call>")),
+        (f"{begun}<1>}}}}", found(("get_weather", '{"city": ', False), "<1>}}")),
         (f"{begun}None}}}}</tool_call> ok", found(("get_weather", '{"city": None}', False), " ok")),
         (f"{begun}1</tool_call>\nok", found(("get_weather", '{"city": 1', False), "\nok")),
         (hermes('{"a": NaN}'), found(("get_weather", '{"a": NaN}', False))),
     ]  # fmt: skip
 
 
-def coder_cases() -> list[tuple[str, tuple[Event, ...]]]:
-    paris = ("get_weather", PARIS)
+def coder_texts() -> Texts:
+    paris, whole = ("get_weather", PARIS), coder("city>\nParis")
     return [
-        (coder("city>\nParis"), found(paris)),
-        (f"Sure.\n{coder('city>Paris')}\n{coder(name='get')}", found("Sure.\n", paris, ("get", "{}"))),
+        (whole, found(paris)),
+        (f"Sure.\n{coder('city>Paris')}\n{coder(name='get')}",
+         found("Sure.\n", paris, ("get", "{}"))),
         (coder('city>\n  "a"\n\tb\n', "days>\n 3 "),
          found(("get_weather", r'{"city": "  \"a\"\n\tb\n", "days": 3}'))),
-        (coder("city>\nnull", "note>\nnull", "is_metric>\nTrue", "share>\n1e-3", "tags>\n[1,\n2]"),
-         found(("get_weather",
-                '{"city": "null", "note": null, "is_metric": true, "share": 1e-3, "tags": [1,\n2]}'))),
-        (coder("days>\nthree", "days>\n1.5", 'place>\n{"x": "é"}', "place>\n{'x'}", "unit>\nC"),
-         found(("get_weather", '{"days": "three", "days": "1.5", "place": {"x": "é"}, '
+        (coder("city>\nnull", "note>\nnull", "is_metric>\nTrue", "share>\n1e-3", "tags>\n[1]"),
+         found(("get_weather", '{"city": "null", "note": null, "is_metric": true, "share": 1e-3, '
+                               '"tags": [1]}'))),
+        (coder("days>\nthree", "days>\n1.5", 'place>\n{"x":\n"é"}', "place>\n{'x'}", "unit>\nC"),
+         found(("get_weather", '{"days": "three", "days": "1.5", "place": {"x":\n"é"}, '
                                '"place": "{\'x\'}", "unit": "C"}'))),
-        (coder("other>\n5", "is_metric>\n1", "note>\n5", "city>\n", "city>\n\n"),
-         found(("get_weather", '{"other": "5", "is_metric": "1", "note": "5", "city": "", "city": "\\n"}'))),
+        (coder("other>\n5", "is_metric>\n1", "note>\n5", "city>", "city>\n", "city>\n\n"),
+         found(("get_weather", '{"other": "5", "is_metric": "1", "note": "5", '
+                               r'"city": "", "city": "", "city": "\n"}'))),
         (coder("city>\n<tool_call> </function> <parameter= \n</param"),
          found(("get_weather", r'{"city": "<tool_call> </function> <parameter= \n</param"}'))),
         # Tags that were left out.
         ("<function=get_weather>\n<parameter=city>\nParis\n</function>", found(paris)),
-        ("<function=get_weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter>\n</function>",
+        ("<function=get_weather>\n<parameter=city>\na\n<parameter=days>\n1\n</parameter></function>",
          found(("get_weather", '{"city": "a", "days": 1}'))),
-        (cut(coder("city>\nParis"), "</function>") + "Done", found(paris, "Done")),
-        # No calls.
-        (coder("city>\nParis", name="unknown"), found(coder("city>\nParis", name="unknown"))),
-        ("<tool_call>\n<function=get", found("<tool_call>\n<function=get")),
+        (cut(whole, "</function>") + "Done", found(paris, "Done")),
         (f"<tool_call>{coder(name='get')}", found("<tool_call>", ("get", "{}"))),
-        ("if a <function=b>:", found("if a <function=b>:")),
+        *no_calls(
+            coder("city>\nParis", name="unknown"),
+            "<tool_call>\n<function=get",
+            "if a <function=b>:",
+        ),
         # Cut short, or broken.
-        (cut(coder("city>\nParis"), "Par"), found(("get_weather", '{"city": "Par', False))),
-        (cut(coder("city>\nParis"), "</para"), found(("get_weather", '{"city": "Paris\\n</para', False))),
-        (cut(coder("city>\nParis"), "</parameter>"), found(("get_weather", '{"city": "Paris"', False))),
-        (cut(coder("city>\nParis"), "</fun"), found(paris)),
+        (cut(whole, "Par"), found(("get_weather", '{"city": "Par', False))),
+        (cut(whole, "</para"), found(("get_weather", r'{"city": "Paris\n</para', False))),
+        (cut(whole, "</parameter>"), found(("get_weather", '{"city": "Paris"', False))),
+        (cut(whole, "</fun"), found(paris)),
         (cut(coder("days>\n12"), "12"), found(("get_weather", '{"days": 12', False))),
-        (cut(coder("city>\na", "days>1"), "<parameter=da"), found(("get_weather", '{"city": "a"', False))),
+        (cut(coder("city>\na", "days>1"), "<parameter=da"),
+         found(("get_weather", '{"city": "a"', False))),
         ("<function=get>\n<parameter=x\n</function>",
          found(("get", "{", False), "\n<parameter=x\n</function>")),
         ("<function=get>\nhm</function>", found(("get", "{", False), "\nhm</function>")),
     ]  # fmt: skip
 
 
-def llama_cases() -> list[tuple[str, tuple[Event, ...]]]:
+def llama_texts() -> Texts:
     paris, tag = ("get_weather", PARIS), "<|python_tag|>"
     return [
         (llama(PARIS), found(paris)),
@@ -207,56 +222,57 @@ def llama_cases() -> list[tuple[str, tuple[Event, ...]]]:
         (f"I call: {llama(PARIS)} now; bye", found("I call: ", paris, " now; bye")),
         (f'{{"type": "function", "name": "get_weather", "arguments": {PARIS} }}', found(paris)),
         (f"{llama(PARIS)};", found(paris, ";")),
-        # No calls.
-        (f"{tag}print(1)", found(f"{tag}print(1)")),
-        (f"{tag}brave_search.call(query={{}})", found(f"{tag}brave_search.call(query={{}})")),
-        ('A user: {"name": "Alice"}', found('A user: {"name": "Alice"}')),
-        ('{"name": "get_weather", "description": "?"}', found('{"name": "get_weather", "description": "?"}')),
-        ('{{}{"a": {"name": 1}}', found('{{}{"a": {"name": 1}}')),
-        (llama("[]"), found(llama("[]"))),
-        # Cut short.
-        ('{"name": "get_weather", "parameters": ', found('{"name": "get_weather", "parameters": ')),
+        *no_calls(
+            f"{tag}print(1)",
+            f"{tag}brave_search.call(query={{}})",
+            'A user: {"name": "Alice"}',
+            '{"name": "get_weather", "description": "?"}',
+            '{{}{"a": {"name": 1}}',
+            llama("[]"),
+            '{"name": "get_weather", "parameters": ',
+        ),
         (cut(llama(PARIS), "Pari"), found(("get_weather", '{"city": "Pari', False))),
     ]  # fmt: skip
 
 
-def mistral_cases() -> list[tuple[str, tuple[Event, ...]]]:
+def mistral_texts() -> Texts:
     paris, mark = ("get_weather", PARIS), "[TOOL_CALLS]"
-    listed = llama(PARIS).replace("parameters", "arguments")
+    listed = f'{{"name": "get_weather", "arguments": {PARIS}'
     return [
-        (f"{mark}[{listed}]", found(paris)),
-        (f"{mark} [{listed[:-1]}, \"id\": \"abc\"}},\n {listed}] ", found(paris, paris)),
+        (f"{mark}[{listed}}}]", found(paris)),
+        (f'{mark} [{listed}, "id": "abc"}},\n {listed}}}] ', found(paris, paris)),
         (f"{mark}get_weather[ARGS]{HARD}", found(("get_weather", HARD))),
         (f"Hi{mark}get_weather[ARGS]{PARIS}{mark}get[ARGS]{{}}", found("Hi", paris, ("get", "{}"))),
         (f"{mark}get_weather{PARIS}{mark}get [CALL_ID]a1B2c3D4e [ARGS] {{}}.",
          found(paris, ("get", "{}"), ".")),
-        # No calls.
-        (f"{mark}nothing[ARGS]{{}}", found(f"{mark}nothing[ARGS]{{}}")),
-        (f"{mark}[1, 2] [TOOL_", found(f"{mark}[1, 2] [TOOL_")),
         (f"{mark}{mark}get{{}}", found(mark, ("get", "{}"))),
-        (f"{mark}get[ARGS]nothing", found(f"{mark}get[ARGS]nothing")),
+        *no_calls(
+            f"{mark}nothing[ARGS]{{}}",
+            f"{mark}[1, 2] [TOOL_",
+            f"{mark}get[ARGS]nothing",
+            f"{mark}get[CALL_ID]",
+        ),
         # Cut short, or broken.
-        (f"{mark}[{listed}", found(paris)),
-        (f"{mark}[{listed}, {listed[:20]}", found(paris, f", {listed[:20]}")),
-        (f"{mark}get[ARGS]{{\"a\"", found(("get", '{"a"', False))),
+        (f"{mark}[{listed}}}", found(paris)),
+        (f'{mark}[{listed}}}, {{"name": 1}}]', found(paris, ', {"name": 1}]')),
+        (f'{mark}get[ARGS]{{"a"', found(("get", '{"a"', False))),
     ]  # fmt: skip
 
 
-def deepseek_cases() -> list[tuple[str, tuple[Event, ...]]]:
-    paris = ("get_weather", PARIS)
-    unfenced = deepseek(PARIS).replace("function<｜tool▁sep｜>", "").replace(
-        "\n```json\n", "<｜tool▁sep｜>").replace("\n```", "")  # fmt: skip
+def deepseek_texts() -> Texts:
+    paris, begin = ("get_weather", PARIS), "<｜tool▁calls▁begin｜>"
+    unfenced = (
+        f"{begin}<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+        f"<｜tool▁call▁begin｜>get<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
     return [
         (deepseek(PARIS), found(paris)),
         (f"Ok.{deepseek(PARIS, HARD, '{}')}\n",
          found("Ok.", paris, ("get_weather", HARD), ("get_weather", "{}"))),
         (deepseek(PARIS).replace("\n", ""), found(paris)),
-        (unfenced, found(paris)),
-        # No calls.
-        ("<｜tool▁calls▁begin｜>", found("<｜tool▁calls▁begin｜>")),
-        (deepseek(PARIS).replace("_", ""), found(deepseek(PARIS).replace("_", ""))),
-        ("<｜tool▁calls▁begin｜>" + deepseek(PARIS), found("<｜tool▁calls▁begin｜>", paris)),
-        (deepseek("text"), found(deepseek("text"))),
+        (unfenced, found(paris, ("get", "{}"))),
+        (begin + deepseek(PARIS), found(begin, paris)),
+        *no_calls(begin, deepseek(PARIS).replace("get_", ""), deepseek("text")),
         # Cut short, or broken.
         (cut(deepseek(PARIS), "\n```<｜tool▁call"), found(paris)),
         (cut(deepseek(PARIS), 'Paris"'), found(("get_weather", '{"city": "Paris"', False))),
@@ -289,12 +305,8 @@ def reasoning_cases() -> list[Case]:
     ]
 
 
+TEXTS = (hermes_texts(), coder_texts(), llama_texts(), mistral_texts(), deepseek_texts())
 CASES = [
-    Case(text, events, form)
-    for form, cases in zip(
-        FORMATS,
-        (hermes_cases(), coder_cases(), llama_cases(), mistral_cases(), deepseek_cases()),
-        strict=True,
-    )
-    for text, events in cases
-] + reasoning_cases()
+    *(Case(*text, form) for form, texts in zip(FORMATS, TEXTS, strict=True) for text in texts),
+    *reasoning_cases(),
+]

@@ -18,7 +18,7 @@ MARKERS = (
     "<parameter=", "city>", "</parameter>", "</function>", '{"name": "', '", ', '"', "{", "}", "[",
     "]", '"arguments": ', '"parameters": {', "\\", ",", ";", ":", "1", "[TOOL_CALLS]", "[ARGS]",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```",
-    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|python_tag|>", "<think>", "</think>", "é", "😀",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|python_tag|>", "<think>", "</think>", "é",
 )  # fmt: skip
 
 
