@@ -45,10 +45,12 @@ BESIDE = {
         (),
         "worker.tables",
     ),  # its __init__.py is empty: engine.step must not bring the rest along
+    "server.parsing": (("errors",), "server"),
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
 }
 # What runs where neither of these is installed.
-TORCH_FREE = (*LEAVES, *HOST)
+PARSING = ("events", "formats", "grammar", "parser", "reader", "tools")
+TORCH_FREE = (*LEAVES, *HOST, *(f"server.parsing.{name}" for name in PARSING))
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),

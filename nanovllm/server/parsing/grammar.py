@@ -33,7 +33,7 @@ class CallRules:
     is_parallel: bool = True  # several calls, not only one
     reasoning: ReasoningFormat | None = None  # may come first
     starts_in_reasoning: bool = False
-    special_ids: Mapping[str, int] = field(default_factory=dict)  # of markers that are tokens
+    special_ids: Mapping[str, int] = field(default_factory=dict)  # of all special tokens
     rewrite: Callable[[dict[str, Any]], Schema] = dict  # makes schemas ones that can be enforced
 
 

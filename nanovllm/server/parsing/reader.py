@@ -18,6 +18,7 @@ class Stops:
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words = tuple(words)
+        self._longest = max(map(len, self._words), default=0)
         self._pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
 
     def search(self, text: str, start: int) -> re.Match[str] | None:
@@ -25,10 +26,10 @@ class Stops:
 
     def num_begun(self, text: str, start: int) -> int:
         """Count characters at the end of the text that may be the beginning of a word."""
-        sizes = [0]
-        for word in self._words:
-            sizes += [size for size in range(1, len(word)) if text.endswith(word[:size], start)]
-        return max(sizes)
+        for i in range(max(start, len(text) - self._longest), len(text)):
+            if any(word.startswith(text[i:]) for word in self._words):
+                return len(text) - i
+        return 0
 
 
 class Reader:
