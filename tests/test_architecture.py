@@ -34,6 +34,7 @@ HOST = (
     "engine.step",
     "engine.detokenizer",
     "engine.front",
+    "engine.logprobs",
     "engine.waiting",
 )
 # Parts beside the order: what they may import, and the first part that may import them.
