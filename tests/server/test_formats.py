@@ -73,11 +73,10 @@ def test_reasoning_that_a_template_writes_is_read_back(name: str) -> None:
 
 
 def test_prompts_say_whether_reasoning_is_open() -> None:
-    deepseek_r1, qwen3 = REASONING_FORMATS
     qwen, deepseek = TEMPLATES["qwen3"][0], TEMPLATES["deepseek_v31"][0]
-    assert not qwen3.is_open(prompt_of(qwen))
-    assert not qwen3.is_open(prompt_of(qwen, enable_thinking=False))
-    assert qwen3.is_open(prompt_of(qwen) + "<think>\n")
-    assert deepseek_r1.is_open(prompt_of(deepseek, thinking=True))
-    assert deepseek_r1.is_open("<｜User｜>Hi<｜Assistant｜>")
-    assert not deepseek_r1.is_open(prompt_of(deepseek, thinking=False))
+    for form in REASONING_FORMATS:
+        assert not form.is_open(prompt_of(qwen))
+        assert not form.is_open(prompt_of(qwen, enable_thinking=False))
+        assert form.is_open(prompt_of(qwen) + "<think>\n")
+        assert form.is_open(prompt_of(deepseek, thinking=True))
+        assert not form.is_open(prompt_of(deepseek, thinking=False))

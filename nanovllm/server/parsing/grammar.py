@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
-from nanovllm.server.parsing.tools import Schema, Tool
+from nanovllm.server.parsing.tools import Schema, Tool, listed
 
 NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema"}
 # What is enforced where arguments stand in tags: of all of them, and of one that is a string.
@@ -43,7 +43,7 @@ def tool_grammar(tool_format: ToolFormat, tools: Sequence[Tool], rules: CallRule
     lines = [f"start: {writer.thought()}answer", writer.text(), *writer.answer(tool_format.frames)]
     for i, tool in enumerate(tools):
         is_enforced = rules.must_call or tool.is_strict
-        schema = {"type": "object", **tool.parameters} if is_enforced else {"type": "object"}
+        schema = {**(tool.parameters if is_enforced else {}), "type": "object"}
         if tool_format.frames[0].arguments == "json":
             lines.append(f"arguments{i}: {writer.json(schema)}")
         else:
@@ -154,14 +154,14 @@ class _Writer:
         if "enum" in schema or "const" in schema:
             values = schema.get("enum", [schema.get("const")])
             texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-            return f"({' | '.join(self.literal(text) for text in texts)}) {end}"
+            return f"({' | '.join(json.dumps(text) for text in texts)}) {end}"
         return 'untagged "\\n"'
 
 
 def _allow_only(keys: set[str], schema: Any, tool: Tool) -> None:
     """Refuse what tags cannot enforce: text in them may be any."""
-    options = schema.get("anyOf", ())
-    for key in (key for each in (schema, *options) for key in each if key not in keys):
+    options = [schema, *(each for each in listed(schema, "anyOf") if isinstance(each, Mapping))]
+    for key in (key for each in options for key in each if key not in keys):
         raise RequestError(
             f"tool {tool.name!r}: {key!r} in the schema cannot be enforced for this model, which "
             "writes arguments in tags"

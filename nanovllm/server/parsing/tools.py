@@ -93,12 +93,12 @@ def _read_tool(entry: Any, where: str) -> Tool:
 def _types(schema: Any, root: Schema, num_references: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or not num_references:
         return
-    yield from [schema["type"]] if isinstance(schema.get("type"), str) else _list(schema, "type")
+    yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")
     if "type" not in schema:
-        values = [schema["const"]] if "const" in schema else _list(schema, "enum")
+        values = [schema["const"]] if "const" in schema else listed(schema, "enum")
         yield from (JSON_TYPES[type(value)][0] for value in values)
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for option in _list(schema, keyword):
+        for option in listed(schema, keyword):
             yield from _types(option, root, num_references - 1)
     if isinstance(reference := schema.get("$ref"), str):
         target: Any = root
@@ -107,6 +107,6 @@ def _types(schema: Any, root: Schema, num_references: int) -> Iterator[str]:
         yield from _types(target, root, num_references - 1)
 
 
-def _list(schema: Schema, key: str) -> list[Any]:
+def listed(schema: Schema, key: str) -> list[Any]:
     value = schema.get(key)
     return value if isinstance(value, list) else []
