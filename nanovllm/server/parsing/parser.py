@@ -173,18 +173,21 @@ class OutputParser:
             return False
         name = arguments = ""
         while key := (yield from self._read_key()):
+            is_arguments = key in ARGUMENT_KEYS
+            if is_arguments and arguments:
+                return False
             if key == '"name"':
                 name = yield from self._read_name()
                 if not name:
                     return False
-            elif key in ARGUMENT_KEYS and name and (yield from self._read_arguments(name)):
+            elif is_arguments and name and (yield from self._read_arguments(name)):
                 yield from self._read_rest_of_object()
                 return True
             else:
                 value: list[str] = []
                 if not (yield from self._read_json(value.append)):
                     return False
-                if key in ARGUMENT_KEYS:
+                if is_arguments:
                     arguments = "".join(value)
             if not (yield from reader.accept_all(",")):
                 break
