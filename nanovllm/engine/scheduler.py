@@ -45,6 +45,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
+        self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up, and found
         self.blocks = blocks
         self.pacer = pacer
         self.waiting = Waiting()
@@ -191,6 +192,8 @@ class Scheduler:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         if len(seq.token_ids) == seq.num_prompt_tokens:
             seq.num_cached = seq.num_computed
+            self.num_cache_queries += seq.num_prompt_tokens
+            self.num_cache_hits += seq.num_cached
         copy, seq.leader = self.blocks.tail_copy(seq), None
         if copy is not None:
             draft.block_copies.append(copy)

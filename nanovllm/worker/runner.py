@@ -11,10 +11,10 @@ from torch import Tensor
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.logits.edits import LogitsEdits
 from nanovllm.logits.logprobs import Logprobs, PromptLogprobs
+from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits
-from nanovllm.worker.pooling import PooledPrompts
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
 
