@@ -57,11 +57,11 @@ BESIDE = {
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
 }
 # What runs where neither of these is installed.
-PARSING = ("events", "formats", "grammar", "parser", "reader", "tools")
-TORCH_FREE = (
-    *(*LEAVES, *HOST, *CLIENT, "scoring", "async_llm"),
-    *(f"server.parsing.{name}" for name in PARSING),
+PARSING = tuple(
+    f"server.parsing.{name}"
+    for name in ("events", "formats", "grammar", "parser", "reader", "tools")
 )
+TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),

@@ -14,15 +14,12 @@ Waits = Generator[None, None, T]  # yields for more text, and returns a T
 
 
 class Stops:
-    """Words to stop at; the regular expression finds them whole."""
+    """Words to stop at, and the pattern that finds them whole."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words = tuple(words)
         self._longest = max(map(len, self._words), default=0)
-        self._pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
-
-    def search(self, text: str, start: int) -> re.Match[str] | None:
-        return self._pattern.search(text, start)
+        self.pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
 
     def num_begun(self, text: str, start: int) -> int:
         """Count characters at the end of the text that may be the beginning of a word."""
@@ -116,7 +113,7 @@ class Reader:
         """Hand text to the sink up to a stop, which is returned; nothing at the end."""
         while True:
             start = self.pos - self._start
-            found = stops.search(self._text, start)
+            found = stops.pattern.search(self._text, start)
             end = found.start() if found else len(self._text)
             if not found and not self._is_over:
                 end -= stops.num_begun(self._text, start)
