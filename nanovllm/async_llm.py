@@ -48,6 +48,7 @@ class AsyncLLM:
         try:
             found = self._core.wait_until_found()
             self.config, self.model_config = found.config, found.model_config
+            self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
             ready = self._core.wait_until_ready()
         except BaseException:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from types import FrameType
 
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.errors import ConfigError
 from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.service import Service
@@ -47,12 +47,10 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(LISTEN_BACKLOG)
+    try:
+        listener.bind((host, port))
+        listener.listen(LISTEN_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
     return listener
-
-
-def serve(server: Server, listener: socket.socket) -> None:
-    """Answer until a signal comes."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    server.run(sockets=[listener])

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.serving.core_records import CoreStats
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats
 from tests.server.byte_model import byte_tokenizer
 
 

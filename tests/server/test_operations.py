@@ -13,8 +13,8 @@ import pytest
 from openai import AuthenticationError, RateLimitError
 
 from nanovllm import __version__
-from nanovllm.serving.core_records import CoreStats
 from nanovllm.errors import EngineError
+from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 
@@ -40,18 +40,16 @@ class CallEnded:
     is_complete: bool
 
 
+TEXTS = (Content, Reasoning, CallArguments)
 Event = Content | Reasoning | CallBegun | CallArguments | CallEnded
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """Join texts of one kind that follow each other."""
+    """Join texts of one kind that follow each other; other events separate those of two calls."""
     merged: list[Event] = []
-    for kind, group in groupby(events, type):
+    for _, group in groupby(events, type):
         same = list(group)
-        if kind is Content or kind is Reasoning:
-            merged.append(kind("".join(each.text for each in same)))
-        elif kind is CallArguments:  # of one call: other events separate calls
-            merged.append(CallArguments(same[0].index, "".join(each.text for each in same)))
-        else:
-            merged.extend(same)
+        texts = [each.text for each in same if isinstance(each, TEXTS)]
+        first = same[0]
+        merged += [replace(first, text="".join(texts))] if isinstance(first, TEXTS) else same
     return merged

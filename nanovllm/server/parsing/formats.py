@@ -32,14 +32,23 @@ class Frame:
         """The word that every call, or all of them, must begin with."""
         return [*self.begin.split(), *self.call_begin.split(), "{"][0]
 
+    @property
+    def before_name(self) -> str:
+        return '{"name": "' if self.after_name is None else self.call_begin
+
+    @property
+    def before_arguments(self) -> str:
+        return f'", "{self.arguments_key}": ' if self.after_name is None else self.after_name
+
+    @property
+    def after_arguments(self) -> str:
+        return "}" if self.after_name is None else self.call_end
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
     name: str
     signs: tuple[str, ...]  # all stand in a chat template that uses this format
-
-    def is_signed(self, chat_template: str) -> bool:
-        return all(sign in chat_template for sign in self.signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +68,12 @@ class ToolFormat(Format):
 class ReasoningFormat(Format):
     """Reasoning at the beginning of an answer. Newlines next to either marker are layout."""
 
-    is_default: bool  # an answer begins with reasoning, unless the prompt has ended it
     begin: str = "<think>"
     end: str = "</think>"
 
     def is_open(self, prompt: str) -> bool:
         """Tell whether text that continues this prompt begins inside reasoning."""
-        prompt = prompt.rstrip()
-        return prompt.endswith(self.begin) or (self.is_default and not prompt.endswith(self.end))
+        return prompt.rstrip().endswith(self.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +139,8 @@ TOOL_FORMATS = (
     ),
 )
 REASONING_FORMATS = (
-    ReasoningFormat("deepseek_r1", ("</think>", "<｜Assistant｜>"), is_default=True),
-    ReasoningFormat("qwen3", ("</think>",), is_default=False),
+    ReasoningFormat("deepseek_r1", ("</think>", "<｜Assistant｜>")),
+    ReasoningFormat("qwen3", ("</think>",)),
 )
 
 
@@ -141,20 +148,16 @@ def choose_formats(
     chat_template: str, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> Formats:
     """Choose each format by its name, or else by what the chat template writes."""
-    if tool_parser is None:
-        tools = next((each for each in TOOL_FORMATS if each.is_signed(chat_template)), None)
-    else:
-        tools = _named(TOOL_FORMATS, tool_parser)
-    if reasoning_parser is None:
-        reasoning = next((each for each in REASONING_FORMATS if each.is_signed(chat_template)), None)
-    else:
-        reasoning = _named(REASONING_FORMATS, reasoning_parser)
+    tools = _choose(TOOL_FORMATS, tool_parser, chat_template)
+    reasoning = _choose(REASONING_FORMATS, reasoning_parser, chat_template)
     return Formats(tools and tools.as_written_by(chat_template), reasoning)
 
 
-def _named(formats: tuple[T, ...], name: str) -> T:
-    for each in formats:
-        if each.name == name:
-            return each
-    names = ", ".join(each.name for each in formats)
-    raise ConfigError(f"there is no parser named {name!r}; there are: {names}")
+def _choose(formats: tuple[T, ...], name: str | None, chat_template: str) -> T | None:
+    if name is None:
+        signed = (each for each in formats if all(sign in chat_template for sign in each.signs))
+        return next(signed, None)
+    by_name = {each.name: each for each in formats}
+    if name not in by_name:
+        raise ConfigError(f"there is no parser named {name!r}; there are: {', '.join(by_name)}")
+    return by_name[name]

@@ -53,7 +53,7 @@ class OutputParser:
         # A longer name first, as it may begin with a shorter one.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
         self._frames = tool_format.frames if tool_format and tools else ()
-        self._openings = Stops({frame.opening for frame in self._frames})
+        self._openings = Stops(dict.fromkeys(frame.opening for frame in self._frames))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
         self._new_id = new_id
@@ -87,8 +87,8 @@ class OutputParser:
     def _read(self) -> Waits[None]:
         if self._reasoning_format is not None:
             yield from self._read_reasoning(self._reasoning_format)
-        while (yield from self._reader.until(self._openings, self._emit_content)):
-            yield from self._read_calls()
+        while opening := (yield from self._reader.until(self._openings, self._emit_content)):
+            yield from self._read_calls(opening)
         if self._blank and not self._num_calls:
             self._emit(Content(self._blank))
 
@@ -118,17 +118,19 @@ class OutputParser:
         if text:
             self._emit(Content(text))
 
-    def _read_calls(self) -> Waits[None]:
+    def _read_calls(self, opening: str) -> Waits[None]:
         """Read calls where one may begin, or else the text up to what should not stand there."""
         reader = self._reader
         start = reader.pos
-        furthest = start + 1
+        furthest = start + len(opening)
         for frame in self._frames:
             reader.pos = start
             if (yield from self._read_frame(frame)):
                 return
             furthest = max(furthest, reader.pos)
         reader.pos = furthest
+        # What should not stand there may be an opening, whose beginning was taken for something.
+        reader.pos -= self._openings.num_begun(reader.since(start), len(opening))
         self._emit_content(reader.since(start))
 
     def _read_frame(self, frame: Frame) -> Waits[bool]:
@@ -169,30 +171,35 @@ class OutputParser:
         reader = self._reader
         if not (yield from reader.accept_all("{")):
             return False
-        name = early_arguments = ""
+        name = arguments = ""
         while key := (yield from self._read_key()):
+            is_arguments = key in ARGUMENT_KEYS
+            if is_arguments and arguments:
+                return False
             if key == '"name"':
                 name = yield from self._read_name()
                 if not name:
                     return False
-            elif key in ARGUMENT_KEYS and name:
-                if not (yield from self._read_arguments(name)):
-                    return False
+            elif is_arguments and name and (yield from self._read_arguments(name)):
                 yield from self._read_rest_of_object()
                 return True
             else:
                 value: list[str] = []
                 if not (yield from self._read_json(value.append)):
                     return False
-                if key in ARGUMENT_KEYS:
-                    early_arguments = "".join(value)
+                if is_arguments:
+                    arguments = "".join(value)
             if not (yield from reader.accept_all(",")):
                 break
-        if not name or not (yield from reader.accept_all("}")):
+        # Arguments that came before the name, as a string, or not at all.
+        if arguments.startswith('"'):
+            arguments = json.loads(arguments)
+        arguments = arguments or "{}"
+        if not name or not (arguments.lstrip().startswith("{") and is_json(arguments)):
             return False
-        if early_arguments[:1] not in ("", "{"):
+        if not (yield from reader.accept_all("}")):
             return False
-        self._begin_call(name)(early_arguments or "{}")
+        self._begin_call(name)(arguments)
         self._end_call(is_complete=True)
         return True
 

@@ -14,21 +14,19 @@ Waits = Generator[None, None, T]  # yields for more text, and returns a T
 
 
 class Stops:
-    """Words to stop at; the regular expression finds them whole."""
+    """Words to stop at, and the pattern that finds them whole."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words = tuple(words)
-        self._pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
-
-    def search(self, text: str, start: int) -> re.Match[str] | None:
-        return self._pattern.search(text, start)
+        self._longest = max(map(len, self._words), default=0)
+        self.pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
 
     def num_begun(self, text: str, start: int) -> int:
         """Count characters at the end of the text that may be the beginning of a word."""
-        sizes = [0]
-        for word in self._words:
-            sizes += [size for size in range(1, len(word)) if text.endswith(word[:size], start)]
-        return max(sizes)
+        for i in range(max(start, len(text) - self._longest), len(text)):
+            if any(word.startswith(text[i:]) for word in self._words):
+                return len(text) - i
+        return 0
 
 
 class Reader:
@@ -80,7 +78,7 @@ class Reader:
             self.pos += 1
 
     def accept(self, word: str, or_cut: bool = False) -> Waits[bool]:
-        """Take a word if it comes next; with `or_cut` also what the end of all text leaves of it."""
+        """Take a word if it comes next; with `or_cut` also one cut short by the end of all text."""
         while True:
             start = self.pos - self._start
             rest = self._text[start : start + len(word)]
@@ -100,7 +98,7 @@ class Reader:
         return ""
 
     def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
-        """Take words with any white space before each, or nothing; `*` is any letters and digits."""
+        """Take all words, with any white space before each, or none; `*` is letters and digits."""
         start = self.pos
         for word in words.split():
             yield from self.skip(str.isspace)
@@ -115,7 +113,7 @@ class Reader:
         """Hand text to the sink up to a stop, which is returned; nothing at the end."""
         while True:
             start = self.pos - self._start
-            found = stops.search(self._text, start)
+            found = stops.pattern.search(self._text, start)
             end = found.start() if found else len(self._text)
             if not found and not self._is_over:
                 end -= stops.num_begun(self._text, start)

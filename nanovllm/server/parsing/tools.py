@@ -93,16 +93,20 @@ def _read_tool(entry: Any, where: str) -> Tool:
 def _types(schema: Any, root: Schema, num_references: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or not num_references:
         return
-    listed = schema.get("type", ())
-    yield from [listed] if isinstance(listed, str) else listed
-    values = [schema["const"]] if "const" in schema else schema.get("enum", ())
-    for value in () if listed else values:
-        yield JSON_TYPES[type(value)][0]
+    yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")
+    if "type" not in schema:
+        values = [schema["const"]] if "const" in schema else listed(schema, "enum")
+        yield from (JSON_TYPES[type(value)][0] for value in values)
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(keyword, ()):
+        for option in listed(schema, keyword):
             yield from _types(option, root, num_references - 1)
     if isinstance(reference := schema.get("$ref"), str):
         target: Any = root
         for step in reference.removeprefix("#").split("/")[1:]:
             target = target.get(step) if isinstance(target, Mapping) else None
         yield from _types(target, root, num_references - 1)
+
+
+def listed(schema: Schema, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
