@@ -163,6 +163,8 @@ class AsyncLLM:
         assert update.stats is not None
         self.stats = update.stats
         with self._lock:
+            if not self._streams:  # an idle core may say so before there is a front
+                return
             output = self.front.collect(update.step, self._finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
             whole = [

@@ -32,6 +32,7 @@ def make_server(
 ) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
+        lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def test_a_signal_lets_answers_end_and_another_does_not(tmp_path: Path, num_sign
         num_tokens = 900 if num_signals == 2 else 200
         thread = server.stream(lines, prompt="x", max_tokens=num_tokens, ignore_eos=True)
         while len(lines) < 5:
-            pass
+            time.sleep(0.01)
+            assert thread.is_alive(), lines
         for _ in range(num_signals):
             os.kill(server.process.pid, signal.SIGTERM)
             httpx_refused(server.url)
