@@ -24,7 +24,7 @@ class StepLogits:
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
     positions: Tensor  # of the token that will be sampled
-    graph_size: int | None = None  # the rows, with padding, of the CUDA graph that wrote them
+    graph: tuple[int, int] | None = None  # that wrote them: its rows, its longest context
 
 
 Forward = Callable[[StepPlan], StepLogits]
