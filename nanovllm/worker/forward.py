@@ -27,7 +27,7 @@ class StepLogits:
     graph: tuple[int, int] | None = None  # that wrote them: its rows, its longest context
 
 
-Forward = Callable[[StepPlan], StepLogits]
+Forward = Callable[[StepPlan], StepLogits]  # also writes to the tables what a plan changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class EagerForward:
     dtype: torch.dtype
 
     def __call__(self, plan: StepPlan) -> StepLogits:
+        self.tables.update(plan)
         return self.step_logits(self.model(self.batch(plan)), plan)
 
     def copy_blocks(self, plan: StepPlan) -> None:

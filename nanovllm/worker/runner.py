@@ -35,12 +35,12 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
-        self.tables.update(plan)
         self.prompt_logprobs.update(plan)
         if plan.block_copies:
             self.eager.copy_blocks(plan)
         results: dict[str, Tensor] = {}
         if rows := self.prompt_logprobs.wanted(plan):
+            self.tables.update(plan)
             logits, scores = self.prompt_logprobs.run(plan, rows)
             if self.note is not None:
                 self.note(plan)

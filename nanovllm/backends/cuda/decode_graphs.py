@@ -138,6 +138,7 @@ class GraphedSteps:
             step = step or self.eager(plan)
             self._shared.enter(plan.new_rows)  # last: the device has work meanwhile
             return step
+        self.tables.update(plan)
         self._shared.enter(plan.new_rows)
         num_rows = len(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
