@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
+from nanovllm.validation import as_python, check_types, is_bool
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
@@ -47,7 +47,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same of each prompt token
 
     def __post_init__(self) -> None:
-        unwrap_numbers(self)
         check_types(self)
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words, str))
