@@ -169,8 +169,8 @@ class GraphedSteps:
         if recorded is None:
             return self.sampler.sample(logits, asked)
         replay, tokens = samplers[recorded]
+        self.platform.wait_for_fetch()  # of the tokens that this replay overwrites
         replay()
-        # The copy to the host is queued behind this replay and before the next: nothing is lost.
         return tokens[: len(plan.slots)]
 
     def graphs(self, size: int, max_context: int) -> StepGraphs:
