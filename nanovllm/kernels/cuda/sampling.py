@@ -114,35 +114,20 @@ def sample_tokens(
     max_splits = workspace.scores.shape[1]
     sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
     _draw_kernel[(num_rows, split.num_splits)](
-        workspace.scores,
-        workspace.ids,
-        logits,
-        logits.stride(0),
-        slots,
-        context_lens,
-        columns.temperature,
-        columns.min_p,
-        columns.seed,
+        *(workspace.scores, workspace.ids, logits, logits.stride(0), slots, context_lens),
+        *(columns.temperature, columns.min_p, columns.seed),
         workspace.peaks if has_min_p else None,
         workspace.floors if has_top else None,
-        vocab_size,
-        split.num_tiles,
-        split.num_splits,
+        *(vocab_size, split.num_tiles, split.num_splits),
         **sizes,
         HAS_NOISE=Sampling.NOISE in asked,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
         num_warps=4,
     )
+    table = (0, 0, 0) if tokens is None else (tokens.stride(0), *tokens.shape)
     _combine_kernel[(num_rows,)](
-        out,
-        workspace.scores,
-        workspace.ids,
-        split.num_splits,
-        slots,
-        tokens,
-        lengths,
-        *((0, 0, 0) if tokens is None else (tokens.stride(0), *tokens.shape)),
+        *(out, workspace.scores, workspace.ids, split.num_splits, slots, tokens, lengths, *table),
         **sizes,
         num_warps=1,
     )
