@@ -64,7 +64,7 @@ class StepGraphs:
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    samplers: dict[Sampling, tuple[Callable[[], None], Tensor]]
+    samplers: dict[Sampling, Callable[[], None]]
 
 
 class GraphedSteps:
@@ -94,6 +94,8 @@ class GraphedSteps:
         self._input_ids, self._context_lens, self._order = torch.zeros(
             3, num_slots, dtype=torch.int32, device=platform.device
         )
+        # Of recorded samplers. Not of the graphs' pool: while it is copied, the next step may run.
+        self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=platform.device)
         self._positions, self._cache_offsets = torch.zeros(
             2, num_slots, dtype=torch.int64, device=platform.device
         )
@@ -168,10 +170,9 @@ class GraphedSteps:
         recorded = next((sampling for sampling in samplers if asked in sampling), None)
         if recorded is None:
             return self.sampler.sample(logits, asked)
-        replay, tokens = samplers[recorded]
         self.platform.wait_for_fetch()  # of the tokens that this replay overwrites
-        replay()
-        return tokens[: len(plan.slots)]
+        samplers[recorded]()
+        return self._tokens[: len(plan.slots)]
 
     def graphs(self, size: int, max_context: int) -> StepGraphs:
         """Return the graphs of a size, which are recorded when they are first asked for."""
@@ -197,9 +198,9 @@ class GraphedSteps:
 
     def _capture(self, size: int, max_context: int) -> StepGraphs:
         run_model, logits = self.platform.record(partial(self._run_model, size, max_context))
-        step = self._step_logits(logits, size, None)
+        step, tokens = self._step_logits(logits, size, None), self._tokens[:size]
         samplers = {
-            sampling: self.platform.record(partial(self.sampler.sample, step, sampling))
+            sampling: self.platform.record(partial(self.sampler.sample, step, sampling, tokens))[0]
             for sampling in RECORDED_SAMPLING
         }
         run_whole = None
