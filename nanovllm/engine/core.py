@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, check_length
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
 from nanovllm.pending import Pending
 
@@ -40,13 +40,7 @@ class EngineCore:
     def check(self, request: Request) -> None:
         """Raise RequestError for one that can never run; any thread may call this."""
         self.raise_if_failed()
-        num_tokens = len(request.token_ids)
-        if num_tokens >= self.max_len:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, but only {self.max_len - 1} fit "
-                "(one must be left to generate); shorten it, or raise max_model_len or "
-                "num_kvcache_blocks"
-            )
+        check_length(request, self.max_len)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises, and keeps nothing, when it can never run."""
@@ -54,7 +48,8 @@ class EngineCore:
         seq = Sequence(request)
         if request.leader_id is not None:
             seq.leader = self._sequences.get(request.leader_id)
-        seq.max_len = min(seq.max_len, self.max_len)
+        if request.pooling is None:
+            seq.max_len = min(seq.max_len, self.max_len)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
@@ -121,4 +116,6 @@ class EngineCore:
             time.perf_counter(),
             seq.logprobs[: len(token_ids)],
             list(seq.prompt_logprobs),  # a step in flight may still add to them
+            seq.pooled,
+            seq.error,
         )

@@ -17,21 +17,23 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.logprobs import TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NOTHING_ALLOWED = (
-    "no token may be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens together "
-    "leave none, or "
+    "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
+    "logits_processors together leave none, or make logits that are not numbers, or "
 )
-BROKEN_LOGITS = (
-    "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
-    "the weights may be damaged, or too large for the dtype: try dtype='float32'"
+BROKEN = (
+    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
+    "for the dtype: try dtype='float32'"
 )
 
 
@@ -43,7 +45,9 @@ class Sample:
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
-    new_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of those
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those
+    num_tokens: int = 0  # that came for it, where they are detokenised or streamed
+    num_wanted: int | None = None  # of them, once a stop string was found
     ending: Ending | None = None
 
 
@@ -71,8 +75,11 @@ class Front:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int,
+        has_workers: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
@@ -87,6 +94,7 @@ class Front:
         params: SamplingParams,
         cache_salt: str | None,
         is_streaming: bool,
+        pooling: Pooling | None = None,
     ) -> Live:
         """Check and tokenise a prompt."""
         self._check_params(params)
@@ -106,6 +114,7 @@ class Front:
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
             is_streaming=is_streaming or tokenizer is not None,
+            pooling=pooling,
         )
         requests = [first]
         if params.n > 1:  # the first sample has the prompt's own log-probabilities
@@ -142,18 +151,27 @@ class Front:
     def collect(
         self, step: CoreStep, finish: Callable[[int, FinishReason], Ending | None]
     ) -> StepOutput:
-        """Turn what a step of the core brought into text; `finish` ends what a stop string ends."""
-        endings = {ending.seq_id: ending for ending in step.endings}
+        """Turn what a step of the core brought into text; `finish` ends what a stop string ends.
+
+        If it returns no ending, that is among those of a later step. Until the core hears of
+        it, more may come for what was stopped or dropped here.
+        """
+        known = self._samples
+        endings = {ending.seq_id: ending for ending in step.endings if ending.seq_id in known}
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
-            live, sample = self._samples[seq_id]
+            if seq_id not in known or known[seq_id][1].num_wanted is not None:
+                continue
+            live, sample = known[seq_id]
             if logprobs is not None and live.is_streaming:
-                sample.new_logprobs.append(self._as_dict(logprobs))
+                sample.new_logprobs.append(logprobs)
             if self.push(sample, token_id):
+                sample.num_wanted = sample.num_tokens
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
-                assert ending is not None
-                endings[seq_id] = replace(ending, finish_reason="stop")
-        changed = [self._samples[seq_id] for seq_id in dict.fromkeys((*step.seq_ids, *endings))]
+                if ending is not None:
+                    endings[seq_id] = ending
+        seq_ids = dict.fromkeys((*step.seq_ids, *endings))
+        changed = [known[seq_id] for seq_id in seq_ids if seq_id in known]
         outputs: dict[int, RequestOutput] = {}
         for ending in endings.values():
             output = self.end(ending)
@@ -161,7 +179,7 @@ class Front:
                 outputs[output.seq_id] = output
         last = {live.seq_id: sample.index for live, sample in changed}  # has the output with it
         pieces = [
-            _piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
+            self._piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
             for live, sample in changed
             if live.is_streaming
         ]
@@ -172,11 +190,14 @@ class Front:
     def push(self, sample: Sample, token_id: int) -> bool:
         """Add a token to a sample's text; True when it completes a stop string."""
         sample.new_token_ids.append(token_id)
+        sample.num_tokens += 1
         return sample.detokenizer is not None and sample.detokenizer.push(token_id)
 
     def end(self, ending: Ending) -> RequestOutput | None:
         """Note the end of a sample; return the answers when it was the last one of its prompt."""
         live, sample = self._samples.pop(ending.seq_id)
+        if sample.num_wanted is not None:
+            ending = ending.stopped_at(sample.num_wanted)
         sample.ending = ending
         if sample.detokenizer is not None:
             sample.detokenizer.finish()
@@ -188,10 +209,15 @@ class Front:
         request, best = live.samples[0].request, outputs[0]
         own = live.samples[0].ending
         assert own is not None
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *map(self._as_dict, own.prompt_logprobs)]
-        is_broken = any(output.finish_reason == "error" for output in outputs)
+            entries = (as_dict(each, self._texts) for each in own.prompt_logprobs)
+            prompt_logprobs = [None, *entries]
+        broken = [
+            each.ending
+            for each in live.samples
+            if each.ending is not None and each.ending.finish_reason == "error"
+        ]
         return RequestOutput(
             seq_id=live.seq_id,
             prompt=live.prompt,
@@ -202,11 +228,12 @@ class Front:
             num_cached_tokens=own.num_cached_tokens,
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
-            error=why_broken(request.params) if is_broken else None,
+            error=(broken[0].error or why_broken(request)) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
+            pooled=None if own.pooled is None else own.pooled.tolist(),
         )
 
     def _completion(self, sample: Sample) -> CompletionOutput:
@@ -219,7 +246,7 @@ class Front:
             text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = [self._as_dict(each) for each in ending.logprobs]
+            logprobs = [as_dict(each, self._texts) for each in ending.logprobs]
             cumulative = sum(each.logprobs[0] for each in ending.logprobs)
         return CompletionOutput(
             index=sample.index,
@@ -231,17 +258,14 @@ class Front:
             stop_reason=_stop_reason(sample, ending),
         )
 
-    def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
-        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
-        entries = {}
-        for token_id, logprob, rank in zip(
-            logprobs.token_ids, logprobs.logprobs, ranks, strict=True
-        ):
-            if token_id not in entries:
-                text = None if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
-                entries[token_id] = Logprob(logprob, rank, text)
-        return entries
+    def _piece(self, live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
+        """Take what is new in a streamed sample."""
+        token_ids, sample.new_token_ids = sample.new_token_ids, []
+        text = sample.detokenizer.take() if sample.detokenizer is not None else ""
+        new, sample.new_logprobs = sample.new_logprobs, []
+        logprobs = [as_dict(each, self._texts) for each in new] if new else None
+        output = outputs.get(live.seq_id)
+        return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Tokenise text. Safe in any thread."""
@@ -276,6 +300,11 @@ class Front:
             raise RequestError("bad_words need a tokenizer; use logit_bias instead")
         for word in params.bad_words:
             check_text("a bad word", word)
+        if self._has_workers and any(map(callable, params.logits_processors)):
+            raise RequestError(
+                "logits_processors must be names, 'module:function', where workers run in "
+                "processes of their own, which cannot be handed a function"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             high = max(getattr(params, name) or (), default=0)
             if high >= self._vocab_size:
@@ -307,9 +336,12 @@ class Front:
         return seed - 2**64 if seed >= 2**63 else seed
 
 
-def why_broken(params: SamplingParams) -> str:
-    is_edited = params.allowed_token_ids or params.bad_words or params.min_tokens
-    return NOTHING_ALLOWED + BROKEN_LOGITS if is_edited else BROKEN_LOGITS
+def why_broken(request: Request) -> str:
+    if request.pooling is not None:
+        return BROKEN.format("hidden states")
+    params, why = request.params, BROKEN.format("logits")
+    edits = (params.allowed_token_ids, params.bad_words, params.min_tokens)
+    return NOTHING_ALLOWED + why if any(edits) or params.logits_processors else why
 
 
 def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
@@ -320,15 +352,6 @@ def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
         return sample.detokenizer.found_stop
     last = ending.token_ids[-1]
     return last if last in tuple(sample.request.params.stop_token_ids) else None
-
-
-def _piece(live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
-    """Take what is new in a streamed sample."""
-    token_ids, sample.new_token_ids = sample.new_token_ids, []
-    text = sample.detokenizer.take() if sample.detokenizer is not None else ""
-    logprobs, sample.new_logprobs = sample.new_logprobs, []
-    output = outputs.get(live.seq_id)
-    return StreamPiece(live.seq_id, text, token_ids, output, logprobs or None, sample.index)
 
 
 def check_text(name: str, text: object) -> None:
