@@ -118,12 +118,10 @@ class Front:
         )
         requests = [first]
         if params.n > 1:  # the first sample has the prompt's own log-probabilities
-            other = replace(first, params=replace(params, prompt_logprobs=None))
-            for index in range(1, params.n):
-                seq_id = next(self._seq_ids)
+            other = replace(first, params=replace(params, prompt_logprobs=None), leader_id=seq_id)
+            for index, seq_id in zip(range(1, params.n), self._seq_ids, strict=False):
                 seed = self._seed(params, seq_id, index)
-                other = replace(other, seq_id=seq_id, seed=seed, leader_id=first.seq_id)
-                requests.append(other)
+                requests.append(replace(other, seq_id=seq_id, seed=seed))
         samples = []
         for index, request in enumerate(requests):
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)

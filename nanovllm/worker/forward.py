@@ -40,12 +40,10 @@ class EagerForward:
     dtype: torch.dtype
 
     def __call__(self, plan: StepPlan) -> StepLogits:
-        self.tables.update(plan)
         return self.step_logits(self.model(self.batch(plan)), plan)
 
     def with_states(self, plan: StepPlan) -> tuple[StepLogits, Hidden]:
         """Return also the hidden states of every token, before the final norm."""
-        self.tables.update(plan)
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
         values = self.model.logits(hidden.select(self.tables.platform.upload(last_tokens)))
@@ -60,6 +58,7 @@ class EagerForward:
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
+        self.tables.update(plan)
         return make_batch(plan, self.tables, self.attention, self.dtype, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -99,14 +98,12 @@ class SlotTables:
 
     def update(self, plan: StepPlan) -> None:
         """Write what a plan changes, before its step and after the step before."""
-        self.write(self.changes(plan))
-
-    def write(self, changes: npt.NDArray[np.int32]) -> None:
+        changes = self.changes(plan)
         if len(changes):
             sent = self.platform.upload(changes)
             self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
 
-    def changes(self, plan: StepPlan) -> npt.NDArray[np.int32]:
+    def changes(self, plan: StepPlan) -> np.ndarray:
         """What a plan changes: the offsets of words and their new values, [changes, 2]."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
@@ -114,11 +111,10 @@ class SlotTables:
             entries = [first + u.slot * width + u.index for u in plan.block_updates]
             block_ids = [u.block_id for u in plan.block_updates]
             changes.append((np.array(entries), np.array(block_ids, np.int32)))
-        pairs = np.empty((sum(len(values) for _, values in changes), 2), np.int32)
-        if changes:
-            for column, parts in zip(pairs.T, zip(*changes, strict=True), strict=True):
-                np.concatenate(parts, out=column, casting="same_kind")
-        return pairs
+        if not changes:
+            return np.empty((0, 2), np.int32)
+        offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))
+        return np.stack((offsets, values), 1, dtype=np.int32, casting="same_kind")
 
     def sampling(self, plan: StepPlan) -> Sampling:
         """What the sampled rows of a step ask for, all together."""

@@ -41,7 +41,6 @@ class RecordedForward:
         num_rows = len(plan.slots)
         if num_rows > self.max_rows or not is_decode(plan):
             return self.eager(plan)
-        self.eager.tables.update(plan)
         batch = self.eager.batch(plan)
         step = self._steps.get(num_rows) or self._try_to_record(batch)
         if step is None:

@@ -122,7 +122,7 @@ class GraphedChunks:
             return None
         changes = self.eager.tables.changes(plan)
         if len(changes) > MAX_CHANGES:
-            self.eager.tables.write(changes)
+            self.eager.tables.update(plan)
             changes = changes[:0]
         columns = chunk_columns(size, plan, self.num_slots)
         columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
