@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine.async_streams [--model smollm2] [--streams 64] [--rounds 3]
 
-Both engines are there at once and take turns, so that a busy machine slows them alike; the other one
-is idle. The bar is 95% on a CPU and 90% on a GPU.
+Both engines are there at once and take turns, so that a busy machine slows them alike.
+The bar is 95% on a CPU and 90% on a GPU.
 """
 
 from __future__ import annotations
