@@ -53,10 +53,15 @@ BESIDE = {
     # Their __init__.py are empty: a part must not bring the rest along.
     "engine": ((), "worker.tables"),
     "serving": ((), "engine.core"),
+    "server.parsing": (("errors",), "server"),
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
 }
 # What runs where neither of these is installed.
-TORCH_FREE = (*LEAVES, *HOST, *CLIENT, "scoring", "async_llm")
+PARSING = tuple(
+    f"server.parsing.{name}"
+    for name in ("events", "formats", "grammar", "parser", "reader", "tools")
+)
+TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),

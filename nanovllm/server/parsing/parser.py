@@ -1,0 +1,330 @@
+"""The parser: a model's text in, events out, the same ones however the text is cut.
+
+Text that is no call comes out as content, to the letter. A call begins when its tool's name and
+the beginning of its arguments are known; until then its text is held back, and becomes content
+where they turn out wrong. Content next to a call that is nothing but white space is layout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from nanovllm.server.parsing.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Event,
+    Reasoning,
+    merge,
+)
+from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
+from nanovllm.server.parsing.reader import Reader, Stops, Waits
+from nanovllm.server.parsing.tools import Tool, as_json, is_json
+
+ARGUMENT_KEYS = ('"arguments"', '"parameters"')
+KEYS = ('"name"', *ARGUMENT_KEYS, '"id"', '"type"')
+IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+OUTSIDE_STRING = re.compile(r"[\w\s:,.+'-]+")
+KEY_STOPS = Stops((">", "\n"))
+# A tag that was left out ends a value too, where the next one begins a line.
+VALUE_STOPS = Stops(("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>"))
+
+
+def new_call_id() -> str:
+    """Nine letters or digits, as Mistral's templates insist."""
+    return uuid4().hex[:9]
+
+
+class OutputParser:
+    """Reads one answer: `feed` each piece of its text, then `finish`."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+        starts_in_reasoning: bool = False,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        # A longer name first, as it may begin with a shorter one.
+        self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
+        self._frames = tool_format.frames if tool_format and tools else ()
+        self._openings = Stops(dict.fromkeys(frame.opening for frame in self._frames))
+        self._reasoning_format = reasoning_format
+        self._starts_in_reasoning = starts_in_reasoning
+        self._new_id = new_id
+        self._num_calls = 0
+        self._blank: str | None = ""  # white space that content has begun with; None: it goes on
+        self._newlines = ""  # of reasoning, held back as they may be its last
+        self._events: list[Event] = []
+        self._reader = Reader()
+        self._coroutine = self._read()
+        next(self._coroutine)
+
+    def feed(self, piece: str) -> list[Event]:
+        self._reader.push(piece)
+        next(self._coroutine)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        self._reader.close()
+        for _ in self._coroutine:
+            raise AssertionError("nothing waits for text when it is over")
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = merge(self._events), []
+        return events
+
+    def _emit(self, event: Event) -> None:
+        self._reader.settle()
+        self._events.append(event)
+
+    def _read(self) -> Waits[None]:
+        if self._reasoning_format is not None:
+            yield from self._read_reasoning(self._reasoning_format)
+        while opening := (yield from self._reader.until(self._openings, self._emit_content)):
+            yield from self._read_calls(opening)
+        if self._blank and not self._num_calls:
+            self._emit(Content(self._blank))
+
+    def _read_reasoning(self, form: ReasoningFormat) -> Waits[None]:
+        reader = self._reader
+        is_begun = yield from reader.accept_all(form.begin)
+        if is_begun or self._starts_in_reasoning:
+            yield from reader.skip("\n".__eq__)
+            if (yield from reader.until(Stops((form.end,)), self._emit_reasoning)):
+                yield from reader.accept(form.end)
+                yield from reader.skip("\n".__eq__)
+
+    def _emit_reasoning(self, text: str) -> None:
+        text = self._newlines + text
+        stripped = text.rstrip("\n")
+        self._newlines = text[len(stripped) :]
+        if stripped:
+            self._emit(Reasoning(stripped))
+
+    def _emit_content(self, text: str) -> None:
+        if self._blank is not None:
+            text = self._blank + text
+            self._blank = text
+            if not text.strip():
+                return
+            self._blank = None
+        if text:
+            self._emit(Content(text))
+
+    def _read_calls(self, opening: str) -> Waits[None]:
+        """Read calls where one may begin, or else the text up to what should not stand there."""
+        reader = self._reader
+        start = reader.pos
+        furthest = start + len(opening)
+        for frame in self._frames:
+            reader.pos = start
+            if (yield from self._read_frame(frame)):
+                return
+            furthest = max(furthest, reader.pos)
+        reader.pos = furthest
+        # What should not stand there may be an opening, whose beginning was taken for something.
+        reader.pos -= self._openings.num_begun(reader.since(start), len(opening))
+        self._emit_content(reader.since(start))
+
+    def _read_frame(self, frame: Frame) -> Waits[bool]:
+        reader = self._reader
+        if not (yield from reader.accept_all(frame.begin)):
+            return False
+        if not (yield from self._read_call(frame)):
+            return False
+        is_call = True
+        while is_call:
+            after_call = reader.pos
+            yield from reader.accept_all(frame.separator)
+            is_call = yield from self._read_call(frame)
+        reader.pos = after_call
+        yield from reader.accept_all(frame.end, or_cut=True)
+        return True
+
+    def _read_call(self, frame: Frame) -> Waits[bool]:
+        """Read a call up to the end of its arguments; False when there is none."""
+        reader = self._reader
+        if not (yield from reader.accept_all(frame.call_begin)):
+            return False
+        if frame.after_name is None:
+            return (yield from self._read_object())
+        yield from reader.skip(str.isspace)
+        name = yield from reader.accept_any(self._tools)
+        if not name or not (yield from reader.accept_all(frame.after_name)):
+            return False
+        if frame.arguments == "tags":
+            yield from self._read_tags(self._tools[name], frame.call_end)
+            return True
+        is_call = yield from self._read_arguments(name)
+        if is_call:
+            yield from reader.accept_all(frame.call_end, or_cut=True)
+        return is_call
+
+    def _read_object(self) -> Waits[bool]:
+        reader = self._reader
+        if not (yield from reader.accept_all("{")):
+            return False
+        name = arguments = ""
+        while key := (yield from self._read_key()):
+            is_arguments = key in ARGUMENT_KEYS
+            if is_arguments and arguments:
+                return False
+            if key == '"name"':
+                name = yield from self._read_name()
+                if not name:
+                    return False
+            elif is_arguments and name and (yield from self._read_arguments(name)):
+                yield from self._read_rest_of_object()
+                return True
+            else:
+                value: list[str] = []
+                if not (yield from self._read_json(value.append)):
+                    return False
+                if is_arguments:
+                    arguments = "".join(value)
+            if not (yield from reader.accept_all(",")):
+                break
+        # Arguments that came before the name, as a string, or not at all.
+        if arguments.startswith('"'):
+            arguments = json.loads(arguments)
+        arguments = arguments or "{}"
+        if not name or not (arguments.lstrip().startswith("{") and is_json(arguments)):
+            return False
+        if not (yield from reader.accept_all("}")):
+            return False
+        self._begin_call(name)(arguments)
+        self._end_call(is_complete=True)
+        return True
+
+    def _read_key(self) -> Waits[str]:
+        reader = self._reader
+        yield from reader.skip(str.isspace)
+        key = yield from reader.accept_any(KEYS)
+        if not (yield from reader.accept_all(":")):
+            return ""
+        yield from reader.skip(str.isspace)
+        return key
+
+    def _read_name(self) -> Waits[str]:
+        reader = self._reader
+        if not (yield from reader.accept('"')):
+            return ""
+        name = yield from reader.accept_any(self._tools)
+        return name if (yield from reader.accept('"')) else ""
+
+    def _read_rest_of_object(self) -> Waits[None]:
+        """Read what follows the arguments, such as an id, as far as it is right."""
+        reader = self._reader
+        start = reader.pos
+        while (yield from reader.accept_all(",")) and (yield from self._read_key()):
+            if not (yield from self._read_json(lambda piece: None)):
+                break
+            start = reader.pos
+        reader.pos = start
+        yield from reader.accept_all("}", or_cut=True)
+
+    def _read_arguments(self, name: str) -> Waits[bool]:
+        yield from self._reader.skip(str.isspace)
+        if (yield from self._reader.peek()) != "{":
+            return False
+        emit = self._begin_call(name)
+        is_complete = yield from self._read_json(emit)
+        self._end_call(is_complete)
+        return True
+
+    def _read_json(self, sink: Callable[[str], None]) -> Waits[bool]:
+        """Read an object or a string up to where it closes; False if that is no JSON."""
+        reader = self._reader
+        if (yield from reader.peek()) not in ("{", '"'):
+            return False
+        pieces = []
+        depth, in_string, is_escaped = 0, False, False
+        while char := (yield from reader.peek()):
+            piece = "" if is_escaped else reader.run(IN_STRING if in_string else OUTSIDE_STRING)
+            if not piece:
+                if not in_string and char not in '"{}[]':
+                    break
+                reader.pos += 1
+                # Models write newlines into strings as they are; JSON has them escaped.
+                piece = json.dumps(char)[1:-1] if char < " " else char
+                if is_escaped:
+                    is_escaped = False
+                elif char == '"':
+                    in_string = not in_string
+                elif in_string:
+                    is_escaped = char == "\\"
+                else:
+                    depth += 1 if char in "{[" else -1
+            pieces.append(piece)
+            sink(piece)
+            if depth == 0 and not in_string:
+                return is_json("".join(pieces))
+        return False
+
+    def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
+        """Read `<parameter=key>value</parameter>` up to the end, and write JSON meanwhile."""
+        emit = self._begin_call(tool.name)
+        emit("{")
+        separator = ""
+        while key := (yield from self._read_parameter_name()):
+            emit(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            if not (yield from self._read_value(tool.types(key), emit)):
+                break
+            separator = ", "
+        is_complete = yield from self._reader.accept_all(call_end, or_cut=True)
+        if is_complete:
+            emit("}")
+        self._end_call(is_complete)
+
+    def _read_parameter_name(self) -> Waits[str]:
+        reader = self._reader
+        start = reader.pos
+        name: list[str] = []
+        if (yield from reader.accept_all("<parameter=", or_cut=True)):
+            stop = yield from reader.until(KEY_STOPS, name.append)
+            if stop == ">" and any(name):
+                yield from reader.accept(stop)
+                return "".join(name)
+            if stop:
+                reader.pos = start
+        return ""
+
+    def _read_value(self, types: frozenset[str], emit: Callable[[str], None]) -> Waits[bool]:
+        """Read a value up to its closing tag; False when that does not come."""
+        reader = self._reader
+        yield from reader.accept("\n")
+        if types <= {"string"}:
+            emit('"')
+            stop = yield from reader.until(VALUE_STOPS, lambda text: emit(_escaped(text)))
+            if stop:
+                emit('"')
+        else:
+            pieces: list[str] = []
+            stop = yield from reader.until(VALUE_STOPS, pieces.append)
+            text = "".join(pieces)
+            emit(as_json(text, types) if stop else text)
+        if stop.endswith("</parameter>"):
+            yield from reader.accept(stop)
+        return stop != ""
+
+    def _begin_call(self, name: str) -> Callable[[str], None]:
+        """Begin a call, and return what takes its arguments, piece by piece."""
+        index = self._num_calls
+        self._num_calls += 1
+        self._blank = ""
+        self._emit(CallBegun(index, self._new_id(), name))
+        return lambda text: self._emit(CallArguments(index, text)) if text else None
+
+    def _end_call(self, is_complete: bool) -> None:
+        self._emit(CallEnded(self._num_calls - 1, is_complete))
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

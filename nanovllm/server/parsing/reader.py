@@ -1,0 +1,125 @@
+"""Text that arrives in pieces, read by coroutines that wait where it has not come yet.
+
+What a coroutine decides depends on the text alone and never on where it was cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Waits = Generator[None, None, T]  # yields for more text, and returns a T
+
+
+class Stops:
+    """Words to stop at, and the pattern that finds them whole."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = tuple(words)
+        self._longest = max(map(len, self._words), default=0)
+        self.pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
+
+    def num_begun(self, text: str, start: int) -> int:
+        """Count characters at the end of the text that may be the beginning of a word."""
+        for i in range(max(start, len(text) - self._longest), len(text)):
+            if any(word.startswith(text[i:]) for word in self._words):
+                return len(text) - i
+        return 0
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.pos = 0  # counted from the beginning of all text
+        self._text = ""
+        self._start = 0  # of self._text
+        self._settled = 0
+        self._is_over = False
+
+    def push(self, piece: str) -> None:
+        self._text = self._text[self._settled - self._start :] + piece
+        self._start = self._settled
+
+    def close(self) -> None:
+        self._is_over = True
+
+    def settle(self) -> None:
+        """Promise that nothing before this place is read again."""
+        self._settled = self.pos
+
+    def since(self, pos: int) -> str:
+        return self._text[pos - self._start : self.pos - self._start]
+
+    def more(self) -> Waits[bool]:
+        """Wait for more text; False when there is none."""
+        if self._is_over:
+            return False
+        yield
+        return True
+
+    def peek(self) -> Waits[str]:
+        """Return the next character; nothing at the end."""
+        while self.pos - self._start == len(self._text):
+            if not (yield from self.more()):
+                return ""
+        return self._text[self.pos - self._start]
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Take what is here of a run of characters, which may go on in the next piece."""
+        found = pattern.match(self._text, self.pos - self._start)
+        if found is None:
+            return ""
+        self.pos += len(found.group())
+        return found.group()
+
+    def skip(self, is_skipped: Callable[[str], bool]) -> Waits[None]:
+        while (char := (yield from self.peek())) and is_skipped(char):
+            self.pos += 1
+
+    def accept(self, word: str, or_cut: bool = False) -> Waits[bool]:
+        """Take a word if it comes next; with `or_cut` also one cut short by the end of all text."""
+        while True:
+            start = self.pos - self._start
+            rest = self._text[start : start + len(word)]
+            if not word.startswith(rest) or len(rest) == len(word):
+                break
+            if not (yield from self.more()):
+                break
+        is_accepted = rest == word or (or_cut and rest != "" and word.startswith(rest))
+        if is_accepted:
+            self.pos += len(rest)
+        return is_accepted
+
+    def accept_any(self, words: Iterable[str]) -> Waits[str]:
+        for word in words:
+            if (yield from self.accept(word)):
+                return word
+        return ""
+
+    def accept_all(self, words: str, or_cut: bool = False) -> Waits[bool]:
+        """Take all words, with any white space before each, or none; `*` is letters and digits."""
+        start = self.pos
+        for word in words.split():
+            yield from self.skip(str.isspace)
+            if word == "*":
+                yield from self.skip(str.isalnum)
+            elif not (yield from self.accept(word, or_cut)):
+                self.pos = start
+                return False
+        return True
+
+    def until(self, stops: Stops, sink: Callable[[str], None]) -> Waits[str]:
+        """Hand text to the sink up to a stop, which is returned; nothing at the end."""
+        while True:
+            start = self.pos - self._start
+            found = stops.pattern.search(self._text, start)
+            end = found.start() if found else len(self._text)
+            if not found and not self._is_over:
+                end -= stops.num_begun(self._text, start)
+            self.pos = self._start + end
+            sink(self._text[start:end])
+            if found:
+                return found.group()
+            if not (yield from self.more()):
+                return ""

@@ -1,0 +1,112 @@
+"""The tools of a request, and what the text of an argument means by their schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.errors import RequestError
+
+Schema = Mapping[str, Any]
+
+NAME = re.compile(r"[\w.:/-]{1,128}")
+MAX_REFERENCES = 16  # followed from one schema to the next
+JSON_TYPES: dict[type, tuple[str, ...]] = {
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+}
+PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    parameters: Schema
+    is_strict: bool = False
+
+    def types(self, parameter: str) -> frozenset[str]:
+        """Return the JSON types that the schema allows; none when it does not say."""
+        properties = self.parameters.get("properties")
+        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
+        return frozenset(_types(schema, self.parameters, MAX_REFERENCES))
+
+
+def read_tools(entries: Sequence[Any]) -> list[Tool]:
+    """Read a request's `tools`, in the form of the OpenAI API."""
+    tools = [_read_tool(entry, f"tools[{i}]") for i, entry in enumerate(entries)]
+    names = [tool.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise RequestError(f"tools[{i}]: there is another tool named {name!r}")
+    return tools
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """Write an argument as JSON: as a value of another type if it is one, else as a string."""
+    stripped = text.strip()
+    value = PYTHON_CONSTANTS.get(stripped, stripped)
+    try:
+        parsed = json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        parsed = ""
+    fitting = types.intersection(JSON_TYPES[type(parsed)]) - {"string"}
+    return value if fitting else json.dumps(text, ensure_ascii=False)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _read_tool(entry: Any, where: str) -> Tool:
+    function = entry.get("function") if isinstance(entry, Mapping) else None
+    if not isinstance(function, Mapping) or entry.get("type", "function") != "function":
+        raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}')
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}: a tool's name has up to 128 letters, digits or _-.:/, got {name!r:.200}"
+        )
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping):
+        raise RequestError(f"{where}: parameters must be a JSON schema, got {parameters!r:.200}")
+    return Tool(name, parameters, function.get("strict") is True)
+
+
+def _types(schema: Any, root: Schema, num_references: int) -> Iterator[str]:
+    if not isinstance(schema, Mapping) or not num_references:
+        return
+    yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")
+    if "type" not in schema:
+        values = [schema["const"]] if "const" in schema else listed(schema, "enum")
+        yield from (JSON_TYPES[type(value)][0] for value in values)
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for option in listed(schema, keyword):
+            yield from _types(option, root, num_references - 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for step in reference.removeprefix("#").split("/")[1:]:
+            target = target.get(step) if isinstance(target, Mapping) else None
+        yield from _types(target, root, num_references - 1)
+
+
+def listed(schema: Schema, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []

@@ -1,0 +1,161 @@
+"""The parser finds what a text holds, however the text is cut, and neither loses nor doubles it."""
+
+from __future__ import annotations
+
+import codecs
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from nanovllm.server.parsing.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Event,
+    Reasoning,
+)
+from nanovllm.server.parsing.parser import OutputParser, new_call_id
+from tests.server.output_cases import CASES, FORMATS, HARD, Case, coder, hermes, llama
+
+MARKERS = (
+    "<tool_call>", "</tool_call>", "<function=", "get", "get_weather", ">", "\n", " ", "x",
+    "<parameter=", "city>", "</parameter>", "</function>", '{"name": "', '", ', '"', "{", "}", "[",
+    "]", '"arguments": ', '"parameters": {', "\\", ",", ";", ":", "1", "[TOOL_CALLS]", "[ARGS]",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|python_tag|>", "<think>", "</think>", "é",
+)  # fmt: skip
+
+# Calls are read without what these say; the last is a name that was cut short.
+DROPPED = re.compile(r'"id"|"type"|\[CALL_ID\]|<parameter=[^>\n]*\Z')
+
+
+def pieces_of(text: str, rng: random.Random) -> Iterator[str]:
+    """Cut the bytes of a text anywhere, and give whole characters as they become complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    data = text.encode()
+    num_cuts = rng.choice((1, 2, 5, len(data)))
+    cuts = sorted(rng.randint(0, len(data)) for _ in range(num_cuts))
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        yield decoder.decode(data[start:end])
+
+
+def garbage(rng: random.Random) -> str:
+    """Join markers and parts of real texts."""
+    parts = []
+    for _ in range(rng.randint(1, 15)):
+        text = rng.choice(CASES).text
+        start, end = sorted(rng.randint(0, len(text)) for _ in range(2))
+        parts.append(rng.choice((rng.choice(MARKERS), text[:end], text[start:end], text[start:])))
+        parts.append(rng.choice(("", "ß")))
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}:{case.text!r:.60}")
+def test_what_a_text_holds(case: Case) -> None:
+    assert case.read([case.text]) == list(case.found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}:{case.text!r:.60}")
+def test_every_single_cut_and_single_characters(case: Case) -> None:
+    for i in range(len(case.text)):
+        assert case.read([case.text[:i], "", case.text[i:]]) == list(case.found)
+    assert case.read(case.text) == list(case.found)
+
+
+@pytest.mark.endurance
+def test_random_cuts(count: Callable[[int], int]) -> None:
+    rng = random.Random(1)
+    for _ in range(count(10_000)):
+        case = rng.choice(CASES)
+        assert case.read(pieces_of(case.text, rng)) == list(case.found)
+
+
+@pytest.mark.endurance
+def test_garbage(count: Callable[[int], int]) -> None:
+    """Nothing raises, no cut matters, calls are in order, nothing is lost or doubled."""
+    rng = random.Random(2)
+    num_calls = 0
+    for _ in range(count(10_000)):
+        reasoning = rng.choice((None, "qwen3"))
+        case = Case(garbage(rng), (), rng.choice(FORMATS), reasoning, rng.random() < 0.2)
+        events = case.read([case.text])
+        assert case.read(pieces_of(case.text, rng)) == events
+        calls = [event for event in events if isinstance(event, CallBegun | CallEnded)]
+        assert [call.index for call in calls] == sorted([*range(len(calls) // 2)] * 2)
+        num_calls += len(calls) // 2
+        check_conserved(case.text, events)
+        if not calls and reasoning is None:
+            assert events == ([Content(case.text)] if case.text else [])
+    assert num_calls > count(10_000) // 10
+
+
+def check_conserved(text: str, events: list[Event]) -> None:
+    """Content and reasoning stand in the text as they are; no ß, which is in no markup, is lost."""
+    position = num_found = 0
+    for event in events:
+        if isinstance(event, Content | Reasoning):
+            start = text.find(event.text, position)
+            assert start >= 0
+            position = start + len(event.text)
+        if isinstance(event, Content | Reasoning | CallArguments):
+            num_found += event.text.count("ß")
+    if not DROPPED.search(text):
+        assert num_found == text.count("ß")
+
+
+def test_arguments_stream_as_they_come() -> None:
+    for text, form in ((hermes(HARD), "hermes"), (llama(HARD), "llama3_json")):
+        parser = Case(text, (), form).parser()
+        start = text.index(HARD)
+        events = parser.feed(text[: start + 1])
+        assert isinstance(events[0], CallBegun)
+        for i in range(start + 1, start + len(HARD) - 1):
+            assert parser.feed(text[i]) == [CallArguments(0, text[i])]
+
+
+def test_strings_in_tags_stream_as_they_come() -> None:
+    text = coder('city>\nHe said "no"')
+    parser = Case(text, (), "qwen3_coder").parser()
+    start = text.index("He")
+    parser.feed(text[:start])
+    assert parser.feed('He said "') == [CallArguments(0, 'He said \\"')]
+
+
+def test_content_streams_as_it_comes() -> None:
+    parser = Case("", (), "hermes", "qwen3").parser()
+    assert parser.feed("Hello <") == [Content("Hello ")]
+    assert parser.feed("b> <tool_") == [Content("<b> ")]
+    assert parser.feed("box>") == [Content("<tool_box>")]
+
+
+def test_without_a_format_everything_is_content() -> None:
+    parser = OutputParser()
+    assert parser.feed(hermes("{}")) == [Content(hermes("{}"))]
+    assert parser.finish() == []
+
+
+def test_ids_are_what_templates_accept() -> None:
+    ids = {new_call_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_long_texts_take_linear_time(form: str) -> None:
+    texts = {
+        "markers": "".join(MARKERS) * 50,
+        "braces": '{"name": "' * 2_000,
+        "arguments first": '<tool_call>{"arguments": {"a": "' + "<tool_call>{" * 2_000,
+        "nesting": hermes("[" * 20_000).replace(": [", ': {"a": ['),
+        "call": hermes('{"a": "' + "x\n" * 20_000 + '"}'),
+    }
+    for text in texts.values():
+        case = Case(text, (), form)
+        start = time.perf_counter()
+        whole = case.read([text])
+        assert case.read(text[i : i + 7] for i in range(0, len(text), 7)) == whole
+        assert time.perf_counter() - start < 5
