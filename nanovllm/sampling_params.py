@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
+from nanovllm.validation import as_python, check_types, is_bool
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
@@ -50,7 +50,6 @@ class SamplingParams:
     logits_processors: Iterable[Callable[..., Any] | str] = ()  # or "module:function"
 
     def __post_init__(self) -> None:
-        unwrap_numbers(self)
         check_types(self)
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, str))
         object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words, str))

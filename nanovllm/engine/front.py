@@ -104,10 +104,12 @@ class Front:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         tokenizer = self.tokenizer if is_streaming or params.stop else None
+        seq_id = next(self._seq_ids)
         first = Request(
-            next(self._seq_ids),
+            seq_id,
             token_ids,
             params,
+            self._seed(params, seq_id, 0),
             stop_token_ids=self._stop_token_ids(params),
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
@@ -116,14 +118,14 @@ class Front:
         )
         requests = [first]
         if params.n > 1:  # the first sample has the prompt's own log-probabilities
-            other = replace(first, params=replace(params, prompt_logprobs=None))
-            other = replace(other, leader_id=first.seq_id)
-            requests += [replace(other, seq_id=next(self._seq_ids)) for _ in range(1, params.n)]
+            other = replace(first, params=replace(params, prompt_logprobs=None), leader_id=seq_id)
+            for index, seq_id in zip(range(1, params.n), self._seq_ids, strict=False):
+                seed = self._seed(params, seq_id, index)
+                requests.append(replace(other, seq_id=seq_id, seed=seed))
         samples = []
         for index, request in enumerate(requests):
-            seeded = replace(request, seed=self._seed(params, request.seq_id, index))
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
-            samples.append(Sample(index, seeded, detokenizer))
+            samples.append(Sample(index, request, detokenizer))
         text = prompt if isinstance(prompt, str) else None
         return Live(text, is_streaming, samples, len(samples))
 

@@ -25,10 +25,10 @@ class StepLogits:
     values: Tensor  # [rows, vocab_size]
     slots: Tensor
     positions: Tensor  # of the token that will be sampled
-    graph_size: int | None = None  # the rows, with padding, of the CUDA graph that wrote them
+    graph: tuple[int, int] | None = None  # that wrote them: its rows, its longest context
 
 
-Forward = Callable[[StepPlan], StepLogits]
+Forward = Callable[[StepPlan], StepLogits]  # also writes to the tables what a plan changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class EagerForward:
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
+        self.tables.update(plan)
         return make_batch(plan, self.tables, self.attention, self.dtype, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:

@@ -39,7 +39,6 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
-        self.tables.update(plan)
         self.prompt_logprobs.update(plan)
         self.pooled_prompts.update(plan)
         if plan.block_copies:

@@ -79,7 +79,8 @@ class SlotTables:
         for name, column in self._columns.items():
             self._offsets[name] = end
             end += -(-(num_slots + 1) * column.num_words // ALIGNMENT) * ALIGNMENT
-        self.words = torch.zeros(end, dtype=torch.int32, device=platform.device)
+        self.sink = end  # a word that nobody reads, for changes that are none
+        self.words = torch.zeros(end + 1, dtype=torch.int32, device=platform.device)
         for name in self._columns:
             setattr(self, name, self._view(name))
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
@@ -97,16 +98,23 @@ class SlotTables:
 
     def update(self, plan: StepPlan) -> None:
         """Write what a plan changes, before its step and after the step before."""
+        changes = self.changes(plan)
+        if len(changes):
+            sent = self.platform.upload(changes)
+            self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
+
+    def changes(self, plan: StepPlan) -> np.ndarray:
+        """What a plan changes: the offsets of words and their new values, [changes, 2]."""
         changes = [change for row in plan.new_rows for change in self._enter(row)]
         if plan.block_updates:
             first, width = self._offsets["block_table"], self.block_table.shape[1]
             entries = [first + u.slot * width + u.index for u in plan.block_updates]
             block_ids = [u.block_id for u in plan.block_updates]
             changes.append((np.array(entries), np.array(block_ids, np.int32)))
-        if changes:
-            offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))
-            sent = self.platform.upload(np.stack((offsets, values)))
-            self.words.scatter_(0, sent[0], sent[1].int())
+        if not changes:
+            return np.empty((0, 2), np.int32)
+        offsets, values = (np.concatenate(part) for part in zip(*changes, strict=True))
+        return np.stack((offsets, values), 1, dtype=np.int32, casting="same_kind")
 
     def sampling(self, plan: StepPlan) -> Sampling:
         """What the sampled rows of a step ask for, all together."""

@@ -17,6 +17,7 @@ from nanovllm.backends.cuda.prefill_graphs import GraphedChunks
 from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.backends.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
 from nanovllm.kernels.cuda.elementwise import gather_decode
 from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
@@ -33,6 +34,8 @@ RECORDED_SAMPLING = (
     Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
 )
 FIRST_SIZES = 8, 4, 2, 1  # rows
+# These have graphs of their own for short contexts, whose attention is not split.
+SHORT_SIZES = range(24, 81)
 DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 
@@ -61,7 +64,7 @@ class StepGraphs:
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    samplers: dict[Sampling, tuple[Callable[[], None], Tensor]]
+    samplers: dict[Sampling, Callable[[], None]]
 
 
 class GraphedSteps:
@@ -91,6 +94,8 @@ class GraphedSteps:
         self._input_ids, self._context_lens, self._order = torch.zeros(
             3, num_slots, dtype=torch.int32, device=platform.device
         )
+        # Of recorded samplers. Not of the graphs' pool: while it is copied, the next step may run.
+        self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=platform.device)
         self._positions, self._cache_offsets = torch.zeros(
             2, num_slots, dtype=torch.int64, device=platform.device
         )
@@ -98,7 +103,7 @@ class GraphedSteps:
         step = eager.model.step
         is_whole = step is not None and step.suits(*self._kv)
         self.max_whole_context = step.max_context if step is not None and is_whole else 0
-        self._graphs: dict[int, StepGraphs] = {}
+        self._graphs: dict[tuple[int, int], StepGraphs] = {}  # by size and longest context
         # The model for rows that share their first keys, and its logits.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         self._can_share = isinstance(attention, TritonAttention)
@@ -108,13 +113,14 @@ class GraphedSteps:
     def run_every_size(self) -> None:
         """Launch every kernel that any size has, so that they can be compiled ahead."""
         for size in self.sizes:
-            logits = self._run_model(size)
+            for max_context in {self.max_model_len, self.bound_of(size, 1)}:
+                logits = self._run_model(size, max_context)
             for sampling in RECORDED_SAMPLING:
-                self.sampler.sample(self._step_logits(logits, size, size), sampling)
+                self.sampler.sample(self._step_logits(logits, size, None), sampling)
             if size == 1 and self.max_whole_context > 0:
                 self._run_whole(logits)
             if size >= MIN_ROWS and self._can_share:
-                self._run_model(size, self._shared.rows(size))
+                self._run_model(size, self.max_model_len, self._shared.rows(size))
         if self.chunks is not None:
             self.chunks.run_every_size()
 
@@ -124,7 +130,7 @@ class GraphedSteps:
         The others are recorded when a step first needs one, which then takes some 40 ms longer.
         """
         for size in (self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)):
-            self.graphs(size)
+            self.graphs(size, self.max_model_len)
         if self.chunks is not None:
             self.chunks.graph(self.chunks.sizes[-1])
 
@@ -134,6 +140,7 @@ class GraphedSteps:
             step = step or self.eager(plan)
             self._shared.enter(plan.new_rows)  # last: the device has work meanwhile
             return step
+        self.tables.update(plan)
         self._shared.enter(plan.new_rows)
         num_rows = len(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
@@ -142,51 +149,58 @@ class GraphedSteps:
             run_shared, logits = self._shared_graph(size)
             run_shared()
             return self._step_logits(logits, num_rows, None)
-        graphs = self.graphs(size)
+        max_context = self.bound_of(size, int(plan.starts.max()) + 1)
+        graphs = self.graphs(size, max_context)
         self._send_slots(plan.slots)
         run_whole = graphs.run_whole
         if run_whole is None or plan.starts[0] >= self.max_whole_context:
             graphs.run_model()
         else:
             run_whole()
-        return self._step_logits(graphs.logits, num_rows, size)
+        return self._step_logits(graphs.logits, num_rows, (size, max_context))
 
     def note(self, plan: StepPlan) -> None:
         """Learn which sequences enter with a plan that runs elsewhere."""
         self._shared.enter(plan.new_rows)
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
-        if logits.graph_size is None:
+        if logits.graph is None:
             return self.sampler(logits, plan)
-        asked, samplers = self.tables.sampling(plan), self._graphs[logits.graph_size].samplers
+        asked, samplers = self.tables.sampling(plan), self._graphs[logits.graph].samplers
         recorded = next((sampling for sampling in samplers if asked in sampling), None)
         if recorded is None:
             return self.sampler.sample(logits, asked)
-        replay, tokens = samplers[recorded]
-        replay()
-        # The copy to the host is queued behind this replay and before the next: nothing is lost.
-        return tokens[: len(plan.slots)]
+        self.platform.wait_for_fetch()  # of the tokens that this replay overwrites
+        samplers[recorded]()
+        return self._tokens[: len(plan.slots)]
 
-    def graphs(self, size: int) -> StepGraphs:
+    def graphs(self, size: int, max_context: int) -> StepGraphs:
         """Return the graphs of a size, which are recorded when they are first asked for."""
-        if size not in self._graphs:
+        key = size, max_context
+        if key not in self._graphs:
             self._send_slots(self._host_slots[:0])  # to sample would advance a sequence
-            self._graphs[size] = self._capture(size)
-        return self._graphs[size]
+            self._graphs[key] = self._capture(size, max_context)
+        return self._graphs[key]
+
+    def bound_of(self, size: int, longest: int) -> int:
+        """The longest context that the graph for a batch is recorded for."""
+        is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
+        return min(SHORT_CONTEXT, self.max_model_len) if is_short else self.max_model_len
 
     def _shared_graph(self, size: int) -> tuple[Callable[[], None], Tensor]:
         """Likewise; to run a step's model twice does no harm."""
         if size not in self._shared_graphs:
             rows = self._shared.rows(size)
-            replay, logits = self.platform.record(partial(self._run_model, size, rows))
+            run = partial(self._run_model, size, self.max_model_len, rows)
+            replay, logits = self.platform.record(run)
             self._shared_graphs[size] = replay, self.platform.borrow(logits)
         return self._shared_graphs[size]
 
-    def _capture(self, size: int) -> StepGraphs:
-        run_model, logits = self.platform.record(partial(self._run_model, size))
-        step = self._step_logits(logits, size, size)
+    def _capture(self, size: int, max_context: int) -> StepGraphs:
+        run_model, logits = self.platform.record(partial(self._run_model, size, max_context))
+        step, tokens = self._step_logits(logits, size, None), self._tokens[:size]
         samplers = {
-            sampling: self.platform.record(partial(self.sampler.sample, step, sampling))
+            sampling: self.platform.record(partial(self.sampler.sample, step, sampling, tokens))[0]
             for sampling in RECORDED_SAMPLING
         }
         run_whole = None
@@ -196,9 +210,11 @@ class GraphedSteps:
         logits = self.platform.borrow(logits)
         return StepGraphs(run_model, run_whole, logits, samplers)
 
-    def _step_logits(self, logits: Tensor, num_rows: int, size: int | None) -> StepLogits:
+    def _step_logits(
+        self, logits: Tensor, num_rows: int, graph: tuple[int, int] | None
+    ) -> StepLogits:
         return StepLogits(
-            logits[:num_rows], self._slots[:num_rows], self._context_lens[:num_rows], size
+            logits[:num_rows], self._slots[:num_rows], self._context_lens[:num_rows], graph
         )
 
     def _send_slots(self, slots: np.ndarray) -> None:
@@ -209,7 +225,7 @@ class GraphedSteps:
             self.platform.send(host, self._slots)
             self._host_slots = host
 
-    def _run_model(self, size: int, shared: SharedRows | None = None) -> Tensor:
+    def _run_model(self, size: int, max_context: int, shared: SharedRows | None = None) -> Tensor:
         eager, tables = self.eager, self.tables
         slots, context_lens, order = (
             column[:size] for column in (self._slots, self._context_lens, self._order)
@@ -225,9 +241,7 @@ class GraphedSteps:
             context_lens,
             order,
         )
-        rows = DecodeRows(
-            tables.block_table, slots, context_lens, order, self.max_model_len, shared
-        )
+        rows = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 

@@ -21,7 +21,7 @@ from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.cuda import CudaPlatform
-from nanovllm.worker.batch import look_up, tokens_of
+from nanovllm.worker.batch import look_up
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
@@ -29,6 +29,7 @@ MAX_ROWS = 256  # each one's logits are computed, used or not
 MAX_PROMPTS = 16  # rows of more than one token
 MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
 MAX_ALONE_TOKENS = 1024  # of these prompts together
+MAX_CHANGES = 8192  # of the tables, that a graph writes before it runs a step
 HEIGHTS = 2, 3, 4, 3  # of the columns: see ChunkSize.lengths
 
 
@@ -93,7 +94,8 @@ class GraphedChunks:
         self.max_model_len = max_model_len
         self.num_slots = eager.tables.num_slots
         self.sizes = chunk_sizes(max_tokens, self.num_slots)
-        longest = max(sum(size.lengths) for size in self.sizes)
+        self._places = torch.arange(MAX_CHANGES, device=platform.device)
+        longest = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
         self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
 
@@ -118,7 +120,12 @@ class GraphedChunks:
         size = next((size for size in self.sizes if size.fits(needed)), None)
         if size is None:
             return None
+        changes = self.eager.tables.changes(plan)
+        if len(changes) > MAX_CHANGES:
+            self.eager.tables.update(plan)
+            changes = changes[:0]
         columns = chunk_columns(size, plan, self.num_slots)
+        columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
         self.platform.send(columns, self._columns)
         replay, logits = self.graph(size)
         replay()
@@ -129,8 +136,16 @@ class GraphedChunks:
     def _split(self, size: ChunkSize) -> tuple[Tensor, ...]:
         return self._columns[: sum(size.lengths)].split(size.lengths)
 
+    def _write_changes(self, begin: int) -> None:
+        """Do what `SlotTables.update` does, with what was sent behind the columns."""
+        tables, sent = self.eager.tables, self._columns[begin:]
+        pairs = sent[1 : 1 + 2 * MAX_CHANGES].view(-1, 2)
+        offsets = torch.where(self._places < sent[0], pairs[:, 0], tables.sink)
+        tables.words.scatter_(0, offsets.long(), pairs[:, 1])
+
     def _run_model(self, size: ChunkSize) -> Tensor:
         eager, tables = self.eager, self.eager.tables
+        self._write_changes(sum(size.lengths))
         parts = self._split(size)
         slots, positions = parts[0].long().view(2, -1)
         input_ids, cache_offsets = look_up(tables, slots, positions)
@@ -160,17 +175,18 @@ def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[
         for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
     )
     tokens[0] = singles[0] = sampled[0] = padding
-    token_slots, positions = tokens_of(plan)
-    tokens[0, : len(token_slots)] = token_slots
-    tokens[1, : len(positions)] = positions
-    ends, context_lens = plan.counts.cumsum(), plan.starts + plan.counts
-    is_single, is_sampled = plan.counts == 1, plan.num_logits > 0
-    longer = np.array((plan.slots, ends - plan.counts, plan.counts, context_lens))[:, ~is_single]
+    slots, starts, counts = plan.slots, plan.starts, plan.counts
+    ends = counts.cumsum()
+    firsts, num_tokens = ends - counts, int(ends[-1])
+    tokens[0, :num_tokens] = np.repeat(slots, counts)
+    tokens[1, :num_tokens] = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
+    is_single = counts == 1
+    longer = np.array((slots, firsts, counts, starts + counts))[:, ~is_single]
     prompts[:, : longer.shape[1]] = longer
+    last = np.array((slots, ends - 1, starts + counts))
     if size.num_singles:
-        alone = np.array((plan.slots, ends - 1, context_lens))[:, is_single]
         singles[1] = longer[1, 0] if longer.size else size.num_tokens - 1
-        singles[:, : alone.shape[1]] = alone
-    last = np.array((plan.slots, ends - 1, context_lens))[:, is_sampled]
+        singles[:, : len(counts) - longer.shape[1]] = last[:, is_single]
+    last = last[:, plan.num_logits > 0]
     sampled[:, : last.shape[1]] = last
     return laid_out

@@ -22,8 +22,10 @@ class TritonSampler:
     def __call__(self, logits: StepLogits, plan: StepPlan) -> Tensor:
         return self.sample(logits, self.tables.sampling(plan))
 
-    def sample(self, logits: StepLogits, asked: Sampling) -> Tensor:
-        out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
+    def sample(self, logits: StepLogits, asked: Sampling, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
+        state = self.tables.tokens, self.tables.lengths
         if self.group.rank == 0:
             sample_tokens(
                 logits.values,
@@ -33,7 +35,9 @@ class TritonSampler:
                 asked,
                 out,
                 self._workspace,
+                *(state if self.group.is_alone else ()),
             )
-        self.group.broadcast(out)
-        advance(out, logits.slots, self.tables.tokens, self.tables.lengths)
+        if not self.group.is_alone:
+            self.group.broadcast(out)
+            advance(out, logits.slots, *state)
         return out

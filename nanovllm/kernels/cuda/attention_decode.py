@@ -33,6 +33,7 @@ from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MIN_SPLIT = 64  # keys that are worth a program of their own
 PROGRAMS_PER_SM = 5  # decode programs that a multiprocessor should get
+SHORT_CONTEXT = 512  # keys, up to which a second split gains less than joining both costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
     Where whole contexts nearly fill it, two splits still end more evenly than one.
     """
     num_pairs = max(1, num_rows * num_kv_heads)
+    if num_pairs >= num_sms and max_context <= SHORT_CONTEXT:
+        return 1
     wanted = PROGRAMS_PER_SM * num_sms // num_pairs
     if num_pairs < PROGRAMS_PER_SM * num_sms:
         wanted = max(wanted, 2)

@@ -39,7 +39,8 @@ class FewRowsConfig:
 
 def few_rows_config(num_rows: int, num_in: int, x: Tensor) -> FewRowsConfig:
     """Keep as many tiles of the weight in flight as shared memory holds."""
-    block_rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    # Of 65 to 128 rows two programs have 64 each, since one for all occupies half of the device.
+    block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
     block_in = 64
     stage_bytes = (BLOCK_OUT + block_rows) * block_in * x.itemsize
     num_stages = min(8, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)

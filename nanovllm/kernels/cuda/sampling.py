@@ -91,11 +91,14 @@ def sample_tokens(
     asked: Sampling,
     out: Tensor,
     workspace: SamplingWorkspace,
+    tokens: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> None:
     """Write what torch_sampling.sample_by_noise returns to out [rows].
 
     `columns` has the parameters of slots, context_lens are positions. `asked` may name more than
-    the rows ask for: their tokens are the same.
+    the rows ask for: their tokens are the same. With `tokens` and `lengths` it also does what
+    `advance` does.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be neighbours"
@@ -111,28 +114,22 @@ def sample_tokens(
     max_splits = workspace.scores.shape[1]
     sizes = {"MAX_SPLITS": max_splits, "SPLITS_BLOCK": triton.next_power_of_2(max_splits)}
     _draw_kernel[(num_rows, split.num_splits)](
-        workspace.scores,
-        workspace.ids,
-        logits,
-        logits.stride(0),
-        slots,
-        context_lens,
-        columns.temperature,
-        columns.min_p,
-        columns.seed,
+        *(workspace.scores, workspace.ids, logits, logits.stride(0), slots, context_lens),
+        *(columns.temperature, columns.min_p, columns.seed),
         workspace.peaks if has_min_p else None,
         workspace.floors if has_top else None,
-        vocab_size,
-        split.num_tiles,
-        split.num_splits,
+        *(vocab_size, split.num_tiles, split.num_splits),
         **sizes,
         HAS_NOISE=Sampling.NOISE in asked,
         IS_NATIVE=logits.is_cuda,
         BLOCK=split.block,
         num_warps=4,
     )
+    table = (0, 0, 0) if tokens is None else (tokens.stride(0), *tokens.shape)
     _combine_kernel[(num_rows,)](
-        out, workspace.scores, workspace.ids, split.num_splits, **sizes, num_warps=1
+        *(out, workspace.scores, workspace.ids, split.num_splits, slots, tokens, lengths, *table),
+        **sizes,
+        num_warps=1,
     )
 
 
@@ -216,8 +213,20 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    out, scores, ids, num_splits, MAX_SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr
+    out,
+    scores,
+    ids,
+    num_splits,
+    slots,
+    tokens,
+    lengths,
+    stride,
+    num_slots,
+    width,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
 ):
+    """Find a row's best score among its splits, and append the token to its slot's, if asked to."""
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS_BLOCK)
     offsets = row.to(tl.int64) * MAX_SPLITS + splits
@@ -226,7 +235,10 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     best_id = tl.load(ids + offsets, mask=is_inside, other=0x7FFFFFFF)
     top = tl.max(score, 0)
     token = tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), 0)
-    tl.store(out + row, tl.where(tl.abs(top) == float("inf"), NO_TOKEN, token))
+    token = tl.where(tl.abs(top) == float("inf"), NO_TOKEN, token)
+    tl.store(out + row, token)
+    if tokens is not None:
+        _append(token, tl.load(slots + row), row >= 0, tokens, lengths, stride, num_slots, width)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -236,9 +248,14 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     slot = tl.load(slots + rows, mask=is_row, other=0)
+    token = tl.load(out + rows, mask=is_row, other=0)
+    _append(token, slot, is_row, tokens, lengths, stride, num_slots, width)
+
+
+@triton.jit
+def _append(token, slot, is_row, tokens, lengths, stride, num_slots, width):  # type: ignore[no-untyped-def]
     length = tl.load(lengths + slot, mask=is_row, other=0)
     has_room = is_row & (slot < num_slots - 1) & (length < width)
-    token = tl.load(out + rows, mask=is_row, other=0)
     known = tl.maximum(token, 0)  # NO_TOKEN has no embedding
     tl.store(tokens + slot.to(tl.int64) * stride + length, known, mask=has_room)
     tl.store(lengths + slot, length + 1, mask=has_room)

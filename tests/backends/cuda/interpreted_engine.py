@@ -67,6 +67,8 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
 
     def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
 
+    def wait_for_fetch(self) -> None: ...
+
 
 @contextmanager
 def interpreted() -> Iterator[None]:
@@ -85,19 +87,27 @@ def interpreted_backend(
 
 
 def check_tokens(root: Path) -> None:
-    """Prompts enter while others decode; a graph of every size runs, full and padded."""
+    """Prompts enter while others decode; a graph of every size runs, full and padded.
+
+    Two rows have graphs for short contexts and for longer ones.
+    """
     checkpoint = make_checkpoint(root / "qwen3", VARIANTS["qwen3"])
     rng = random.Random(0)
     prompts = [rng.choices(range(160), k=length) for length in (1, 17, 33, 3, 16)]
     lens = [2, 4, 3, 2, 3]
     want = [checkpoint.generate(p, n) for p, n in zip(prompts, lens, strict=True)]
-    with LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=20, depth=1, **OPTIONS) as llm:
+    with (
+        mock.patch.object(decode_graphs, "SHORT_SIZES", (2,)),
+        mock.patch.object(decode_graphs, "SHORT_CONTEXT", 18),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=20, depth=1, **OPTIONS) as llm,
+    ):
         graphed = runner_of(llm).forward
         assert graphed.sizes == [1, 2, 3]
         for way, num_prompts in zip(GREEDY_WAYS, (5, 2, 2, 2), strict=True):
             params = [SamplingParams(max_tokens=n, ignore_eos=True, **way) for n in lens]
             outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
             assert [output.token_ids for output in outputs] == want[:num_prompts], way
+        assert {(2, 18), (2, 64)} <= set(graphed._graphs)
 
 
 def check_shared_prefixes(root: Path) -> None:

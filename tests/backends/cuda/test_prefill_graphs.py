@@ -16,6 +16,7 @@ from nanovllm import LLM
 from nanovllm.attention.base import AttentionSpec, DecodeRows, LayerCache
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.backends.cpu import backend as cpu_backend
+from nanovllm.backends.cuda import prefill_graphs
 from nanovllm.backends.cuda.prefill_graphs import (
     MAX_ALONE_TOKENS,
     MAX_PROMPTS,
@@ -135,10 +136,12 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     assert all(size.num_rows <= max_rows for size in sizes)
 
 
-@pytest.mark.parametrize("max_tokens", [9, 40, 4096])
+@pytest.mark.parametrize(("max_tokens", "max_changes"), [(9, 8192), (40, 30), (4096, 8192)])
 def test_padded_steps_equal_transformers(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int, max_changes: int
 ) -> None:
+    """Also where some steps change more of the tables than is sent with their columns."""
+    monkeypatch.setattr(prefill_graphs, "MAX_CHANGES", max_changes)
     monkeypatch.setattr(cpu_backend, "create_cpu_ops", lambda *_: TorchOps())
     monkeypatch.setattr(cpu_backend, "create_attention", lambda *_: ReferenceChunks(16))
     checkpoint, prompts = tiny("qwen3"), make_prompts()

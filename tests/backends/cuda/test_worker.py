@@ -83,7 +83,8 @@ def record_every_size(llm: LLM) -> None:
     runner = runner_of(llm)
     with torch.inference_mode(), runner.tables.platform.in_order():
         for size in runner.forward.sizes:
-            runner.forward.graphs(size)
+            for max_context in {runner.forward.max_model_len, runner.forward.bound_of(size, 1)}:
+                runner.forward.graphs(size, max_context)
         for size in runner.forward.chunks.sizes:
             runner.forward.chunks.graph(size)
 
@@ -107,7 +108,7 @@ class NoEagerDecode:
         else:
             graphed.eager, graphed.sampler = self.eager, self.sampler
         logits: StepLogits = graphed(plan)
-        assert (logits.graph_size is not None) == is_decode(plan)
+        assert (logits.graph is not None) == is_decode(plan)
         return logits
 
 

@@ -42,6 +42,7 @@ def test_splits_fill_the_device_but_not_more(num_kv_heads: int, max_context: int
 
 def test_splits_of_a_usual_model() -> None:
     assert [choose_splits(rows, 8, 4096, 132) for rows in (1, 4, 16, 64, 256)] == [32, 16, 4, 2, 1]
+    assert [choose_splits(rows, 8, 512, 132) for rows in (1, 4, 16, 24, 64)] == [8, 8, 4, 1, 1]
 
 
 def test_splits_of_a_few_queries() -> None:

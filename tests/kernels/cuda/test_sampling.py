@@ -10,7 +10,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm.kernels.cuda.sampling import (
-    advance,
     sample_tokens,
     sampling_workspace,
     split_vocabulary,
@@ -167,6 +166,7 @@ def test_the_other_cases_natively() -> None:
     cases.check_tiny_temperatures("cuda")
     cases.check_noise_counters("cuda")
     cases.check_advance("cuda")
+    cases.check_sampled_tokens_are_appended("cuda")
     cases.check_no_rows("cuda")
 
 
@@ -199,8 +199,7 @@ def test_graphs_natively(asked: Sampling, dtype: torch.dtype) -> None:
 
     def step() -> None:
         arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
-        sample_tokens(*arguments, asked, out, workspace)
-        advance(out, batch.slots, tokens, lengths)
+        sample_tokens(*arguments, asked, out, workspace, tokens, lengths)
 
     step()
     torch.cuda.synchronize()

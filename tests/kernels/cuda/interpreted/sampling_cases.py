@@ -293,6 +293,25 @@ def check_advance(device: str) -> None:
     assert torch.equal(tokens, wanted)
 
 
+def check_sampled_tokens_are_appended(device: str) -> None:
+    """As `advance` would do it, also with a row that has no token."""
+    logits = random_logits(4, 300, 3.0)
+    logits[2] = torch.nan
+    batch = make_batch(logits, make_rows(4, seed=1), device)
+    num_slots = int(batch.slots.max()) + 2  # the last is padding's
+    tables = [
+        (torch.zeros(num_slots, 8, dtype=torch.int32, device=device), lengths)
+        for lengths in torch.full((2, num_slots), 3, dtype=torch.int32, device=device)
+    ]
+    out, workspace = run(batch, FULL)
+    advance(out, batch.slots, *tables[0])
+    arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
+    sample_tokens(*arguments, FULL, torch.empty_like(out), workspace, *tables[1])
+    for appended, wanted in zip(*tables, strict=True):
+        assert torch.equal(appended, wanted)
+    assert tables[1][1].sum() == 3 * num_slots + 4
+
+
 def check_no_rows(device: str) -> None:
     batch = make_batch(torch.zeros(1, 40), [Row()], device)
     empty = replace(batch, logits=batch.logits[:0], slots=batch.slots[:0])
@@ -317,6 +336,7 @@ CASES: list[partial[None]] = [
     partial(check_tiny_temperatures, "cpu"),
     partial(check_noise_counters, "cpu"),
     partial(check_advance, "cpu"),
+    partial(check_sampled_tokens_are_appended, "cpu"),
     partial(check_no_rows, "cpu"),
 ]
 LONG_CASES: list[partial[None]] = [
