@@ -16,6 +16,8 @@ from nanovllm.server.completions import answer_completion
 from nanovllm.server.embeddings import answer_embeddings
 from nanovllm.server.errors import ApiError, add_error_handlers, json_response
 from nanovllm.server.guard import Guard
+from nanovllm.server.messages import answer_message, count_tokens
+from nanovllm.server.messages_records import CountRequest, MessagesRequest
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.openai_records import (
     ChatRequest,
@@ -57,11 +59,19 @@ def _generating_routes(service: Service) -> APIRouter:
     async def completions(request: CompletionRequest) -> Response:
         return await respond(answer_completion, request)
 
+    @router.post("/v1/messages")
+    async def messages(request: MessagesRequest) -> Response:
+        return await respond(answer_message, request)
+
     return router
 
 
 def _text_routes(service: Service) -> APIRouter:
     router = APIRouter()
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_message_tokens(request: CountRequest) -> Response:
+        return json_response(await count_tokens(service, request))
 
     @router.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest) -> Response:

@@ -34,27 +34,40 @@ class ChatUpdate:
     events: list[Event]
 
 
-async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
-    """Check everything that can be checked before the answer begins."""
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    token_ids: list[int]
+    tools: list[Tool]  # that the model may call
+
+
+async def prompt_of(service: Service, request: ChatRequest) -> ChatPrompt:
+    """Check a conversation, write it as the model's template does, and tokenise it."""
     service.check_model(request.model)
     tools = _tools(service, request)
-    prompt = await asyncio.to_thread(render_chat, service, request, tools and request.tools)
-    check_text("a message", prompt)
-    token_ids = await service.token_ids(prompt, add_special_tokens=False)
+    text = await asyncio.to_thread(render_chat, service, request, tools and request.tools)
+    check_text("a message", text)
+    token_ids = await service.token_ids(text, add_special_tokens=False)
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
         token_ids = token_ids[-request.truncate_prompt_tokens :]
-    length = service.answer_length(len(token_ids), request.most_tokens, None, "messages")
+    return ChatPrompt(text, token_ids, tools)
+
+
+async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
+    """Check everything that can be checked before the answer begins."""
+    prompt = await prompt_of(service, request)
+    length = service.answer_length(len(prompt.token_ids), request.most_tokens, None, "messages")
     given: dict[str, Any] = {"max_tokens": length}
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
     params = request.sampling_params(service.options.sampling_defaults, **given)
     is_streaming = bool(request.stream) and params.prompt_logprobs is None
-    job = Job([token_ids], [params], request.cache_salt, is_streaming)
+    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming)
     formats = service.formats
-    is_open = formats.reasoning is not None and formats.reasoning.is_open(prompt)
+    is_open = formats.reasoning is not None and formats.reasoning.is_open(prompt.text)
 
     def new_parser() -> OutputParser:
-        return OutputParser(tools, formats.tools, formats.reasoning, is_open)
+        return OutputParser(prompt.tools, formats.tools, formats.reasoning, is_open)
 
     return Chat(job, new_parser)
 

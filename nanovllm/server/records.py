@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import invalid
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
+
+R = TypeVar("R", bound="ApiRecord")
 
 
 class ApiRecord(BaseModel):
@@ -130,3 +133,13 @@ _SAMPLING_NAMES = tuple(
     for name in SamplingFields.model_fields
     if name in SamplingParams.__dataclass_fields__ and name != "structured_outputs"
 )
+
+
+def as_record(kind: type[R], fields: dict[str, Any]) -> R:
+    """A request of one API as one of another; what is left out is null."""
+    try:
+        return kind(**{name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise invalid(
+            [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        ) from error
