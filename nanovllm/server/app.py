@@ -26,6 +26,8 @@ from nanovllm.server.openai_records import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from nanovllm.server.responses import answer_response
+from nanovllm.server.responses_records import ResponsesRequest
 from nanovllm.server.service import Service
 from nanovllm.server.tokens import detokenize, tokenize
 
@@ -58,6 +60,10 @@ def _generating_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
         return await respond(answer_completion, request)
+
+    @router.post("/v1/responses")
+    async def responses(request: ResponsesRequest) -> Response:
+        return await respond(answer_response, request)
 
     @router.post("/v1/messages")
     async def messages(request: MessagesRequest) -> Response:

@@ -22,6 +22,7 @@ class FakeLLM:
     text: str = "Hello!"
     failure: NanovllmError | None = None  # raised after the first piece of a stream
     is_silent: bool = False  # never says a thing
+    reason: str = "stop"
     seed: int = 0
     max_len: int = 512
     num_requests: int = 0
@@ -69,6 +70,6 @@ class FakeLLM:
 
     def _output(self, prompt: list[int]) -> RequestOutput:
         ids = self.front.encode(self.text)
-        best = CompletionOutput(0, self.text, ids, None, None, "stop", None)
+        best = CompletionOutput(0, self.text, ids, None, None, self.reason, None)
         own: dict[str, Any] = {"time_to_first_token": 0.1, "duration": 0.2, "outputs": [best]}
-        return RequestOutput(0, None, prompt, self.text, ids, "stop", 3, **own)
+        return RequestOutput(0, None, prompt, self.text, ids, self.reason, 3, **own)
