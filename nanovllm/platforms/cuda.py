@@ -98,10 +98,7 @@ class DeviceMemory:
 
 
 class CudaPlatform:
-    """All work is queued on one stream, in order: that is what makes reuse of blocks safe.
-
-    Only results leave on another one, so that no step waits until they are on the host.
-    """
+    """All work is queued on one stream, in order: that is what makes reuse of blocks safe."""
 
     depth = 1
     name = "cuda"
@@ -113,8 +110,6 @@ class CudaPlatform:
         self._stream = torch.cuda.default_stream(self.device)
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._capture_stream = torch.cuda.Stream(self.device)
-        self._copy_stream = torch.cuda.Stream(self.device)
-        self._fetched = torch.cuda.Event()
         self._step_bytes = self._graph_bytes = 0
         self._graph_share = 0.0
 
@@ -180,25 +175,17 @@ class CudaPlatform:
         target[: len(array)].copy_(pin(array), non_blocking=True)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
-        """Copy tensors to the host; who overwrites them must `wait_for_fetch` first."""
-        self._copy_stream.wait_stream(self._stream)
-        with torch.cuda.stream(self._copy_stream):
-            pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for target, tensor in zip(pinned, tensors, strict=True):
-                target.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._copy_stream)  # else its memory may serve another
-            arrived = self._fetched = torch.cuda.Event()
-            arrived.record()
+        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for target, tensor in zip(pinned, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
 
         def wait() -> list[np.ndarray]:
             arrived.synchronize()
             return [tensor.numpy() for tensor in pinned]
 
         return Pending(wait)
-
-    def wait_for_fetch(self) -> None:
-        """Let what is queued next begin when the latest results have left."""
-        self._stream.wait_event(self._fetched)
 
     def release(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -170,7 +170,6 @@ class GraphedSteps:
         recorded = next((sampling for sampling in samplers if asked in sampling), None)
         if recorded is None:
             return self.sampler.sample(logits, asked)
-        self.platform.wait_for_fetch()  # of the tokens that this replay overwrites
         samplers[recorded]()
         return self._tokens[: len(plan.slots)]
 

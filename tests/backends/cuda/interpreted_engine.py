@@ -67,8 +67,6 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
 
     def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
 
-    def wait_for_fetch(self) -> None: ...
-
 
 @contextmanager
 def interpreted() -> Iterator[None]:
