@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.structured_outputs import as_structured
 from nanovllm.validation import as_python, check_types, is_bool, unwrap_numbers
 
 MAX_LOGPROBS = 100  # a position
@@ -45,6 +46,7 @@ class SamplingParams:
     n: int = 1  # samples of the prompt; number i has the seed + i
     logprobs: int | None = None  # of each output token, and of so many of the likeliest
     prompt_logprobs: int | None = None  # the same of each prompt token
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         unwrap_numbers(self)
@@ -57,6 +59,7 @@ class SamplingParams:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, int)
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "structured_outputs", as_structured(self.structured_outputs))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
 

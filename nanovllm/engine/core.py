@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from nanovllm.engine.grammar import Grammars
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -21,9 +22,15 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, depth: int, max_model_len: int
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int,
+        max_model_len: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars
         self.executor = executor
         self.depth = depth
         # A sequence that outgrew the whole pool could never be resumed, so it ends there.
@@ -55,6 +62,9 @@ class EngineCore:
         if request.leader_id is not None:
             seq.leader = self._sequences.get(request.leader_id)
         seq.max_len = min(seq.max_len, self.max_len)
+        if request.grammar is not None:
+            assert self.grammars is not None
+            seq.matcher = self.grammars.matcher(request.grammar, request.stop_token_ids)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
@@ -65,6 +75,8 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan)))
+                if len(self._in_flight) == 1:
+                    self._send_masks(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
                 return self._commit(*self._in_flight.popleft())
         except BaseException as error:
@@ -94,6 +106,8 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, pending: Pending[StepResult]) -> CoreStep:
         updated = self.scheduler.commit(plan, pending.result())
+        if self._in_flight:
+            self._send_masks(self._in_flight[0][0])
         streaming = [
             seq
             for seq in updated
@@ -107,6 +121,12 @@ class EngineCore:
             plan.num_prefill_tokens,
             plan.num_decode_tokens,
         )
+
+    def _send_masks(self, plan: StepPlan) -> None:
+        """Let a plan be sampled that waits for masks: all tokens before it are known by now."""
+        if len(plan.masked_rows):
+            assert self.grammars is not None
+            self.executor.sample(self.grammars.masks(self.scheduler.matchers(plan)))
 
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.grammar import Grammars
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.errors import RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens together "
     "leave none, or "
+)
+NOTHING_FITS = (
+    "no token fits structured_outputs any more: the grammar took too much work to follow, or "
 )
 BROKEN_LOGITS = (
     "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
@@ -77,6 +81,7 @@ class Front:
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.grammars = Grammars(tokenizer, vocab_size, self._eos_token_ids)
         self._seed_of_all = seed
         self._seq_ids = itertools.count()
         self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
@@ -96,18 +101,20 @@ class Front:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         tokenizer = self.tokenizer if is_streaming or params.stop else None
+        asked = params.structured_outputs
         first = Request(
             next(self._seq_ids),
             token_ids,
-            params,
+            replace(params, structured_outputs=None),
             stop_token_ids=self._stop_token_ids(params),
+            grammar=None if asked is None else self.grammars.compile(asked),
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
             is_streaming=is_streaming or tokenizer is not None,
         )
         requests = [first]
         if params.n > 1:  # the first sample has the prompt's own log-probabilities
-            other = replace(first, params=replace(params, prompt_logprobs=None))
+            other = replace(first, params=replace(first.params, prompt_logprobs=None))
             other = replace(other, leader_id=first.seq_id)
             requests += [replace(other, seq_id=next(self._seq_ids)) for _ in range(1, params.n)]
         samples = []
@@ -198,7 +205,7 @@ class Front:
             num_cached_tokens=own.num_cached_tokens,
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
-            error=why_broken(request.params) if is_broken else None,
+            error=why_broken(request) if is_broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
@@ -303,8 +310,11 @@ class Front:
         return seed - 2**64 if seed >= 2**63 else seed
 
 
-def why_broken(params: SamplingParams) -> str:
+def why_broken(request: Request) -> str:
+    params = request.params
     is_edited = params.allowed_token_ids or params.bad_words or params.min_tokens
+    if request.grammar is not None:
+        return NOTHING_FITS + NOTHING_ALLOWED + BROKEN_LOGITS
     return NOTHING_ALLOWED + BROKEN_LOGITS if is_edited else BROKEN_LOGITS
 
 

@@ -80,7 +80,8 @@ class LLMEngine:
         pacer = None if target is None else Pacer(target / 1000)
         scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
         depth = info.depth if config.depth is None else config.depth
-        return EngineCore(scheduler, executor, depth, config.max_model_len)
+        grammars = self.front.grammars
+        return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
@@ -101,6 +102,12 @@ class Scheduler:
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
         return updated
+
+    def matchers(self, plan: StepPlan) -> list[Matcher | None]:
+        """Of the rows of the oldest plan in flight that need masks; None: it ended meanwhile."""
+        rows = self._in_flight[0]
+        masked = [rows[row] for row in plan.masked_rows.tolist()]
+        return [None if seq.finish_reason is not None else seq.matcher for seq in masked]
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
@@ -232,6 +239,8 @@ class Scheduler:
         draft.starts.append(start)
         draft.counts.append(end - start)
         draft.num_logits.append(1 if is_sampled else 0)
+        if is_sampled and seq.matcher is not None:
+            draft.masked_rows.append(len(draft.rows) - 1)
         if is_sampled and start >= seq.num_prompt_tokens:
             draft.num_decode_tokens += 1
         draft.budget -= end - start
@@ -254,7 +263,8 @@ class Scheduler:
             seq.first_token_time = time.perf_counter()
         if seq.num_computed >= seq.next_full_len:
             self.blocks.register(seq)
-        if token_id in seq.stop_token_ids:
+        matcher = seq.matcher
+        if token_id in seq.stop_token_ids or (matcher and matcher.finishes(token_id)):
             self._end(seq, "stop")
         elif num_tokens >= seq.max_len:
             self._end(seq, "length")
@@ -326,6 +336,7 @@ class _Draft:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
+    masked_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
@@ -340,5 +351,6 @@ class _Draft:
             block_updates=self.block_updates,
             released=released,
             num_decode_tokens=self.num_decode_tokens,
+            masked_rows=np.array(self.masked_rows, np.int32),
             block_copies=self.block_copies,
         )

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
+from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 
 NO_SLOT = -1
@@ -34,6 +35,7 @@ class Sequence:
     first_token_time: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
+    matcher: Matcher | None = None  # of its grammar, as far as the known tokens go
 
     leader: Sequence | None = None  # the first sample of the prompt, whose blocks this one shares
     followers: dict[int, Sequence] = field(default_factory=dict)  # wait until its prompt is read

@@ -13,7 +13,7 @@ import torch
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.store import host_store
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.codec import decode_result, encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
@@ -62,6 +62,9 @@ class MultiprocExecutor:
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
         (reply,) = self._workers.send(encode_plan(plan))
         return Pending(lambda: decode_result(reply.result()))
+
+    def sample(self, masks: IntColumn) -> None:
+        self._workers.send([masks.data], num_replies=0)
 
     def close(self) -> None:
         self._workers.close()
