@@ -15,7 +15,7 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 	--target-processes all --padding 512
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu sanitize report lint format lock clean
+.PHONY: help demo test test-slow endurance test-gpu sanitize report lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: lint ## Lint, type-check and run the tests (all but gpu and slow)
 
 test-slow: $(VENV)/.installed-dev ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(IN_PROCESSES)
+
+endurance: $(VENV)/.installed-dev ## Run tests of many generated cases with all of them
+	$(BIN)/python -m pytest -m endurance --all-counts $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

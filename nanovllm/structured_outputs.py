@@ -50,9 +50,7 @@ def _checked(key: str, value: Any) -> Any:
         "json_object": value is True,
     }.get(key, is_text)
     if not is_valid:
-        raise ConfigError(
-            f"structured_outputs[{key!r}] must be {EXPECTED[key]}, got {value!r:.80}"
-        )
+        raise ConfigError(f"structured_outputs[{key!r}] must be {EXPECTED[key]}, got {value!r:.80}")
     return value
 
 

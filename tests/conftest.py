@@ -16,6 +16,17 @@ import torch
 from tests.checkpoints import TinyCheckpoint, shared_checkpoint
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-counts", action="store_true", help="run endurance tests in full")
+
+
+@pytest.fixture(scope="session")
+def count(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """How many cases of so many to run: a tenth, unless all are asked for."""
+    is_whole = request.config.getoption("--all-counts")
+    return lambda number: number if is_whole else max(number // 10, 1)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let several processes share the cores; tests of threads ask for as many as they want."""
     worker = getattr(config, "workerinput", None)

@@ -16,14 +16,23 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors, pending < validation < sampling_params, outputs < prompts, chat_template, config
+    errors, pending < validation, structured_outputs < sampling_params, outputs < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < engine.engine_thread, engine.async_engine
     < llm < server, bench < cli < __main__
 """
-LEAVES = ("errors", "pending", "validation", "sampling_params", "outputs", "prompts", "config")
+LEAVES = (
+    "errors",
+    "pending",
+    "validation",
+    "structured_outputs",
+    "sampling_params",
+    "outputs",
+    "prompts",
+    "config",
+)
 # The scheduling files know counts and token ids only: the leaves and each other.
 HOST = (
     "engine.request",
@@ -35,6 +44,10 @@ HOST = (
     "engine.detokenizer",
     "engine.front",
     "engine.waiting",
+    "engine.grammar",
+    "engine.json_schema",
+    "engine.json_disjoint",
+    "engine.json_formats",
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NUM_CACHED = 32  # grammars that are kept for requests to come
 # Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
     "max_grammar_size": 100_000,
     "step_lexer_fuel": 100_000,  # 7 ms a mask

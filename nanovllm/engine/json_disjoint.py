@@ -72,16 +72,20 @@ def _kind(value: Any) -> str:
 
 
 def _listed(demand: dict[str, Any]) -> list[list[Any]]:
-    return [[demand["const"]]] * ("const" in demand) + [demand["enum"]] * ("enum" in demand)
+    """The lists of values, if any, that a demand limits itself to."""
+    constant = [[demand["const"]]] if "const" in demand else []
+    return [*constant, demand["enum"]] if "enum" in demand else constant
 
 
 def _values_meet(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
     """Whether lists of values, if both sides have one, share any; numbers may look different."""
-    mine, yours = (
-        [{_spelled(value) for value in values} for each in side for values in _listed(each)]
-        for side in (ones, others)
-    )
-    return not mine or not yours or bool(set.intersection(*mine) & set.intersection(*yours))
+    mine, yours = _common_values(ones), _common_values(others)
+    return mine is None or yours is None or bool(mine & yours)
+
+
+def _common_values(demands: list[dict[str, Any]]) -> frozenset[str] | None:
+    lists = [frozenset(map(_spelled, values)) for each in demands for values in _listed(each)]
+    return frozenset.intersection(*lists) if lists else None
 
 
 def _spelled(value: Any) -> str:

@@ -6,6 +6,7 @@ ignore, or read differently, is refused by name; where it allows too much, the p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,20 +34,22 @@ REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
     "dependentSchemas": (frozenset(("object",)), ({},)),
     "unevaluatedProperties": (frozenset(("object",)), (True, {})),
     "not": (TYPES, (False,)),
-    "if": (TYPES, (True, False, {})),
+    "if": (TYPES, ()),
     "$dynamicRef": (TYPES, ()),
     "$recursiveRef": (TYPES, ()),
     "disallow": (TYPES, ()),
     "extends": (TYPES, ()),
     "divisibleBy": (TYPES, ()),
 }
-# Python and llguidance differ on these, or llguidance lacks them: classes without digits or
-# letters, which Python takes from all of Unicode; sets of sets; borders, flags and references.
-DIFFERENT_REGEX = re.compile(
-    r"""\\[DW]  |  \[\^ (?:[^\]\\]|\\.)* \\[dw]  |  \[ [^\]]* (?:\[ | && | -- | ~~)
-    |  \\[bBAZzGpPXRkhHQEcNKC1-9]  |  \(\? (?! : | P< )""",
-    re.VERBOSE,
+# The pieces of a regular expression: escapes, sets, groups with a mark, other characters.
+REGEX_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<?[=!]|P<|.)|.", re.DOTALL)
+# Those that llguidance lacks or reads differently: what is no digit or letter, which Python takes
+# from all of Unicode; sets of sets; borders, lookaround, flags and references.
+DIFFERENT_PIECE = re.compile(
+    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWb]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
+    re.DOTALL,
 )
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \uXXXX
 
 
 def enforceable(schema: Schema) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class _Rewriter:
             if "oneOf" in schema and self._is_disjoint(schema["oneOf"]):
                 options = schema.pop("oneOf")
                 _and(schema, {"anyOf": options})
-        self._forbid_endless()
+        self._refuse_endless()
         return {"$ref": f"#/$defs/{first}", "$defs": self.parts}
 
     def _name(self, pointer: str) -> str:
@@ -84,8 +87,6 @@ class _Rewriter:
         found: Any = self.root
         for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            if found is not self.root and isinstance(found, dict) and "$id" in found:
-                raise refused("$ref", "#" + pointer, "it leads through a part with an $id")
             try:
                 found = found[int(key) if isinstance(found, list) else key]
             except (KeyError, IndexError, ValueError, TypeError) as error:
@@ -97,6 +98,7 @@ class _Rewriter:
             return schema
         if not isinstance(schema, dict):
             raise refused(path.split("/")[-1], path, f"{schema!r:.40} is no schema")
+        self._check_base(schema, path)
         if "$ref" in schema and self.draft < 8:
             return self._reference(schema["$ref"], path)  # where it stands alone
         types = _types(schema, path)
@@ -111,7 +113,14 @@ class _Rewriter:
         self._items(out, schema, path)
         _numbers(out, schema, types, path)
         _format(out, schema, types, path)
+        _check_spans(out, types, path)
         return out
+
+    def _check_base(self, schema: dict[str, Any], path: str) -> None:
+        """Refuse a part that gives its references another beginning."""
+        own_id = schema.get("$id" if self.draft > 4 else "id")
+        if isinstance(own_id, str) and path != "#" and '"$ref"' in json.dumps(schema):
+            raise refused("$id", path, "there are references in that part")
 
     def _check(
         self, key: str, value: Any, schema: dict[str, Any], types: frozenset[str], path: str
@@ -155,6 +164,8 @@ class _Rewriter:
         if key == "patternProperties":
             for pattern in value:
                 check_pattern(key, pattern, path)
+        if any(map(UNWRITABLE.search, value)):
+            raise refused(key, path, "a name has control characters")
         out[key] = {
             name: self._part(each, f"{path}/{name.replace('~', '~0').replace('/', '~1')}")
             for name, each in value.items()
@@ -184,7 +195,8 @@ class _Rewriter:
         elif first in schema and self.draft < 10:
             raise refused(first, path, "it is not in the schema's draft")
         if first in schema:
-            self._list(holder := {}, schema[first], schema, f"{path}/{first}")
+            holder: dict[str, Any] = {}
+            self._list(holder, schema[first], schema, f"{path}/{first}")
             out["prefixItems"] = holder[first]
         if rest in schema:
             out["items"] = self._part(schema[rest], f"{path}/{rest}")
@@ -196,8 +208,8 @@ class _Rewriter:
             for other in options[:index]
         )
 
-    def _forbid_endless(self) -> None:
-        """Forbid the parts that no text of finite length fits: they require themselves."""
+    def _refuse_endless(self) -> None:
+        """Refuse parts that no text of finite length fits: they require themselves."""
         finite: set[str] = set()
         while new := {
             name
@@ -205,28 +217,27 @@ class _Rewriter:
             if name not in finite and _is_finite(part, finite)
         }:
             finite |= new
-        for name in self.parts.keys() - finite:
-            self.parts[name] = False
-        if "0" not in finite:
-            raise refused("$ref", "#", "no answer of finite length fits the schema")
+        for pointer, name in self.names.items():
+            if name not in finite:
+                raise refused("$ref", "#" + pointer, "no text of finite length fits")
 
 
-def refused(keyword: str, path: str, reason: str = "its answers cannot be told") -> RequestError:
-    return RequestError(
-        f"structured_outputs: {keyword!r} at {path} cannot be enforced: {reason}"
-    )
+def refused(keyword: str, path: str, reason: str = "no mask can tell what it asks") -> RequestError:
+    return RequestError(f"structured_outputs: {keyword!r} at {path} cannot be enforced: {reason}")
 
 
 def check_pattern(keyword: str, pattern: Any, path: str) -> None:
     if not isinstance(pattern, str):
         raise refused(keyword, path, "it must be a string")
+    for piece in REGEX_PIECE.findall(pattern):
+        if DIFFERENT_PIECE.match(piece):
+            raise refused(keyword, path, f"{piece!r:.40} is not supported in {pattern!r:.80}")
     try:
         re.compile(pattern)
     except (re.error, OverflowError) as error:
-        raise refused(keyword, path, f"{pattern!r:.80} is no regular expression ({error})") from error
-    if found := DIFFERENT_REGEX.search(pattern):
-        raise refused(keyword, path, f"{found[0]!r:.40} is not supported in {pattern!r:.80}")
-
+        raise refused(
+            keyword, path, f"{pattern!r:.80} is no regular expression ({error})"
+        ) from error
 
 def _draft(root: Schema) -> int:
     """The draft's number; the two after 7 count as 8 and, like no draft at all, 10."""
@@ -269,6 +280,8 @@ def _count(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -
 def _required(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise refused("required", path, "it must be a list of names")
+    if any(map(UNWRITABLE.search, value)):
+        raise refused("required", path, "a name has control characters")
     out["required"] = value
 
 
@@ -276,18 +289,20 @@ def _constant(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
     key = path.rsplit("/", 1)[1]
     if key == "enum" and (not isinstance(value, list) or not value):
         raise refused(key, path, "it must be a list of values")
-    for number in _numbers_in(value):
-        if abs(number) > EXACT:
-            raise refused(key, path, f"{number} is too large a number")
+    for leaf in _leaves(value):
+        if isinstance(leaf, str) and UNWRITABLE.search(leaf):
+            raise refused(key, path, f"{leaf!r:.40} has control characters")
+        if isinstance(leaf, int | float) and abs(leaf) > EXACT:
+            raise refused(key, path, f"{leaf} is too large a number")
     _and(out, {key: value})
 
 
-def _numbers_in(value: Any) -> Iterator[float]:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for each in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
         yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _numbers_in(each)
 
 
 def _pattern(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
@@ -295,9 +310,7 @@ def _pattern(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str)
     _and(out, {"pattern": value})
 
 
-def _numbers(
-    out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str
-) -> None:
+def _numbers(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str) -> None:
     """Bounds and multiples. A float that is written with many digits may be read as its bound, so
     those that a number must not reach move by a little."""
     if not {"number", "integer"} & types:
@@ -318,6 +331,13 @@ def _numbers(
         out.update({key: v for key, v in ((low, bound), (strict, limit)) if v is not None})
     if "multipleOf" in schema:
         _multiple(out, schema["multipleOf"], path)
+
+
+def _check_spans(out: dict[str, Any], types: frozenset[str], path: str) -> None:
+    for low in ("minimum", "minLength", "minItems", "minProperties"):
+        high = low.replace("min", "max")
+        if len(types) == 1 and low in out and high in out and out[low] > out[high]:
+            raise refused(low, path, f"it is above {high}")
 
 
 def _multiple(out: dict[str, Any], value: float, path: str) -> None:
@@ -367,7 +387,9 @@ def _is_finite(schema: Schema, finite: set[str]) -> bool:
         if key in schema and not any(_is_finite(each, finite) for each in schema[key]):
             return False
     if schema.get("type") == "object":
-        needed = [schema.get("properties", {}).get(name, True) for name in schema.get("required", ())]
+        needed = [
+            schema.get("properties", {}).get(name, True) for name in schema.get("required", ())
+        ]
     elif schema.get("type") == "array":
         items = [*schema.get("prefixItems", ()), schema.get("items", True)]
         needed = items[: schema.get("minItems", 0)]

@@ -33,8 +33,8 @@ def encode_plan(plan: StepPlan) -> list[Section]:
     updates = [number for u in plan.block_updates for number in (u.slot, u.index, u.block_id)]
     params = _encode_params(plan.new_rows)
     copies = [number for copy in plan.block_copies for number in (copy.source, copy.target)]
-    masked_rows = plan.masked_rows
-    lengths = map(len, (plan.slots, updates, plan.released, copies, masked_rows, params))
+    masked_rows, lists = plan.masked_rows, (updates, plan.released, copies)
+    lengths = (len(plan.slots), *map(len, lists), len(masked_rows), len(params))
     return [
         _PLAN.pack(plan.num_decode_tokens, *lengths),
         *(column.data for column in (plan.slots, plan.starts, plan.counts, plan.num_logits)),
