@@ -37,7 +37,7 @@ def _checked(key: str, value: Any) -> Any:
         if key == "json":
             text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
             value = json.loads(text)
-        elif key == "choice":
+        elif key == "choice" and not isinstance(value, str):
             value = list(value)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

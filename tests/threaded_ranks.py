@@ -87,7 +87,7 @@ class ThreadedExecutor:
         return PendingOnAll(self.ranks.submit(lambda rank: self.workers[rank].run(plan)))
 
     def sample(self, masks: IntColumn) -> None:
-        self.ranks.submit(lambda rank: self.workers[rank].sample(masks))
+        self.ranks.run(lambda rank: self.workers[rank].sample(masks))
 
     def close(self) -> None:
         self.ranks.close()

@@ -85,6 +85,7 @@ class Grammars:
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
+        self._get_tools()  # or say at once what is missing
         text = grammar_text(asked)
         with self._lock:
             grammar = self._cache.pop(text, None)

@@ -219,7 +219,8 @@ class _Rewriter:
             finite |= new
         for pointer, name in self.names.items():
             if name not in finite:
-                raise refused("$ref", "#" + pointer, "no text of finite length fits")
+                keyword = "false" if self.parts[name] is False else "$ref"
+                raise refused(keyword, "#" + pointer, "no text of finite length fits")
 
 
 def refused(keyword: str, path: str, reason: str = "no mask can tell what it asks") -> RequestError:
@@ -238,6 +239,7 @@ def check_pattern(keyword: str, pattern: Any, path: str) -> None:
         raise refused(
             keyword, path, f"{pattern!r:.80} is no regular expression ({error})"
         ) from error
+
 
 def _draft(root: Schema) -> int:
     """The draft's number; the two after 7 count as 8 and, like no draft at all, 10."""

@@ -112,15 +112,23 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2023-02-29"', '"0000-01-01"']),
     ({"type": "string", "pattern": "^\\S$"}, ['"é"'], ['" "', '"\\u001c"']),
     (
-        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/a", "a": {"type": "null"},
-         "type": "string"},
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$ref": "#/a",
+            "a": {"type": "null"},
+            "type": "string",
+        },
         ["null"],
         ['"a"'],
     ),  # fmt: skip
     (
-        {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
-         "$defs": {k: {"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]}
-                   for k in "ab"}},
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {
+                k: {"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]}
+                for k in "ab"
+            },
+        },
         ['{"k":"a"}', '{"k":"b","x":1}'],
         ["{}", '{"k":"c"}'],
     ),  # fmt: skip
