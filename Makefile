@@ -9,7 +9,7 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Two, as most tests keep a core busy; a file's tests stay together and share what it prepares.
 TEST_PROCESSES ?= 2
-IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile
+IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # Torch asks the driver things that it refuses: errors of the API are not ours.
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
 	--target-processes all --padding 512

@@ -73,7 +73,12 @@ def test_equals_transformers(case: Case, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "depth"),
-    [("plain", 0), ("preempted-chunked", 1), ("eager", 0), ("many-rows", 1)],
+    [
+        ("plain", 0),
+        ("preempted-chunked", 1),
+        pytest.param("eager", 0, marks=pytest.mark.slow),
+        pytest.param("many-rows", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_family_equals_transformers(family_case: Case, mode: str, depth: int) -> None:
     check(family_case, mode, depth)

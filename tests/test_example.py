@@ -8,6 +8,7 @@ from tests.cli.terminal_process import TerminalProcess, run_program
 from tests.cli.virtual_screen import VirtualScreen
 
 
+@pytest.mark.slow
 def test_the_demo_at_a_terminal() -> None:
     process = TerminalProcess("example.py", "--max-tokens", "24", columns=72)
     try:

@@ -23,6 +23,7 @@ def llm() -> LLM:
     return LLM("smollm2", dtype="float32", max_model_len=256, max_num_seqs=4)
 
 
+@pytest.mark.slow
 def test_equals_transformers_token_for_token(llm: LLM) -> None:
     prompts = llm.apply_chat_template([[{"role": "user", "content": q}] for q in QUESTIONS])
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

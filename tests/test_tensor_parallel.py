@@ -106,6 +106,7 @@ def test_every_family(checkpoint_root: Path, name: str) -> None:
 
 
 # Two kv heads, four, one; experts; packed weights; biases; a head that is the embedding.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["qwen2", "llama-mha-bias", "gemma3-six", "qwen3-moe", "phi3", "odd-tied"]
 )

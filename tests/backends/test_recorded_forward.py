@@ -187,6 +187,7 @@ def test_any_number_of_threads_gives_the_same_tokens(
             assert generate(llm) == want
 
 
+@pytest.mark.slow
 def test_without_numba_tokens_are_the_same(tiny: Tiny, wanted: list[list[list[int]]]) -> None:
     """In a process that cannot import numba, the engine runs on plain torch."""
     script = """

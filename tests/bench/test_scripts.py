@@ -74,6 +74,7 @@ def test_documented_scripts_are_there() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine.trace", "kernels.linear", "kernels.sampling"])
 def test_some_need_a_gpu(name: str) -> None:
     pytest.importorskip("triton")

@@ -260,6 +260,7 @@ def test_short_names_are_hub_ids(find: Callable[..., list[Any]]) -> None:
     assert (qwen3[2], smollm2[2]) == (5, 6)
 
 
+@pytest.mark.slow
 def test_a_complete_copy_serves_without_the_hub(hub: Hub, find: Callable[..., list[Any]]) -> None:
     commits = {name: hub.commit("org/name", name) for name in ("main", "v2", "refs/pr/1")}
     by_name = [{"model": "org/name", "revision": name} for name in (None, "v2")]
@@ -290,6 +291,7 @@ def test_a_complete_copy_serves_without_the_hub(hub: Hub, find: Callable[..., li
         assert ("HF_HUB_OFFLINE" in nothing) == ("HF_HUB_OFFLINE" in gone)
 
 
+@pytest.mark.slow
 def test_a_partial_copy_names_what_it_lacks(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
@@ -320,6 +322,7 @@ def test_a_partial_copy_names_what_it_lacks(
     assert find(*calls) == found
 
 
+@pytest.mark.slow
 def test_a_gguf_file_that_is_not_cached(
     find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
@@ -335,6 +338,7 @@ def test_a_gguf_file_that_is_not_cached(
             assert missing in error
 
 
+@pytest.mark.slow
 def test_a_complete_copy_needs_no_list_of_files(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
@@ -348,6 +352,7 @@ def test_a_complete_copy_needs_no_list_of_files(
         assert find(*calls, **gone) == found
 
 
+@pytest.mark.slow
 def test_what_is_gone_from_the_hub_is_no_matter_of_the_network(
     hub: Hub, find: Callable[..., list[Any]], forget: Callable[..., None]
 ) -> None:
@@ -366,6 +371,7 @@ def test_an_unknown_revision_or_model_is_named(find: Callable[..., list[Any]]) -
     assert "set HF_TOKEN or run `hf auth login`" in absent
 
 
+@pytest.mark.slow
 def test_a_gated_model_needs_the_token(hub: Hub, find: Callable[..., list[Any]]) -> None:
     [error] = find({"model": "org/gated"})
     assert "set HF_TOKEN or run `hf auth login`" in error
@@ -376,6 +382,7 @@ def test_a_gated_model_needs_the_token(hub: Hub, find: Callable[..., list[Any]])
     assert found[1:] == ["safetensors", 1]
 
 
+@pytest.mark.slow
 def test_revisions_are_other_weights(
     hub: Hub,
     run: Callable[..., list[str]],

@@ -141,6 +141,7 @@ def test_models_lists_every_architecture_and_short_name(
         assert f"  {hub_id}, short: {alias}" in lines
 
 
+@pytest.mark.slow
 def test_chat_in_a_pipe_prints_answers_only() -> None:
     """A conversation remembers, and /reset makes it forget; the same question, the same answer."""
     question = "What is the capital of France? Answer in one word."

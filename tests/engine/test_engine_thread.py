@@ -272,6 +272,7 @@ time.sleep(0.3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_daemon", "seconds"), [(False, 0.1), (True, 1.0)])
 def test_a_program_may_end_while_an_engine_steps(
     path: Path, is_daemon: bool, seconds: float

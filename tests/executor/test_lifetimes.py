@@ -67,7 +67,8 @@ def assert_gone(pids: list[int]) -> None:
     wait_until(lambda: not left(), SECONDS, lambda: f"still there: {left()}")
 
 
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1])
 def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: int) -> None:
     """They start at once, step in turn, and the death of one leaves the other alone."""
     options = {**OPTIONS, "tensor_parallel_size": 2, "depth": depth}
@@ -95,9 +96,8 @@ def test_two_engines_side_by_side(path: Path, answers: list[list[int]], depth: i
     assert_gone(others)
 
 
-@pytest.mark.parametrize(
-    "seconds", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 0.2, 1.0))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0])
 def test_ctrl_c_while_workers_start(path: Path, seconds: float) -> None:
     source = f"""
 import sys
@@ -114,6 +114,7 @@ LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
         assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt keeps the traceback, and with it all that was being made."""
 
@@ -130,6 +131,7 @@ def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.Monke
     assert caught.tb is not None
 
 
+@pytest.mark.slow
 def test_an_engine_outlives_ctrl_c(path: Path, answers: list[list[int]], tmp_path: Path) -> None:
     """In a script without a main guard, which no worker runs again."""
     script = tmp_path / "script.py"

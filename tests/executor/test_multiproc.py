@@ -160,10 +160,10 @@ def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> Non
 @pytest.mark.parametrize(
     ("order", "rank", "build_worker"),
     [
-        (Order.RAISE, 0, obedient),
+        pytest.param(Order.RAISE, 0, obedient, marks=pytest.mark.slow),
         (Order.RAISE, 1, meeting),
         (Order.RAISE_LATE, 0, obedient),  # only its tokens are waited for
-        (Order.DIE, 0, obedient),
+        pytest.param(Order.DIE, 0, obedient, marks=pytest.mark.slow),
         (Order.DIE, 1, meeting),
     ],
 )
@@ -192,6 +192,7 @@ def test_a_fault_in_a_step_fails_every_waiter(
     executor.close()
 
 
+@pytest.mark.slow
 def test_a_death_is_reported_while_another_rank_is_in_a_collective(
     meeting_executor: MultiprocExecutor,
 ) -> None:

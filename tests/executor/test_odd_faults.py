@@ -142,6 +142,7 @@ def test_a_thread_that_cannot_start_hides_nothing(monkeypatch: pytest.MonkeyPatc
     assert [worker.channel.fileno() for worker in workers] == [-1, -1]
 
 
+@pytest.mark.slow
 def test_flags_of_the_interpreter_reach_the_workers(tmp_path: Path) -> None:
     """-I ignores PYTHONPATH, where something may wait that no process is to run."""
     (tmp_path / "sitecustomize.py").write_text("raise SystemExit('it ran')")
@@ -216,6 +217,7 @@ for source in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_programs_with_other_manners() -> None:
     """Each would die, look in the wrong folder, wait in vain or disturb its child's parent."""
     says = {SENDS_TO_THE_DEAD: "told", MOVES_AWAY: "started", SETS_A_TIMEOUT: "7", FORKS: "7 8"}

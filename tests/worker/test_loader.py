@@ -499,6 +499,7 @@ def test_pieces_arrive_in_place(device: str, dtype: torch.dtype) -> None:
     assert not whole[:, 112:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_memory_beyond_the_weights_is_a_few_pieces(tmp_path: Path) -> None:
     """Of one 200 MB file, of which a map that is kept would count whole beside the weights."""

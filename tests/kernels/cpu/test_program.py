@@ -167,6 +167,7 @@ def assert_usable(block: Block, inputs: Tensor, want: Tensor) -> None:
     assert torch.equal(output, want)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_of_a_recording_leaves_nothing_behind() -> None:
     block, inputs = Block(torch.float32), tokens(4, 8)
     want = block(inputs)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.cuda.attention_decode import choose_splits, decode_config, paged_decode
 from nanovllm.kernels.cuda.attention_prefill import choose_prefill_splits, prefill_config
 from nanovllm.kernels.cuda.attention_splits import partial_size
-from tests.devices import run_interpreted
+from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -21,8 +21,9 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases and more, compiled")
-def test_interpreted_kernels_equal_the_reference() -> None:
-    run_interpreted(cases.__name__)
+@interpreted_cases
+def test_interpreted_kernels_equal_the_reference(which: str) -> None:
+    run_interpreted(cases.__name__, which)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.devices import run_interpreted
+from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import experts_cases as cases
 from tests.kernels.expert_layers import Layer
 
@@ -18,8 +18,9 @@ DTYPES = pytest.mark.parametrize(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
-def test_interpreted_kernels_equal_the_reference() -> None:
-    run_interpreted(cases.__name__)
+@interpreted_cases
+def test_interpreted_kernels_equal_the_reference(which: str) -> None:
+    run_interpreted(cases.__name__, which)
 
 
 @pytest.mark.gpu

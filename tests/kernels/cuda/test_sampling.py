@@ -17,7 +17,7 @@ from nanovllm.kernels.cuda.sampling import (
 )
 from nanovllm.kernels.ops import Sampling
 from nanovllm.kernels.torch_sampling import noise_bits, sample_by_noise
-from tests.devices import run_interpreted
+from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import sampling_cases as cases
 from tests.kernels.test_torch_sampling import (
     SEEDS,
@@ -31,8 +31,9 @@ VOCAB_SIZE = 151_936
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
-def test_cases_in_the_interpreter() -> None:
-    run_interpreted(cases.__name__)
+@interpreted_cases
+def test_cases_in_the_interpreter(which: str) -> None:
+    run_interpreted(cases.__name__, which)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 64, 200, 256, 1024, 5000])
