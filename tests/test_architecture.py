@@ -16,7 +16,8 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors, pending < validation, structured_outputs < sampling_params, outputs < prompts, chat_template, config
+    errors, pending < validation, structured_outputs < sampling_params, outputs
+    < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine

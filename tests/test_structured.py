@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ import jsonschema
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import grammar
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import EOS, with_tokenizer
@@ -203,7 +205,7 @@ def test_streams(llm: LLM) -> None:
 
 
 def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
-    """Stop tokens of the text itself; the model's own end, if it is ignored, comes where it must."""
+    """Those of the text, too; the model's own end, if ignored, comes where it must."""
     digits = [llm.engine.tokenizer.encode(digit)[0] for digit in "0123456789"]
     asked = {"regex": "[a-c]{3}[0-9]+"}
     for options in ({"stop_token_ids": digits[:5]}, {"ignore_eos": True}, {"min_tokens": 20}):
@@ -322,6 +324,71 @@ def test_needs_a_tokenizer_and_the_package(path: Path) -> None:
             generate(llm, [params_of({"regex": "a"}, 0)])
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("caching", [True, False])
+def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching: bool) -> None:
+    rng, fill_all, fill_one = random.Random(0), grammar._fill_all, grammar._fill_one
+
+    def late(fill: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            time.sleep(rng.choice([0, 0, 0.004]))
+            fill(*args)
+
+        return run
+
+    options = {**OPTIONS, "num_kvcache_blocks": 40, "enable_prefix_caching": caching}
+    with (
+        patch.object(grammar, "MAX_WAIT", 0.001),
+        patch.object(grammar, "_fill_all", late(fill_all)),
+        patch.object(grammar, "_fill_one", late(fill_one)),
+        LLM(str(path), device="cpu", depth=depth, **options) as llm,
+    ):
+        scheduler = llm.engine.core.scheduler
+        with patch.object(scheduler, "postpone", wraps=scheduler.postpone) as postpone:
+            outputs = generate(llm, batch())
+        scheduler.check()
+        assert any(call.args[0] for call in postpone.call_args_list)
+    assert [output.token_ids for output in outputs] == wanted
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> None:
+    def slow(fill: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (time.sleep(0.2), fill(*args))[1]
+
+    with (
+        patch.object(grammar, "_fill_all", slow(grammar._fill_all)),
+        patch.object(grammar, "_fill_one", slow(grammar._fill_one)),
+        LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm,
+    ):
+        constrained = params_of({"regex": "[ab]{16}"}, 0)
+        params = [constrained, *(params_of(None, seed, max_tokens=30) for seed in range(4))]
+        outputs = generate(llm, params)
+    assert fits({"regex": "[ab]{16}"}, outputs[0].text)
+    assert outputs[0].duration > 4 * 0.2
+    assert max(output.duration for output in outputs[1:]) < outputs[0].duration / 2
+
+
+def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+
+    with (
+        patch.object(grammar, "_fill_all", slow),
+        LLM(str(path), device="cpu", **OPTIONS) as llm,
+    ):
+        engine = llm.engine
+        seq_id = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
+        for _ in range(3):
+            engine.step()
+        assert engine.core.scheduler.postponed
+        output = engine.abort(seq_id)
+        assert output is not None
+        assert output.finish_reason == "abort"
+        assert engine.is_finished()
+        engine.core.scheduler.check()
+
+
 PATHOLOGICAL: list[dict[str, Any]] = [
     {"json": {"enum": [f"value {i} of many" for i in range(20_000)]}},
     {"json": {"type": "string", "pattern": "^(a|b|ab)*(a{1,500}b{1,500}){1,500}$"}},
@@ -350,21 +417,26 @@ def test_a_pathological_grammar_holds_up_nobody(llm: LLM, asked: dict[str, Any])
     assert time.perf_counter() - start < 10
 
 
+def refusal_of(llm: LLM, schema: Any) -> str | None:
+    try:
+        llm.engine.front.grammars.compile({"json": schema})
+    except RequestError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.endurance
 @pytest.mark.slow
 def test_generated_schemas_with_the_default_model(
     smollm2: LLM, count: Callable[[int], int]
 ) -> None:
-    schemas, params, num_refused = {}, [], 0
+    params, num_refused = [], 0
     for number in range(count(500)):
         schema = random_schema(number)
-        try:
-            smollm2.engine.front.grammars.compile({"json": schema})
-        except RequestError as error:
+        if (refusal := refusal_of(smollm2, schema)) is not None:
             num_refused += 1
-            assert re.search(r"'[\w$]+' at #|oneOf|nsatisfiable", str(error)), error
+            assert re.search(r"'[\w$]+' at #|oneOf|nsatisfiable", refusal), refusal
             continue
-        schemas[number] = schema
         params += [params_of({"json": schema}, seed, max_tokens=96) for seed in range(3)]
     prompts = ["Fill in the form, in JSON:\n"] * len(params)
     outputs = smollm2.generate(prompts, params, use_tqdm=False)

@@ -83,7 +83,11 @@ class EngineCore:
             # Not the error itself: its traceback holds the engine, which would hold itself.
             self._failure = repr(error)
             raise
-        assert self._in_flight or not self._sequences, "sequences wait but nothing runs"
+        if not self._in_flight and self._sequences:
+            assert self.scheduler.postponed, "sequences wait but nothing runs"
+            assert self.grammars is not None
+            matchers = [seq.matcher for seq in self.scheduler.postponed.values()]
+            self.grammars.wait([matcher for matcher in matchers if matcher is not None])
         return CoreStep([], [], [])
 
     def finish(self, seq_id: int, reason: FinishReason) -> Ending | None:
@@ -126,7 +130,9 @@ class EngineCore:
         """Let a plan be sampled that waits for masks: all tokens before it are known by now."""
         if len(plan.masked_rows):
             assert self.grammars is not None
-            self.executor.sample(self.grammars.masks(self.scheduler.matchers(plan)))
+            masks, late = self.grammars.masks(self.scheduler.matchers(plan))
+            self.scheduler.postpone(plan.masked_rows[late].tolist())
+            self.executor.sample(masks)
 
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None

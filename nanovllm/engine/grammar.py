@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_CACHED = 32  # grammars that are kept for requests to come
+NUM_TRIED = 4  # tokens, before a grammar is taken
+MAX_WAIT = 0.01  # seconds that a batch waits for masks; rows without one run again later
+MAX_THREADS = 15
 # Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
@@ -45,30 +50,62 @@ JSON_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar in llguidance's own form, and a matcher of it that stays at its beginning."""
+    """A grammar in llguidance's own form, and what comes of compiling it."""
 
     text: str
-    matcher: LLMatcher | None = field(repr=False, compare=False, default=None)
+    compiled: Compiled | None = field(repr=False, compare=False, default=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Grammar, (self.text,)  # another process compiles it for itself
 
 
-class Matcher:
-    """Follows the answer of one sequence."""
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    start: LLMatcher  # stays at the beginning
+    first_mask: IntColumn
 
-    def __init__(self, inner: LLMatcher, stop_token_ids: frozenset[int]) -> None:
-        self.inner = inner
+
+class Matcher:
+    """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
+
+    def __init__(self, compiled: Compiled, stop_token_ids: frozenset[int]) -> None:
+        self.inner = compiled.start.deep_copy()
         self.stop_token_ids = stop_token_ids
+        self.mask: IntColumn | None = compiled.first_mask  # None: not asked for yet
+        self.job: Future[None] | None = None  # what computes it
+        self.seconds: float | None = 0.0  # what masks take; None: maybe long
+
+    @property
+    def is_ready(self) -> bool:
+        return self.mask is not None and (self.job is None or self.job.done())
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds is not None and self.seconds > MAX_WAIT
 
     def finishes(self, token_id: int) -> bool:
         """Follow a token that is no stop token; True when nothing can come after it."""
+        self.mask = self.job = None
         self.inner.consume_token(token_id)
         return self.inner.is_stopped() and not self.inner.is_error()
 
 
+@dataclass(frozen=True, slots=True)
+class Tools:
+    tokenizer: LLTokenizer
+    limits: LLParserLimits
+    executor: LLExecutor  # computes many masks at a time
+    # Slow grammars have threads of their own, so that they never keep the others from one.
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "nanovllm-masks")
+    )
+    slow_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-slow-masks")
+    )
+
+
 class Grammars:
-    """Compiles grammars, in any thread, and computes masks, in that of the engine."""
+    """Compiles grammars, in any thread, and computes masks, for that of the engine."""
 
     def __init__(
         self,
@@ -78,10 +115,11 @@ class Grammars:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Grammar] = OrderedDict()
-        self._tools: tuple[LLTokenizer, LLExecutor, LLParserLimits] | None = None
+        self._tools: Tools | None = None
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
@@ -98,24 +136,60 @@ class Grammars:
         return grammar
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
-        inner = grammar.matcher or self._compile(grammar.text)
-        return Matcher(inner.deep_copy(), stop_token_ids)
+        return Matcher(grammar.compiled or self._compile(grammar.text), stop_token_ids)
 
-    def masks(self, matchers: list[Matcher | None]) -> IntColumn:
-        """Return a mask for each matcher; None, for a sequence that has ended, allows all."""
-        _, executor, _ = self._get_tools()
-        num_words = -(-self._vocab_size // 32)
-        masks = np.full((len(matchers), num_words), -1, np.int32)
-        rows = [(each.inner, row) for row, each in enumerate(matchers) if each is not None]
-        executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * num_words, len(masks))
-        for matcher, mask in zip(matchers, masks, strict=True):
-            if matcher is None:
-                continue
-            if matcher.inner.is_error():
-                mask[:] = 0  # no token: the sequence ends with an error
-            elif matcher.stop_token_ids != self._eos_token_ids:
-                self._allow_stops(matcher, mask)
-        return masks
+    def masks(self, matchers: list[Matcher | None]) -> tuple[IntColumn, list[int]]:
+        """Return a mask for each matcher, and which of them are late: theirs mean nothing yet.
+
+        None, for a sequence that has ended, allows all.
+        """
+        masks = np.full((len(matchers), self._num_words), -1, np.int32)
+        rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
+        self._begin([(row, each) for row, each in rows if each.mask is None], masks)
+        wait([m.job for _, m in rows if m.job is not None and not m.is_slow], MAX_WAIT)
+        late = []
+        for row, matcher in rows:
+            if matcher.is_ready:
+                self._finish(matcher, masks[row])
+            else:
+                matcher.seconds = None if not matcher.is_slow else matcher.seconds
+                late.append(row)
+        return masks, late
+
+    def wait(self, matchers: list[Matcher]) -> None:
+        """Wait for the mask of one of them, but not for long."""
+        jobs = [matcher.job for matcher in matchers if matcher.job is not None]
+        wait(jobs, 10 * MAX_WAIT, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        if self._tools is not None:
+            for threads in (self._tools.threads, self._tools.slow_threads):
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
+        """Let masks be computed: those that may take long each by itself, to see which do."""
+        tools, quick = self._get_tools(), []
+        for row, matcher in rows:
+            matcher.mask = masks[row]
+            if matcher.seconds is None or matcher.is_slow:
+                matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
+            else:
+                quick.append((row, matcher))
+        if quick:
+            inner = [(matcher.inner, row) for row, matcher in quick]
+            job = tools.threads.submit(_fill_all, tools.executor, inner, masks)
+            for _, matcher in quick:
+                matcher.job = job
+
+    def _finish(self, matcher: Matcher, mask: IntColumn) -> None:
+        assert matcher.mask is not None
+        if matcher.job is not None:
+            matcher.job.result()
+        mask[:] = matcher.mask
+        if matcher.inner.is_error():
+            mask[:] = 0  # no token: the sequence ends with an error
+        elif matcher.stop_token_ids != self._eos_token_ids:
+            self._allow_stops(matcher, mask)
 
     def _allow_stops(self, matcher: Matcher, mask: IntColumn) -> None:
         """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
@@ -127,28 +201,39 @@ class Grammars:
         if not mask.any():
             mask[:] = given
 
-    def _compile(self, text: str) -> LLMatcher:
+    def _compile(self, text: str) -> Compiled:
         from llguidance import LLMatcher
 
-        tokenizer, _, limits = self._get_tools()
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        tools = self._get_tools()
+        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
             raise refusal("; ".join(warnings))
-        start = matcher.deep_copy()
-        start.compute_bitmask()
-        if start.is_error():
-            raise refusal(f"no answer fits it ({start.get_error()})")
-        return matcher
+        first_mask, *_ = self._first_masks(matcher.deep_copy())
+        return Compiled(matcher, first_mask)
 
-    def _get_tools(self) -> tuple[LLTokenizer, LLExecutor, LLParserLimits]:
+    def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
+        """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
+        for _ in range(NUM_TRIED):
+            mask = np.zeros(self._num_words, np.int32)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                reason = matcher.get_error()
+                raise refusal(f"no answer fits, or it is too much work to follow: {reason}")
+            yield mask
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            bits[list(self._eos_token_ids)] = 0
+            if not bits.any() or not matcher.consume_token(int(bits.argmax())):
+                return
+
+    def _get_tools(self) -> Tools:
         with self._lock:
             if self._tools is None:
                 self._tools = self._make_tools()
             return self._tools
 
-    def _make_tools(self) -> tuple[LLTokenizer, LLExecutor, LLParserLimits]:
+    def _make_tools(self) -> Tools:
         if self._tokenizer is None:
             raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
         try:
@@ -165,9 +250,22 @@ class Grammars:
             raise RequestError(
                 f"structured_outputs do not work with this model's tokenizer: {error}"
             ) from error
-        num_threads = max((os.cpu_count() or 1) - 1, 1)
+        num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
-        return tokenizer, LLExecutor(min(num_threads, 16)), limits
+        return Tools(tokenizer, limits, LLExecutor(num_threads))
+
+
+def _fill_all(
+    executor: LLExecutor, matchers: list[tuple[LLMatcher, int]], masks: IntColumn
+) -> None:
+    """Fill the rows of masks, which this call keeps alive, in several threads."""
+    executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+
+
+def _fill_one(matcher: Matcher, mask: IntColumn) -> None:
+    start = time.perf_counter()
+    matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    matcher.seconds = time.perf_counter() - start
 
 
 def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
@@ -195,12 +293,15 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     if "grammar" in asked:
         return {"lark_grammar": asked["grammar"]}
     if "choice" in asked:
-        texts = [json.dumps(text, ensure_ascii=False) for text in asked["choice"]]
-        return {"lark_grammar": "start: " + " | ".join(texts)}
-    from llguidance import LLMatcher
+        texts = ["".join(map(_escaped, text)) for text in asked["choice"]]
+        return {"lark_grammar": f"start: /{'|'.join(texts)}/"}
+    from llguidance import regex_to_lark
 
-    answer: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(asked["regex"]))["grammars"][0]
-    return {"lark_grammar": answer["lark_grammar"]}
+    return {"lark_grammar": f"start: /{regex_to_lark(asked['regex'], '')}/"}
+
+
+def _escaped(char: str) -> str:
+    return char if char.isalnum() else f"\\x{{{ord(char):x}}}"
 
 
 def refusal(reason: str) -> RequestError:

@@ -20,6 +20,7 @@ from nanovllm.errors import RequestError
 Schema = dict[str, Any] | bool
 
 EXACT = 2**53  # llguidance reads numbers as float64, which hold whole numbers up to here
+MAX_OPTIONS = 100  # of oneOf, each of which is compared with every other
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -202,7 +203,7 @@ class _Rewriter:
             out["items"] = self._part(schema[rest], f"{path}/{rest}")
 
     def _is_disjoint(self, options: list[Schema]) -> bool:
-        return all(
+        return len(options) <= MAX_OPTIONS and all(
             are_disjoint(one, other, self.parts)
             for index, one in enumerate(options)
             for other in options[:index]

@@ -152,6 +152,7 @@ class LLMEngine:
     def close(self) -> None:
         """Free the model and the cache; a second call does nothing."""
         self._is_closed = True
+        self.front.grammars.close()
         self.core.executor.close()
 
     def raise_if_closed(self) -> None:

@@ -49,6 +49,7 @@ class Scheduler:
         self.blocks = blocks
         self.pacer = pacer
         self.waiting = Waiting()
+        self.postponed: dict[int, Sequence] = {}  # wait for the mask of their next token
         self.running: dict[
             int, Sequence
         ] = {}  # by priority, oldest first; the last is preempted first
@@ -72,6 +73,8 @@ class Scheduler:
         draft = _Draft(self.max_num_batched_tokens)
         while self._read:
             self._let_followers_wait(self._read.pop())
+        if self.postponed:
+            self._resume()
         self._schedule_running(draft)
         self._admit_waiting(draft)
         if not draft.rows:
@@ -95,6 +98,9 @@ class Scheduler:
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
                 continue
+            if seq.is_dropped:
+                seq.is_dropped = False
+                continue
             for token_id in token_ids:
                 self._append(seq, token_id)
                 if seq.finish_reason is not None:
@@ -109,6 +115,25 @@ class Scheduler:
         masked = [rows[row] for row in plan.masked_rows.tolist()]
         return [None if seq.finish_reason is not None else seq.matcher for seq in masked]
 
+    def postpone(self, rows: list[int]) -> None:
+        """Do without the tokens of some rows of the oldest plan in flight: they have no mask yet.
+
+        Their sequences leave as if preempted, and wait for the mask first.
+        """
+        for row in rows:
+            seq = self._in_flight[0][row]
+            seq.num_tokens -= 1
+            seq.is_dropped = True
+            self._leave_running(seq)
+            self.postponed[seq.seq_id] = seq
+
+    def _resume(self) -> None:
+        for seq in list(self.postponed.values()):
+            if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
+                del self.postponed[seq.seq_id]
+                self.waiting.add(seq, is_first=True)
+                self._num_free_to_admit = 0
+
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
         if seq.finish_reason is None:
@@ -119,8 +144,9 @@ class Scheduler:
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting)
-        for seq in (*self.running.values(), *self.waiting):
+        idle = (*self.waiting, *self.postponed.values())
+        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in idle)
+        for seq in (*self.running.values(), *idle):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
             assert seq.finish_reason is None
 
@@ -275,6 +301,8 @@ class Scheduler:
             self._let_followers_wait(seq)
         if seq.leader is not None and seq.seq_id in seq.leader.followers:
             del seq.leader.followers[seq.seq_id]
+        elif seq.seq_id in self.postponed:
+            del self.postponed[seq.seq_id]
         elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
             self._num_free_to_admit = 0  # the head may have changed
@@ -296,7 +324,7 @@ def _add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = _entries(result.logprob_ids, result.logprobs, result.ranks)
     for seq, entry in zip(asking, entries, strict=True):
-        if seq.finish_reason is None:
+        if seq.finish_reason is None and not seq.is_dropped:
             seq.logprobs.append(entry.cut(seq.request.params.logprobs))
 
 

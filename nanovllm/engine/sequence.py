@@ -36,6 +36,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
     matcher: Matcher | None = None  # of its grammar, as far as the known tokens go
+    is_dropped: bool = False  # what the step in flight samples for it
 
     leader: Sequence | None = None  # the first sample of the prompt, whose blocks this one shares
     followers: dict[int, Sequence] = field(default_factory=dict)  # wait until its prompt is read

@@ -120,7 +120,7 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
         },
         ["null"],
         ['"a"'],
-    ),  # fmt: skip
+    ),
     (
         {
             "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
@@ -131,7 +131,7 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
         },
         ['{"k":"a"}', '{"k":"b","x":1}'],
         ["{}", '{"k":"c"}'],
-    ),  # fmt: skip
+    ),
     ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
     ({"type": "string", "uniqueItems": True, "contains": {}}, ['"a"'], ["1"]),
     (True, ["[1, null]"], [" 1"]),
@@ -168,7 +168,7 @@ class Walker:
         matcher = self.grammars.matcher(self.grammars.compile({"json": schema}), frozenset({EOS}))
         token_ids: list[int] = []
         while len(token_ids) < max_tokens:
-            mask = self.grammars.masks([matcher])[0]
+            mask = self.grammars.masks([matcher])[0][0]
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[:VOCAB_SIZE])
             token_id = self._choose(allowed, bits, len(token_ids) > 25, rng)
