@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.outputs import Logprob, RequestOutput
+    from nanovllm.outputs import EmbeddingOutput, Logprob, RequestOutput
     from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EmbeddingOutput", "Logprob", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "nanovllm.llm",
+    "EmbeddingOutput": "nanovllm.outputs",
     "Logprob": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",

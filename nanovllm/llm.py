@@ -8,16 +8,18 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live, check_text
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import RequestOutput, Score, StepOutput, StreamPiece
+from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.prompts import (
     Messages,
     Params,
@@ -58,13 +60,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, batched continuously; results come in the order of the prompts."""
-        job = self._prepare(prompts, sampling_params, cache_salt, is_streaming=False)
-        progress = Progress(job, is_shown=use_tqdm)
-        try:
-            self._thread.run(job, progress.update)
-        finally:
-            progress.close()
-        return [job.outputs[index] for index in range(len(job.outputs))]
+        return self._run(self._prepare(prompts, sampling_params, cache_salt, False), use_tqdm)
 
     def stream(
         self,
@@ -99,6 +95,26 @@ class LLM:
         """Answer one conversation or a list of them, formatted by the model's chat template."""
         prompts = self.apply_chat_template(messages, **(chat_template_kwargs or {}))
         return self.generate(prompts, sampling_params, use_tqdm, cache_salt=cache_salt)
+
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Return a vector for each prompt: a list of floats, in float32's precision.
+
+        It is the hidden state of the last token, or the mean over all tokens, after the model's
+        final norm. `normalize` divides it by its length.
+        """
+        if pooling not in get_args(Pooling):
+            raise RequestError(f'pooling must be "last" or "mean", got {pooling!r}')
+        params = SamplingParams(max_tokens=1)
+        job = self._prepare(prompts, params, cache_salt, False, pooling=pooling)
+        return [_embedding(output, normalize) for output in self._run(job, use_tqdm)]
 
     def score(
         self,
@@ -213,6 +229,7 @@ class LLM:
         cache_salt: str | None,
         is_streaming: bool,
         on_refusal: Callable[[int, RequestError], None] | None = None,
+        pooling: Pooling | None = None,
     ) -> Job:
         """Check and tokenise the prompts of one call; nothing is queued yet."""
         self._check_usable()
@@ -224,7 +241,11 @@ class LLM:
             try:
                 prompt = as_prompt(item, cache_salt)
                 requests[index] = self.engine.prepare(
-                    prompt.content, param, cache_salt=prompt.cache_salt, is_streaming=is_streaming
+                    prompt.content,
+                    param,
+                    cache_salt=prompt.cache_salt,
+                    is_streaming=is_streaming,
+                    pooling=pooling,
                 )
             except RequestError as error:
                 if on_refusal is None:
@@ -232,9 +253,26 @@ class LLM:
                 on_refusal(index, error)
         return Job(requests, is_streaming)
 
+    def _run(self, job: Job, use_tqdm: bool) -> list[RequestOutput]:
+        progress = Progress(job, is_shown=use_tqdm)
+        try:
+            self._thread.run(job, progress.update)
+        finally:
+            progress.close()
+        return [job.outputs[index] for index in range(len(job.outputs))]
+
     def _check_usable(self) -> None:
         self._thread.check_process()
         self.engine.raise_if_closed()
+
+
+def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
+    if output.finish_reason != "length":
+        raise EngineError(output.error or "the embedding was aborted")
+    vector = np.array(output.pooled, np.float32)
+    if normalize:
+        vector /= max(float(np.linalg.norm(vector)), 1e-12)
+    return EmbeddingOutput(vector.tolist(), output.prompt_token_ids)
 
 
 def _score(output: RequestOutput, start: int) -> Score:
@@ -258,7 +296,7 @@ class Progress:
         self._job = job
         self._bar = tqdm(
             total=len(job.requests),
-            desc="Generating",
+            desc="Prompts",
             dynamic_ncols=True,
             disable=not is_shown or sys.stderr is None,
         )

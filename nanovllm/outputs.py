@@ -52,6 +52,7 @@ class RequestOutput(Mapping[str, Any]):
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
+    pooled: list[float] | None = None  # what `LLM.embed` makes an embedding of
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)
@@ -64,6 +65,14 @@ class RequestOutput(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]  # as many as the model's hidden size
+    prompt_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

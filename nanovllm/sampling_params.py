@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ class SamplingParams:
     """Sampling applies temperature, then top_k, top_p on what is left, then min_p.
 
     Before that the model's logits are edited: what is not allowed goes, bias is added, and the
-    penalties lower what was said before (repetition: in the prompt too).
+    penalties lower what was said before (repetition: in the prompt too). Then `logits_processors`
+    have their turn, which docs/requests.md describes.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -46,6 +48,7 @@ class SamplingParams:
     n: int = 1  # samples of the prompt; number i has the seed + i
     logprobs: int | None = None  # of each output token, and of so many of the likeliest
     prompt_logprobs: int | None = None  # the same of each prompt token
+    logits_processors: Iterable[Callable[..., Any] | str] = ()  # or "module:function"
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class SamplingParams:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, int)
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
         object.__setattr__(self, "structured_outputs", as_structured(self.structured_outputs))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
@@ -114,6 +118,20 @@ def _as_bias(value: Any) -> dict[int, float] | None:
     if len(bias) < len(pairs):
         raise ConfigError(f"logit_bias must map token ids to numbers, got {value!r:.80}")
     return bias
+
+
+def _as_processors(value: Any) -> tuple[Any, ...]:
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    if all(callable(each) or _is_path(each) for each in items):
+        return items
+    raise ConfigError(
+        "logits_processors must be a list of functions or of their names as "
+        f"'module:function', got {value!r:.80}"
+    )
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
 
 
 def _is_id(key: object) -> bool:

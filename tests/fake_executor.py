@@ -47,6 +47,7 @@ class FakeExecutor:
         self.kv = np.full((num_blocks, block_size), -1)
         self.tokens: dict[int, dict[int, int]] = {}
         self.block_tables: dict[int, list[int]] = {}
+        self.pooled: dict[int, list[int]] = {}  # by slot: length of the prompt, sum of its tokens
         self.plans: list[StepPlan] = []
 
     def start(self) -> ExecutorInfo:
@@ -72,12 +73,29 @@ class FakeExecutor:
                 token = predict([int(self.kv[self._address(slot, p)]) for p in range(end)])
                 self.tokens[slot][end] = token
                 sampled.append(token)
-        return Done(StepResult(np.array(sampled, np.int32)[:, None]))
+        vectors = self._pool(rows)
+        pooled = np.array(vectors, np.float32) if vectors else None
+        return Done(StepResult(np.array(sampled, np.int32)[:, None], pooled=pooled))
+
+    def _pool(self, rows: list[tuple[int, int, int]]) -> list[list[int]]:
+        """Return the sum of the tokens of the prompts that end, each added when it ran."""
+        vectors = []
+        for slot, start, count in rows:
+            if slot in self.pooled:
+                places = range(start, start + count)
+                self.pooled[slot][1] += sum(int(self.kv[self._address(slot, p)]) for p in places)
+                length, total = self.pooled[slot]
+                if start + count == length:
+                    vectors.append([total])
+        return vectors
 
     def _update_tables(self, plan: StepPlan) -> None:
         for row in plan.new_rows:
             self.tokens[row.slot] = dict(enumerate(row.token_ids.tolist()))
             self.block_tables[row.slot] = list(row.block_ids)
+            self.pooled.pop(row.slot, None)
+            if row.pooling is not None:
+                self.pooled[row.slot] = [row.num_prompt_tokens, 0]
         for update in plan.block_updates:
             assert update.index == len(self.block_tables[update.slot])
             self.block_tables[update.slot].append(update.block_id)

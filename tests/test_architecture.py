@@ -44,6 +44,7 @@ HOST = (
     "engine.step",
     "engine.detokenizer",
     "engine.front",
+    "engine.logprobs",
     "engine.waiting",
     "engine.grammar",
     "engine.json_schema",

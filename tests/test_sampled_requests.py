@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import DEVICES
-from tests.kernels.test_torch_sampling import Row, chi_square, chi_square_limit, reference
 from tests.test_equals_transformers import MAX_TOKENS, make_prompts
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), DEVICES]
@@ -116,37 +113,3 @@ def test_min_tokens_rule_out_stop_tokens(tiny: Any, device: str, max_num_seqs: i
         assert output.token_ids == wanted[0, len(prompt) :].tolist()
         assert len(output.token_ids) >= max(minimum, 1)
         assert output.finish_reason == ("stop" if output.token_ids[-1] % 2 == 0 else "length")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [Row(temperature=12.0), Row(12.0, top_k=20), Row(12.0, top_p=0.8), Row(12.0, min_p=0.01)],
-    ids=str,
-)
-def test_tokens_follow_the_exact_probabilities(tiny: Any, device: str, row: Row) -> None:
-    """1,500 requests with the same prompt and a seed each; logits are spread, hence the heat."""
-    checkpoint = tiny("llama")
-    prompt = random.Random(7).choices(range(VOCAB_SIZE), k=20)
-    with torch.inference_mode():
-        logits = checkpoint.model(torch.tensor([prompt])).logits[0, -1]
-    params = [
-        SamplingParams(
-            temperature=row.temperature,
-            top_k=row.top_k,
-            top_p=row.top_p,
-            min_p=row.min_p,
-            seed=seed,
-            max_tokens=1,
-            ignore_eos=True,
-        )
-        for seed in range(1500)
-    ]
-    options = {**OPTIONS, "max_num_seqs": 64}
-    with LLM(checkpoint.path, device=device, **options) as llm:
-        tokens = [ids[0] for ids in generate(llm, [prompt] * len(params), params)]
-    probs = reference(logits.tolist(), row)
-    counts = np.bincount(tokens, minlength=VOCAB_SIZE)
-    assert counts[probs == 0].sum() == 0
-    statistic, degrees = chi_square(counts, probs)
-    assert degrees >= 4
-    assert statistic < chi_square_limit(degrees)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError
 from tests.devices import DEVICES
 from tests.test_edited_requests import MODES, OPTIONS
 from tests.test_equals_transformers import make_prompts
-from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = SamplingParams(
@@ -49,14 +47,6 @@ def test_samples_equal_requests_with_their_seeds(tiny: Any, device: str, mode: s
                 assert each.finish_reason == "length"
         scheduler = llm.engine.core.scheduler
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-
-
-def test_samples_on_two_ranks(tiny: Any) -> None:
-    prompt = [*range(37)]
-    with engines_of(2), LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
-        [output] = llm.generate([prompt], PARAMS, use_tqdm=False)
-        want = alone(llm, prompt, PARAMS)
-    assert [each.token_ids for each in output.outputs] == [each.token_ids for each in want]
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
@@ -116,9 +106,3 @@ def test_a_sample_may_stop_before_the_others(tiny: Any) -> None:
         assert each.token_ids == other.token_ids[:end]
         assert each.finish_reason == ("stop" if has_it else "length")
         assert each.stop_reason == (stop if has_it else None)
-
-
-@pytest.mark.parametrize("n", [0, -1, 10_001, 1.5, True])
-def test_numbers_that_make_no_sense_are_named(n: Any) -> None:
-    with pytest.raises(ConfigError, match="n must be"):
-        SamplingParams(n=n)

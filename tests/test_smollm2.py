@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -23,13 +26,17 @@ def llm() -> LLM:
     return LLM("smollm2", dtype="float32", max_model_len=256, max_num_seqs=4)
 
 
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_transformers("smollm2", "cpu", "float32")
+
+
 @pytest.mark.slow
-def test_equals_transformers_token_for_token(llm: LLM) -> None:
+def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
     prompts = llm.apply_chat_template([[{"role": "user", "content": q}] for q in QUESTIONS])
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
 
-    model = load_transformers("smollm2", "cpu", "float32")
     for prompt, output in zip(prompts, outputs, strict=True):
         # Greedy decoding, all of its steps in one: each token is what its predecessors lead to.
         with torch.inference_mode():
@@ -38,6 +45,40 @@ def test_equals_transformers_token_for_token(llm: LLM) -> None:
         assert (top2.values[:, 0] - top2.values[:, 1]).min() > MIN_GAP
         assert top2.indices[:, 0].tolist() == output.token_ids
         assert len(output.token_ids) == MAX_TOKENS
+
+
+@pytest.mark.slow
+def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
+    """Of prompts and of answers, the likeliest tokens in the same order, with their texts."""
+    params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    for output in llm.generate(QUESTIONS, params, use_tqdm=False):
+        ids = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            right = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        assert output.logprobs is not None
+        found = [*output.prompt_logprobs[1:], *output.logprobs]
+        for entries, token_id, wanted in zip(found, ids[1:], right, strict=True):
+            assert entries is not None
+            best = wanted.topk(5).indices.tolist()
+            assert list(entries) == list(dict.fromkeys([token_id, *best]))
+            for each, entry in entries.items():
+                assert entry.logprob == pytest.approx(wanted[each].item(), abs=1e-3)
+                assert entry.rank == 1 + int((wanted > wanted[each]).sum())
+                assert entry.decoded_token == tokenizer.decode([each])
+
+
+@pytest.mark.slow
+def test_embeddings_equal_transformers(llm: LLM, model: Any) -> None:
+    for pooling in ("last", "mean"):
+        for output in llm.embed(QUESTIONS, pooling, use_tqdm=False):
+            with torch.inference_mode():
+                states = model.model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+            right = (states[-1] if pooling == "last" else states.mean(0)).numpy()
+            right = right / np.linalg.norm(right)
+            assert output.embedding == pytest.approx(right, abs=1e-5)
 
 
 def test_it_chats_sensibly(llm: LLM) -> None:

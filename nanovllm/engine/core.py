@@ -48,11 +48,13 @@ class EngineCore:
         """Raise RequestError for one that can never run; any thread may call this."""
         self.raise_if_failed()
         num_tokens = len(request.token_ids)
-        if num_tokens >= self.max_len:
+        most, why = self.max_len, ""
+        if request.pooling is None:
+            most, why = self.max_len - 1, " (one must be left to generate)"
+        if num_tokens > most:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens, but only {self.max_len - 1} fit "
-                "(one must be left to generate); shorten it, or raise max_model_len or "
-                "num_kvcache_blocks"
+                f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
+                "raise max_model_len or num_kvcache_blocks"
             )
 
     def add(self, request: Request) -> None:
@@ -61,7 +63,8 @@ class EngineCore:
         seq = Sequence(request)
         if request.leader_id is not None:
             seq.leader = self._sequences.get(request.leader_id)
-        seq.max_len = min(seq.max_len, self.max_len)
+        if request.pooling is None:
+            seq.max_len = min(seq.max_len, self.max_len)
         if request.grammar is not None:
             assert self.grammars is not None
             seq.matcher = self.grammars.matcher(request.grammar, request.stop_token_ids)
@@ -147,4 +150,6 @@ class EngineCore:
             time.perf_counter(),
             seq.logprobs[: len(token_ids)],
             list(seq.prompt_logprobs),  # a step in flight may still add to them
+            seq.pooled,
+            seq.error,
         )

@@ -18,24 +18,26 @@ import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
 from nanovllm.engine.grammar import Grammars
+from nanovllm.engine.logprobs import TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NOTHING_ALLOWED = (
-    "no token may be sampled: allowed_token_ids, bad_words, logit_bias and min_tokens together "
-    "leave none, or "
+    "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
+    "logits_processors together leave none, or make logits that are not numbers, or "
 )
 NOTHING_FITS = (
     "no token fits structured_outputs any more: the grammar took too much work to follow, or "
 )
-BROKEN_LOGITS = (
-    "the model's logits are not numbers (NaN or infinity), so nothing can be sampled from them; "
-    "the weights may be damaged, or too large for the dtype: try dtype='float32'"
+BROKEN = (
+    "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
+    "for the dtype: try dtype='float32'"
 )
 
 
@@ -47,7 +49,7 @@ class Sample:
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
-    new_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of those
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those
     ending: Ending | None = None
 
 
@@ -75,8 +77,11 @@ class Front:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int,
+        has_workers: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
@@ -92,6 +97,7 @@ class Front:
         params: SamplingParams,
         cache_salt: str | None,
         is_streaming: bool,
+        pooling: Pooling | None = None,
     ) -> Live:
         """Check and tokenise a prompt."""
         self._check_params(params)
@@ -101,20 +107,23 @@ class Front:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         tokenizer = self.tokenizer if is_streaming or params.stop else None
-        asked = params.structured_outputs
+        grammar, asked = None, params.structured_outputs
+        if asked is not None:
+            grammar, params = self.grammars.compile(asked), replace(params, structured_outputs=None)
         first = Request(
             next(self._seq_ids),
             token_ids,
-            replace(params, structured_outputs=None),
+            params,
             stop_token_ids=self._stop_token_ids(params),
-            grammar=None if asked is None else self.grammars.compile(asked),
+            grammar=grammar,
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
             is_streaming=is_streaming or tokenizer is not None,
+            pooling=pooling,
         )
         requests = [first]
         if params.n > 1:  # the first sample has the prompt's own log-probabilities
-            other = replace(first, params=replace(first.params, prompt_logprobs=None))
+            other = replace(first, params=replace(params, prompt_logprobs=None))
             other = replace(other, leader_id=first.seq_id)
             requests += [replace(other, seq_id=next(self._seq_ids)) for _ in range(1, params.n)]
         samples = []
@@ -151,7 +160,7 @@ class Front:
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
             live, sample = self._samples[seq_id]
             if logprobs is not None and live.is_streaming:
-                sample.new_logprobs.append(self._as_dict(logprobs))
+                sample.new_logprobs.append(logprobs)
             if self.push(sample, token_id):
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
                 assert ending is not None
@@ -164,7 +173,7 @@ class Front:
                 outputs[output.seq_id] = output
         last = {live.seq_id: sample.index for live, sample in changed}  # has the output with it
         pieces = [
-            _piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
+            self._piece(live, sample, outputs if last[live.seq_id] == sample.index else {})
             for live, sample in changed
             if live.is_streaming
         ]
@@ -191,10 +200,15 @@ class Front:
         request, best = live.samples[0].request, outputs[0]
         own = live.samples[0].ending
         assert own is not None
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *map(self._as_dict, own.prompt_logprobs)]
-        is_broken = any(output.finish_reason == "error" for output in outputs)
+            entries = (as_dict(each, self._texts) for each in own.prompt_logprobs)
+            prompt_logprobs = [None, *entries]
+        broken = [
+            each.ending
+            for each in live.samples
+            if each.ending is not None and each.ending.finish_reason == "error"
+        ]
         return RequestOutput(
             seq_id=live.seq_id,
             prompt=live.prompt,
@@ -205,11 +219,12 @@ class Front:
             num_cached_tokens=own.num_cached_tokens,
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
-            error=why_broken(request) if is_broken else None,
+            error=(broken[0].error or why_broken(request)) if broken else None,
             logprobs=best.logprobs,
             cumulative_logprob=best.cumulative_logprob,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
+            pooled=None if own.pooled is None else own.pooled.tolist(),
         )
 
     def _completion(self, sample: Sample) -> CompletionOutput:
@@ -222,7 +237,7 @@ class Front:
             text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = [self._as_dict(each) for each in ending.logprobs]
+            logprobs = [as_dict(each, self._texts) for each in ending.logprobs]
             cumulative = sum(each.logprobs[0] for each in ending.logprobs)
         return CompletionOutput(
             index=sample.index,
@@ -234,17 +249,14 @@ class Front:
             stop_reason=_stop_reason(sample, ending),
         )
 
-    def _as_dict(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
-        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
-        entries = {}
-        for token_id, logprob, rank in zip(
-            logprobs.token_ids, logprobs.logprobs, ranks, strict=True
-        ):
-            if token_id not in entries:
-                text = None if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
-                entries[token_id] = Logprob(logprob, rank, text)
-        return entries
+    def _piece(self, live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
+        """Take what is new in a streamed sample."""
+        token_ids, sample.new_token_ids = sample.new_token_ids, []
+        text = sample.detokenizer.take() if sample.detokenizer is not None else ""
+        new, sample.new_logprobs = sample.new_logprobs, []
+        logprobs = [as_dict(each, self._texts) for each in new] if new else None
+        output = outputs.get(live.seq_id)
+        return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Tokenise text. Safe in any thread."""
@@ -279,6 +291,11 @@ class Front:
             raise RequestError("bad_words need a tokenizer; use logit_bias instead")
         for word in params.bad_words:
             check_text("a bad word", word)
+        if self._has_workers and any(map(callable, params.logits_processors)):
+            raise RequestError(
+                "logits_processors must be names, 'module:function', where workers run in "
+                "processes of their own, which cannot be handed a function"
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             high = max(getattr(params, name) or (), default=0)
             if high >= self._vocab_size:
@@ -311,11 +328,13 @@ class Front:
 
 
 def why_broken(request: Request) -> str:
-    params = request.params
-    is_edited = params.allowed_token_ids or params.bad_words or params.min_tokens
+    if request.pooling is not None:
+        return BROKEN.format("hidden states")
+    params, why = request.params, BROKEN.format("logits")
+    edits = (params.allowed_token_ids, params.bad_words, params.min_tokens)
     if request.grammar is not None:
-        return NOTHING_FITS + NOTHING_ALLOWED + BROKEN_LOGITS
-    return NOTHING_ALLOWED + BROKEN_LOGITS if is_edited else BROKEN_LOGITS
+        return NOTHING_FITS + NOTHING_ALLOWED + why
+    return NOTHING_ALLOWED + why if any(edits) or params.logits_processors else why
 
 
 def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
@@ -326,15 +345,6 @@ def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
         return sample.detokenizer.found_stop
     last = ending.token_ids[-1]
     return last if last in tuple(sample.request.params.stop_token_ids) else None
-
-
-def _piece(live: Live, sample: Sample, outputs: dict[int, RequestOutput]) -> StreamPiece:
-    """Take what is new in a streamed sample."""
-    token_ids, sample.new_token_ids = sample.new_token_ids, []
-    text = sample.detokenizer.take() if sample.detokenizer is not None else ""
-    logprobs, sample.new_logprobs = sample.new_logprobs, []
-    output = outputs.get(live.seq_id)
-    return StreamPiece(live.seq_id, text, token_ids, output, logprobs or None, sample.index)
 
 
 def check_text(name: str, text: object) -> None:

@@ -16,6 +16,7 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.front import Front, Live
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.create import create_executor
@@ -52,7 +53,9 @@ class LLMEngine:
         self.config = config = clamp_model_len(config, self.model_config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
         eos_ids = eos_token_ids(checkpoint) or tokenizer_eos(tokenizer)
-        self.front = Front(tokenizer, self.model_config.vocab_size, eos_ids, config.seed)
+        has_workers = config.tensor_parallel_size > 1
+        vocab_size = self.model_config.vocab_size
+        self.front = Front(tokenizer, vocab_size, eos_ids, config.seed, has_workers)
         executor = create_executor(config, self.model_config, checkpoint)
         self.info = executor.start()
         try:
@@ -107,10 +110,11 @@ class LLMEngine:
         *,
         cache_salt: str | None = None,
         is_streaming: bool = False,
+        pooling: Pooling | None = None,
     ) -> Live:
         """Check and tokenise a prompt; `submit` queues what this returns. Safe in any thread."""
         self.raise_if_closed()
-        live = self.front.prepare(prompt, params, cache_salt, is_streaming)
+        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling)
         self.core.check(live.samples[0].request)
         return live
 

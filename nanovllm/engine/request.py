@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nanovllm.engine.grammar import Grammar
+from nanovllm.engine.step import Pooling, Vector
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -15,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to continue, checked and tokenised."""
+    """One prompt to continue, or to pool, checked and tokenised."""
 
     seq_id: int
     token_ids: array[int]  # the prompt
@@ -27,6 +28,7 @@ class Request:
     cache_salt: str | None = None
     is_streaming: bool = False  # wants every token as it comes, not only at the end
     leader_id: int | None = None  # the request for the first sample of this prompt, added before
+    pooling: Pooling | None = None  # wants the prompt's hidden states, and no token
     arrival_time: float = field(default_factory=time.perf_counter)
 
 
@@ -56,6 +58,8 @@ class Ending:
     end_time: float
     logprobs: list[TokenLogprobs]  # of every token, if they were asked for
     prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, likewise
+    pooled: Vector | None = None
+    error: str | None = None  # of a processor of its own
 
 
 @dataclass(frozen=True, slots=True)

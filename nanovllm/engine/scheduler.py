@@ -94,7 +94,9 @@ class Scheduler:
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         _add_prompt_logprobs(rows, plan, result)
         _add_logprobs(sampled, result)
-        updated: list[Sequence] = []
+        for index, error in (result.failures or {}).items():
+            sampled[index].error = error
+        updated = self._end_pooled(rows, plan, result)
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
                 continue
@@ -127,13 +129,6 @@ class Scheduler:
             self._leave_running(seq)
             self.postponed[seq.seq_id] = seq
 
-    def _resume(self) -> None:
-        for seq in list(self.postponed.values()):
-            if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
-                del self.postponed[seq.seq_id]
-                self.waiting.add(seq, is_first=True)
-                self._num_free_to_admit = 0
-
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
         if seq.finish_reason is None:
@@ -165,6 +160,8 @@ class Scheduler:
             num_tokens = seq.num_tokens
             if seq.slot == NO_SLOT or num_tokens >= seq.max_len:
                 continue  # preempted by a row of this step, or its last token is in flight
+            if seq.is_serial and seq.num_pending:
+                continue
             end = seq.num_computed + 1  # an answer's row, as most are
             if end < num_tokens:
                 end = self._row_end(draft, seq)
@@ -190,6 +187,14 @@ class Scheduler:
             self.waiting.add(follower, is_first=True)
         leader.followers = {}
         self._num_free_to_admit = 0
+
+    def _resume(self) -> None:
+        """Let postponed sequences wait for room whose masks are there."""
+        for seq in list(self.postponed.values()):
+            if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
+                del self.postponed[seq.seq_id]
+                self.waiting.add(seq, is_first=True)
+                self._num_free_to_admit = 0
 
     def _preempt(self, seq: Sequence) -> None:
         """Give up everything but the tokens; the sequence is recomputed when there is room."""
@@ -234,6 +239,7 @@ class Scheduler:
                 seq.request.seed,
                 seq.stop_token_ids,
                 seq.request.bad_words,
+                seq.request.pooling,
             )
         )
         self._add_row(draft, seq, self._row_end(draft, seq))
@@ -257,26 +263,46 @@ class Scheduler:
         return start + count
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
-        """Run `seq` up to `end`; reaching its last token samples the next, pending until commit."""
+        """Run `seq` up to `end`; reaching its last token brings the next, pending until commit."""
         start = seq.num_computed
-        is_sampled = end == seq.num_tokens
+        is_last = end == seq.num_tokens
         draft.rows.append(seq)
         draft.slots.append(seq.slot)
         draft.starts.append(start)
         draft.counts.append(end - start)
-        draft.num_logits.append(1 if is_sampled else 0)
-        if is_sampled and seq.matcher is not None:
+        draft.num_logits.append(seq.num_logits if is_last else 0)
+        if is_last and seq.matcher is not None:
             draft.masked_rows.append(len(draft.rows) - 1)
-        if is_sampled and start >= seq.num_prompt_tokens:
+        if is_last and start >= seq.num_prompt_tokens:
             draft.num_decode_tokens += 1
         draft.budget -= end - start
         seq.row_start, seq.num_computed = start, end
-        if is_sampled:
+        if is_last:
             seq.num_tokens += 1
         if end >= seq.next_full_len:
             self.blocks.register(seq)
         if seq.followers and end >= seq.num_prompt_tokens:
             self._read.append(seq)
+
+    def _end_pooled(
+        self, rows: list[Sequence], plan: StepPlan, result: StepResult
+    ) -> list[Sequence]:
+        """Give the prompts that this step pooled to their end their vectors, which ends them."""
+        if result.pooled is None:
+            return []
+        ends = (plan.starts + plan.counts).tolist()
+        pooled = [
+            seq
+            for seq, end in zip(rows, ends, strict=True)
+            if seq.request.pooling is not None and end == seq.num_prompt_tokens
+        ]
+        ended = []
+        for seq, vector in zip(pooled, result.pooled, strict=True):
+            if seq.finish_reason is None:
+                seq.pooled = vector
+                self._end(seq, "length" if np.isfinite(vector).all() else "error")
+                ended.append(seq)
+        return ended
 
     def _append(self, seq: Sequence, token_id: int) -> None:
         """Add a sampled token to its sequence, which may end by it."""

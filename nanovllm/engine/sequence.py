@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
+from nanovllm.engine.step import Vector
 
 NO_SLOT = -1
 
@@ -17,7 +18,8 @@ class Sequence:
     """`num_computed` chases `num_tokens`; prefill, decode and recompute are the same chase.
 
     `num_tokens` counts tokens that are sampled but not yet known to the host; `token_ids` holds
-    only the known ones. The scheduler owns and mutates it.
+    only the known ones. A prompt that is pooled counts its vector as one such token, which has no
+    place in the cache. The scheduler owns and mutates it.
     """
 
     request: Request
@@ -26,17 +28,21 @@ class Sequence:
     is_streaming: bool = field(init=False)
     priority: int = field(init=False)
     may_hit: bool = field(init=False)  # whether cached blocks spare it the computation
+    is_serial: bool = field(init=False)  # runs only while the host knows all its tokens
     token_ids: array[int] = field(init=False)  # numpy and hashes read it as it is
     num_prompt_tokens: int = field(init=False)
+    num_logits: int = field(init=False)  # of a row that reaches its last token
     num_tokens: int = field(init=False)
     max_len: int = field(init=False)
     num_cached: int = 0
     finish_reason: FinishReason | None = None
+    error: str | None = None  # of a processor of its own
     first_token_time: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
     matcher: Matcher | None = None  # of its grammar, as far as the known tokens go
     is_dropped: bool = False  # what the step in flight samples for it
+    pooled: Vector | None = None
 
     leader: Sequence | None = None  # the first sample of the prompt, whose blocks this one shares
     followers: dict[int, Sequence] = field(default_factory=dict)  # wait until its prompt is read
@@ -56,8 +62,12 @@ class Sequence:
         self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        self.max_len = self.num_prompt_tokens + max(request.params.max_tokens, 1)
-        self.may_hit = request.params.prompt_logprobs is None
+        num_new = request.params.max_tokens if request.pooling is None else 1
+        self.max_len = self.num_prompt_tokens + max(num_new, 1)
+        self.num_logits = 1 if request.pooling is None else 0
+        # The cache has neither logits nor hidden states of the tokens that it spares.
+        self.may_hit = request.params.prompt_logprobs is None and request.pooling != "mean"
+        self.is_serial = bool(request.params.logits_processors)
         self.prefix = request.cache_salt
 
     @property

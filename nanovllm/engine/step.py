@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
+Vector = npt.NDArray[np.float32]
+Pooling = Literal["last", "mean"]  # of the hidden states of a prompt's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class NewRow:
     seed: int
     stop_token_ids: frozenset[int]  # masked until params.min_tokens are out
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that must not follow one another
+    pooling: Pooling | None = None  # instead of sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class StepPlan:
     slots: IntColumn
     starts: IntColumn
     counts: IntColumn
-    num_logits: IntColumn  # last positions that reach the LM head: 0 for a partial chunk, else 1
+    num_logits: IntColumn  # last positions that reach the LM head: 1 to sample the next token
     new_rows: list[NewRow]
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
@@ -68,7 +72,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the rows with num_logits > 0 sampled, in row order; every field is an array, or None."""
+    """What the rows with num_logits > 0 sampled, in row order; what nobody asked for is None."""
 
     tokens: IntColumn  # [rows, tokens that each row gained]; NO_TOKEN: its logits are no numbers
     # Of the rows that ask for logprobs, if any: the sampled token, then the most likely ones.
@@ -79,6 +83,10 @@ class StepResult:
     prompt_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
     prompt_ranks: IntColumn | None = None
+    # Of the rows that end a prompt whose hidden states are pooled: [rows, hidden_size].
+    pooled: Vector | None = None
+    # Rows whose logits processors failed, and how; they sampled NO_TOKEN.
+    failures: dict[int, str] | None = None
 
 
 def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:

@@ -13,7 +13,15 @@ from dataclasses import fields
 
 import numpy as np
 
-from nanovllm.engine.step import BlockCopy, BlockUpdate, IntColumn, NewRow, StepPlan, StepResult
+from nanovllm.engine.step import (
+    BlockCopy,
+    BlockUpdate,
+    IntColumn,
+    NewRow,
+    Pooling,
+    StepPlan,
+    StepResult,
+)
 from nanovllm.sampling_params import SamplingParams
 
 Section = bytes | memoryview
@@ -24,7 +32,7 @@ _PLAN = struct.Struct("<7q")
 # Slot, prompt tokens, seed; numbers of tokens, blocks and stop tokens.
 _NEW_ROW = struct.Struct("<6q")
 _LENGTH = struct.Struct("<q")
-_RESULT_NAMES = tuple(field.name for field in fields(StepResult))
+_ARRAY_NAMES = tuple(field.name for field in fields(StepResult) if field.name != "failures")
 _PARAM_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
@@ -70,21 +78,23 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
 
 def encode_result(result: StepResult) -> list[Section]:
     """Return a header with the name, type and shape of every array, then the arrays."""
-    fields = [(name, getattr(result, name)) for name in _RESULT_NAMES]
+    fields = [(name, getattr(result, name)) for name in _ARRAY_NAMES]
     arrays = {name: np.ascontiguousarray(field) for name, field in fields if field is not None}
     shapes = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    header = _padded(json.dumps(shapes))
+    failures = None if result.failures is None else list(result.failures.items())
+    header = _padded(json.dumps((shapes, failures)))
     return [_LENGTH.pack(len(header)), header, *(array.data for array in arrays.values())]
 
 
 def decode_result(message: bytes | bytearray) -> StepResult:
     (length,) = _LENGTH.unpack_from(message)
     arrays, offset = {}, _LENGTH.size + length
-    for name, dtype, shape in json.loads(message[_LENGTH.size : offset]):
+    shapes, failures = json.loads(message[_LENGTH.size : offset])
+    for name, dtype, shape in shapes:
         array = np.frombuffer(message, dtype, math.prod(shape), offset).reshape(shape)
         arrays[name] = array
         offset += array.nbytes
-    return StepResult(**arrays)
+    return StepResult(**arrays, failures=None if failures is None else dict(failures))
 
 
 class _Reader:
@@ -113,26 +123,36 @@ def _encode_new_row(row: NewRow) -> list[Section]:
 
 
 def _decode_new_row(
-    reader: _Reader, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]
+    reader: _Reader,
+    params: SamplingParams,
+    bad_words: tuple[tuple[int, ...], ...],
+    pooling: Pooling | None,
 ) -> NewRow:
     slot, num_prompt_tokens, seed, *lengths = reader.header(_NEW_ROW)
     token_ids, block_ids, stop_token_ids = (reader.column(length) for length in lengths)
     stop_ids = frozenset(stop_token_ids.tolist())
-    lists = block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids, bad_words
-    return NewRow(slot, token_ids, *lists)
+    others = block_ids.tolist(), num_prompt_tokens, params, seed, stop_ids, bad_words, pooling
+    return NewRow(slot, token_ids, *others)
 
 
 def _encode_params(rows: list[NewRow]) -> bytes:
     if not rows:
         return b""
-    values = [[getattr(row.params, name) for name in _PARAM_NAMES] for row in rows]
-    text = json.dumps([(row.bad_words, each) for row, each in zip(rows, values, strict=True)])
-    return _padded(text)
+    asked = [
+        (row.bad_words, row.pooling, [getattr(row.params, name) for name in _PARAM_NAMES])
+        for row in rows
+    ]
+    return _padded(json.dumps(asked))
 
 
-def _decode_params(text: bytes) -> list[tuple[SamplingParams, tuple[tuple[int, ...], ...]]]:
+def _decode_params(
+    text: bytes,
+) -> list[tuple[SamplingParams, tuple[tuple[int, ...], ...], Pooling | None]]:
     asked = json.loads(text) if text else []
-    return [(SamplingParams(*values), tuple(map(tuple, words))) for words, values in asked]
+    return [
+        (SamplingParams(*values), tuple(map(tuple, words)), pooling)
+        for words, pooling, values in asked
+    ]
 
 
 def _padded(text: str) -> bytes:

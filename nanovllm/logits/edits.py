@@ -1,11 +1,15 @@
 """What changes logits between the model and the sampler, for the rows that ask for it.
 
+Users may rely on the order of `LogitsEdits.apply` (docs/requests.md). Functions of their own come
+after it: processors.py.
+
 The newest token of a row may be known to the device alone, so whatever depends on tokens reads them
 from the slot tables, and nothing here waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +19,10 @@ from torch import Tensor
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.worker.batch import sampled_rows
 from nanovllm.worker.tables import BySlot, SlotTables
+
+# Of the rows that are edited together, each padded to the longest: their tensors take some 60 MB,
+# whatever the length of sequences, and no part of the profiled step.
+MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,11 @@ class EditedRow:
     slot: int
     position: int  # of the token to be sampled
     edits: RowEdits
+
+    @property
+    def allowed(self) -> Tensor:
+        assert self.edits.allowed is not None
+        return self.edits.allowed
 
 
 class LogitsEdits:
@@ -57,10 +70,14 @@ class LogitsEdits:
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True))
             if slot in self._edits
         ]
-        self._keep_allowed(logits, [row for row in rows if row.edits.allowed is not None])
+        limited = [row for row in rows if row.edits.allowed is not None]
+        for some in in_pieces(limited, lambda row: len(row.allowed)):
+            self._keep_allowed(logits, some)
         self._forbid_bad_words(logits, [row for row in rows if row.edits.bad_words])
         self._add_bias(logits, rows)
-        self._penalise(logits, [row for row in rows if row.edits.is_penalised])
+        penalised = [row for row in rows if row.edits.is_penalised]
+        for some in in_pieces(penalised, lambda row: row.position):
+            self._penalise(logits, some)
 
     def _edits_of(self, row: NewRow) -> RowEdits | None:
         params = row.params
@@ -78,11 +95,14 @@ class LogitsEdits:
         return edits if is_needed or allowed is not None else None
 
     def _keep_allowed(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        for edited in rows:
-            row, allowed = logits[edited.row], edited.edits.allowed
-            assert allowed is not None
-            kept = row.index_select(0, allowed)
-            row.fill_(-torch.inf).index_copy_(0, allowed, kept)
+        indices = self._upload([row.row for row in rows])
+        counts = self._upload([len(row.allowed) for row in rows])
+        total = sum(len(row.allowed) for row in rows)
+        firsts = torch.repeat_interleave(indices * logits.shape[1], counts, output_size=total)
+        offsets = torch.cat([row.allowed for row in rows]) + firsts
+        kept = logits.view(-1)[offsets]
+        logits.index_fill_(0, indices, -torch.inf)
+        logits.view(-1)[offsets] = kept
 
     def _forbid_bad_words(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Forbid the last token of a word where the answer ends in all the others of it."""
@@ -123,27 +143,40 @@ class LogitsEdits:
 
     def _penalise(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Lower what was said before: see `penalise`."""
-        if not rows:
-            return
         tables, max_len = self.tables, max(row.position for row in rows)
         indices, slots, lengths = (
             self._upload([getattr(row, name) for row in rows])
             for name in ("row", "slot", "position")
         )
-        tokens = tables.tokens[slots, :max_len].long()
-        place = torch.arange(max_len, device=tokens.device)
+        tokens = tables.tokens[slots, :max_len]  # [rows, max_len]
+        place = torch.arange(max_len, device=tokens.device, dtype=torch.int32)
         is_known = place < lengths[:, None]
         is_answer = is_known & (place >= tables.prompt_lens[slots][:, None])
         # A place beyond the row's tokens repeats its first one, which changes nothing.
         tokens = torch.where(is_known, tokens, tokens[:, :1])
-        values = logits[indices[:, None], tokens].float()
+        places = indices[:, None], tokens.long()
+        values = logits[places].float()
         columns = (tables.presence, tables.frequency, tables.repetition)
         penalties = [column[slots][:, None] for column in columns]
         values = penalise(values, count_in(tokens, is_answer), *penalties)
-        logits[indices[:, None], tokens] = values.to(logits.dtype)
+        logits[places] = values.to(logits.dtype)
 
     def _upload(self, numbers: list[int]) -> Tensor:
         return self.tables.platform.upload(np.array(numbers, np.int64))
+
+
+def in_pieces(
+    rows: list[EditedRow], num_tokens: Callable[[EditedRow], int]
+) -> Iterator[list[EditedRow]]:
+    """Yield rows of similar length together, as many as MAX_TOKENS permits."""
+    piece: list[EditedRow] = []
+    for row in sorted(rows, key=num_tokens):
+        if piece and (len(piece) + 1) * num_tokens(row) > MAX_TOKENS:
+            yield piece
+            piece = []
+        piece.append(row)
+    if piece:
+        yield piece
 
 
 def penalise(
@@ -155,7 +188,7 @@ def penalise(
 
 
 def count_in(tokens: Tensor, is_counted: Tensor) -> Tensor:
-    """For each token of a row, how often it is among the row's counted ones."""
+    """For each token (int32) of a row, how often it is among the row's counted ones."""
     ordered = torch.where(is_counted, tokens, -1).sort(-1).values
-    after = torch.searchsorted(ordered, tokens, right=True)
-    return after - torch.searchsorted(ordered, tokens)
+    after = torch.searchsorted(ordered, tokens, right=True, out_int32=True)
+    return after - torch.searchsorted(ordered, tokens, out_int32=True)

@@ -5,16 +5,17 @@ They are the model's own: of its logits before anything edits them or a temperat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.engine.step import NewRow, StepPlan, num_scored
+from nanovllm.kernels.ops import Hidden
 from nanovllm.kernels.torch_sampling import token_logprobs
 from nanovllm.worker.batch import sampled_rows
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.tables import BySlot, SlotTables
 
 POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
@@ -70,7 +71,7 @@ class ScoredRow:
 
 
 class PromptLogprobs:
-    """Runs the steps in which somebody asks for the log-probabilities of a prompt."""
+    """Scores the tokens of the prompts whose log-probabilities somebody asks for."""
 
     def __init__(self, eager: EagerForward) -> None:
         self.eager = eager
@@ -91,12 +92,9 @@ class PromptLogprobs:
                 rows.append(ScoredRow(slot, start, num, first, num_best))
         return rows
 
-    def run(self, plan: StepPlan, rows: list[ScoredRow]) -> tuple[StepLogits, Scores]:
-        """Run the model on a plan; return its logits as a Forward does, and the rows' scores."""
+    def of(self, hidden: Hidden, rows: list[ScoredRow]) -> Scores:
+        """Score rows of a step by the hidden states of all its tokens."""
         eager, upload = self.eager, self.eager.tables.platform.upload
-        hidden = eager.model.model(replace(eager.batch(plan), sampled=None))
-        last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
-        logits = eager.model.logits(hidden.select(upload(last_tokens)))
 
         def column(first: str) -> np.ndarray:
             ranges = [np.arange(row.count) + getattr(row, first) for row in rows]
@@ -113,7 +111,7 @@ class PromptLogprobs:
             )
         ]
         ids, values, ranks = (torch.cat(part) for part in zip(*pieces, strict=True))
-        return eager.step_logits(logits, plan), (ids, values, ranks)
+        return ids, values, ranks
 
 
 def _asked_of_prompt(row: NewRow) -> tuple[int, int] | None:

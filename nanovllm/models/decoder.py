@@ -115,6 +115,11 @@ class DecoderModel(Layer):
     def logits(self, hidden: Hidden) -> Tensor:
         return self.lm_head.logits(hidden, self.model.norm)
 
+    def states(self, hidden: Hidden) -> Tensor:
+        """Return hidden states after the final norm."""
+        norm = self.model.norm
+        return norm.ops.norm(hidden, norm.weights)[0]
+
     def pack_step(self) -> None:
         """Pack the step of one sequence, once every layer is packed."""
         layers, embedding = self.model.layer_weights(), self.model.embed_tokens

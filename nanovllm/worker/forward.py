@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
 from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.worker.batch import make_batch, sampled_rows
@@ -40,6 +41,13 @@ class EagerForward:
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
+
+    def with_states(self, plan: StepPlan) -> tuple[StepLogits, Hidden]:
+        """Return also the hidden states of every token, before the final norm."""
+        hidden = self.model.model(replace(self.batch(plan), sampled=None))
+        last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
+        values = self.model.logits(hidden.select(self.tables.platform.upload(last_tokens)))
+        return self.step_logits(values, plan), hidden
 
     def copy_blocks(self, plan: StepPlan) -> None:
         upload = self.tables.platform.upload

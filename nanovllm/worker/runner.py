@@ -12,8 +12,10 @@ from nanovllm.engine.step import IntColumn, StepPlan, StepResult
 from nanovllm.logits.edits import LogitsEdits
 from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs
 from nanovllm.logits.masks import Masks
+from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits
+from nanovllm.worker.pooling import PooledPrompts
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
 
@@ -25,6 +27,7 @@ class Unsampled:
     plan: StepPlan
     logits: StepLogits
     kept: KeptLogits | None
+    processed: ProcessedRows | None
     results: dict[str, Tensor]
     sampled: list[Pending[StepResult]] = field(default_factory=list)  # one, once it is
 
@@ -42,31 +45,29 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
+        self.processors = LogitsProcessors(self.eager.model.lm_head.group)
         self.masks = Masks(self.tables.platform)
         self._unsampled: Unsampled | None = None
         self.logprobs = Logprobs(self.tables)
         self.prompt_logprobs = PromptLogprobs(self.eager)
+        self.pooled_prompts = PooledPrompts(self.eager)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
         self.tables.update(plan)
         self.prompt_logprobs.update(plan)
+        self.pooled_prompts.update(plan)
         if plan.block_copies:
             self.eager.copy_blocks(plan)
         results: dict[str, Tensor] = {}
-        if rows := self.prompt_logprobs.wanted(plan):
-            logits, scores = self.prompt_logprobs.run(plan, rows)
-            if self.note is not None:
-                self.note(plan)
-            names = ("prompt_ids", "prompt_logprobs", "prompt_ranks")
-            results |= dict(zip(names, scores, strict=True))
-        else:
-            logits = self.forward(plan)
+        logits = self._run_model(plan, results)
         self.edits.update(plan)  # not before: the device has its work by now
+        self.processors.update(plan)
         self.logprobs.update(plan)
         kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
-        step = Unsampled(plan, logits, kept, results)
+        processed = self.processors.apply(logits.values, plan)
+        step = Unsampled(plan, logits, kept, processed, results)
         if not len(plan.masked_rows):
             return self._sample(step)
         self._unsampled = step
@@ -86,10 +87,36 @@ class ModelRunner:
             names = ("logprob_ids", "logprobs", "ranks")
             results |= dict(zip(names, step.kept.of(tokens), strict=True))
         fetched, given = self.tables.platform.fetch(tokens, *results.values()), list(results)
-        return Pending(lambda: self._result(fetched, given))
+        return Pending(lambda: self._result(fetched, given, step.processed))
 
-    def _result(self, fetched: Pending[list[np.ndarray]], names: list[str]) -> StepResult:
+    def _run_model(self, plan: StepPlan, results: dict[str, Tensor]) -> StepLogits:
+        """Return logits; what else is wanted of hidden states goes to the results."""
+        scored, pooled = self.prompt_logprobs.wanted(plan), self.pooled_prompts.wanted(plan)
+        if not scored and not pooled:
+            return self.forward(plan)
+        logits, hidden = self.eager.with_states(plan)
+        if self.note is not None:
+            self.note(plan)
+        if scored:
+            names = ("prompt_ids", "prompt_logprobs", "prompt_ranks")
+            results |= dict(zip(names, self.prompt_logprobs.of(hidden, scored), strict=True))
+        vectors = self.pooled_prompts.of(hidden, pooled) if pooled else None
+        if vectors is not None:
+            results["pooled"] = vectors
+        return logits
+
+    def _result(
+        self,
+        fetched: Pending[list[np.ndarray]],
+        names: list[str],
+        processed: ProcessedRows | None,
+    ) -> StepResult:
         tokens, *others = fetched.result()
         if self.check is not None:
             self.check()
-        return StepResult(tokens[:, None], **dict(zip(names, others, strict=True)))
+        failures = None
+        if processed is not None:
+            processed.note(tokens)
+            failures = processed.failures
+        arrays = dict(zip(names, others, strict=True))
+        return StepResult(tokens[:, None], **arrays, failures=failures)

@@ -37,6 +37,8 @@ def run(core: EngineCore, arrivals: list[tuple[int, Watched]], aborts: dict[int,
                 core.finish(seq_id, "abort")
         core.step()
         core.scheduler.check()
+        serial = [seq for seq in core._sequences.values() if seq.is_serial]
+        assert all(seq.num_pending <= 1 for seq in serial)
         step += 1
         assert step < 5000, "stuck"
     while core._in_flight:  # what a late finish left behind
@@ -56,13 +58,20 @@ def make_requests(rng: random.Random) -> list[tuple[list[int], int]]:
 def make_sequences(
     requests: list[tuple[list[int], int]], leaders: dict[int, int] | None = None
 ) -> list[Watched]:
+    leaders = leaders or {}
+    pooled = {2, 5}.difference(leaders, leaders.values())
     return [
         Watched(
             i,
             prompt,
-            SamplingParams(max_tokens=n, priority=i * n % 2),
+            SamplingParams(
+                max_tokens=n,
+                priority=i * n % 2,
+                logits_processors=["some:function"] if i % 3 == 0 else [],
+            ),
             stop_token_ids=frozenset({EOS}),
-            leader_id=(leaders or {}).get(i),
+            leader_id=leaders.get(i),
+            pooling="mean" if i in pooled else None,
         )
         for i, (prompt, n) in enumerate(requests)
     ]
@@ -106,7 +115,10 @@ def test_any_schedule_gives_the_reference_tokens(
 
         for seq, (prompt, max_tokens) in zip(sequences, requests, strict=True):
             want = reference(prompt, max_tokens)
-            if seq.finish_reason == "abort":
+            if seq.request.pooling is not None:
+                assert not seq.output_token_ids
+                assert seq.finish_reason == "abort" or seq.pooled.tolist() == [sum(prompt)]
+            elif seq.finish_reason == "abort":
                 assert seq.output_token_ids == want[: len(seq.output_token_ids)]
             else:
                 assert seq.output_token_ids == want, (seed, seq.seq_id)
@@ -133,4 +145,5 @@ def test_equal_hashes_never_share_a_wrong_block(
         )
         sequences = make_sequences(requests)
         run(core, [(0, seq) for seq in sequences], {})
-        assert [s.output_token_ids for s in sequences] == [reference(p, n) for p, n in requests]
+        want = [[] if i in (2, 5) else reference(*asked) for i, asked in enumerate(requests)]
+        assert [seq.output_token_ids for seq in sequences] == want

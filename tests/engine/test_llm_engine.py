@@ -250,17 +250,6 @@ def test_the_longest_prompt_leaves_room_for_one_token(llm: LLM) -> None:
     assert (len(output.token_ids), output.finish_reason) == (1, "length")
 
 
-BAD_SAMPLING = [
-    ("temperature", [-0.1, float("nan"), float("inf"), "hot", None, True]),
-    ("max_tokens", [0, -1, 1.5, "8", None, True]),
-    ("top_k", [-2, 1.5, "8", None, True]),
-    ("top_p", [0, -0.1, 1.1, float("nan"), "x", None, True]),
-    ("min_p", [-0.1, 1.1, float("nan"), "x", None, True]),
-    ("seed", [-(2**63) - 1, 2**64, 1.5, "x", True]),
-    ("stop", ["", ["a", ""], [1], [None]]),
-    ("stop_token_ids", [[-1], [1.5], ["x"], [None], [True]]),
-    ("min_tokens", [-1, 65, 1.5, "x", None]),
-]
 BAD_ENGINE = [
     ("max_num_batched_tokens", [0, -1]),
     ("max_num_seqs", [0, -1]),
@@ -275,13 +264,6 @@ BAD_ENGINE = [
     ("attention_backend", ["xformers", "", None]),
     ("depth", [2, -1, "1"]),
     ("target_inter_token_ms", [0, -1.0, float("nan"), float("inf"), "25", True]),
-]
-WRONG_TYPES_SAMPLING = [
-    ("temperature", [10**400]),
-    ("stop", [5]),
-    ("stop_token_ids", [5]),
-    ("ignore_eos", ["no"]),
-    ("skip_special_tokens", ["no"]),
 ]
 WRONG_TYPES_ENGINE = [
     ("max_num_batched_tokens", [1.5]),
@@ -303,22 +285,10 @@ def each(table: list[tuple[str, list[Any]]]) -> Any:
     return pytest.mark.parametrize(("name", "value"), pairs, ids=lambda value: str(value)[:24])
 
 
-@each(BAD_SAMPLING)
-def test_bad_sampling_params(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        SamplingParams(**{name: value})
-
-
 @each(BAD_ENGINE)
 def test_bad_engine_options(path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         make_llm(path, **{name: value})
-
-
-@each(WRONG_TYPES_SAMPLING)
-def test_sampling_params_of_a_wrong_type(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        SamplingParams(**{name: value})
 
 
 @each(WRONG_TYPES_ENGINE)
@@ -328,12 +298,6 @@ def test_engine_options_of_a_wrong_type(name: str, value: Any) -> None:
 
 
 def test_values_at_the_border_are_accepted() -> None:
-    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
-    assert SamplingParams(stop="x") == SamplingParams(stop=["x"])
-    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
-    for seed in (0, -(2**63), 2**63 - 1, 2**63, 2**64 - 1):
-        assert SamplingParams(seed=seed).seed == seed
-    SamplingParams(temperature=0, top_p=1, min_p=1, max_tokens=1, min_tokens=1)
     EngineConfig("model", kvcache_block_size=256, max_model_len=2, depth=None)
 
 

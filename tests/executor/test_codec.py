@@ -28,9 +28,11 @@ def test_results(shape: tuple[int, int]) -> None:
         assert got.tokens.tolist() == tokens.tolist()
         assert got.ranks is None
     scores = tokens + 1, (tokens / 7).astype(np.float32), tokens[:, 0]
-    sent = StepResult(tokens, *scores, *scores)
+    failures = {0: "é", 7: "no"}
+    sent = StepResult(tokens, *scores, *scores, pooled=scores[1], failures=failures)
     got = decode_result(bytearray(b"".join(encode_result(sent))))
-    for field in fields(StepResult):
+    assert got.failures == failures
+    for field in fields(StepResult)[:-1]:
         mine, theirs = getattr(sent, field.name), getattr(got, field.name)
         assert mine.dtype == theirs.dtype
         assert mine.tolist() == theirs.tolist()
@@ -80,6 +82,7 @@ def random_new_row(rng: random.Random) -> NewRow:
         params=random_params(rng),
         seed=rng.choice([-(2**63), 2**63 - 1, rng.getrandbits(63)]),
         stop_token_ids=frozenset(rng.sample(range(10**6), rng.randint(0, 4))),
+        pooling=rng.choice([None, "last", "mean"]),
     )
 
 
