@@ -245,6 +245,17 @@ def test_other_options_narrow_and_never_widen(llm: LLM) -> None:
     assert outputs[5].finish_reason != "error"
 
 
+def test_an_answer_after_a_special_token(llm: LLM) -> None:
+    """Greedy, with a push to write the token; JSON may begin with a line break then."""
+    asked = {"json": SCHEMA, "after": "<bos>"}
+    bias = {1: 100.0, llm.engine.tokenizer.encode("\n")[0]: 60.0}
+    params = [params_of(asked, seed, max_tokens=150, logit_bias=bias) for seed in range(4)]
+    for output in generate(llm, params):
+        assert output.token_ids[0] == 1
+        assert output.text.startswith("\n\n{")
+        assert output.finish_reason == "length" or fits({"json": SCHEMA}, output.text)
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     asked = {"choice": ["yes"]}
     [output] = generate(llm, [params_of(asked, 1, logprobs=0)])

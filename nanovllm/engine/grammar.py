@@ -123,8 +123,7 @@ class Grammars:
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
-        self._get_tools()  # or say at once what is missing
-        text = grammar_text(asked)
+        text = grammar_text(asked, self._get_tools().tokenizer)
         with self._lock:
             grammar = self._cache.pop(text, None)
         if grammar is None:
@@ -276,14 +275,24 @@ def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
         words[token_id // 32] |= bit
 
 
-def grammar_text(asked: Mapping[str, Any]) -> str:
+def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
     """Return a request in llguidance's own form: a list of grammars, the first of which counts."""
-    answer = _answer(asked)
-    grammars = [answer]
+    grammars = [_answer(asked)]
     if "after" in asked:
-        lark = f"start: before @answer\nbefore[suffix={json.dumps(asked['after'])}]: /(?s:.*)/"
-        grammars = [{"lark_grammar": lark}, {"name": "answer", **answer}]
+        gap = "GAP? " if "json_schema" in grammars[0] else ""
+        lark = (
+            f"start: before {gap}@answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
+        )
+        grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
     return json.dumps({"grammars": grammars})
+
+
+def _before(after: str, tokenizer: LLTokenizer) -> str:
+    """The rule for all that comes before an answer, up to a text or a special token."""
+    token_ids = tokenizer.tokenize_str(after, parse_special=True)
+    if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
+        return f"before: /(?s:.*)/ <[{token_ids[0]}]>"
+    return f"before[suffix={json.dumps(after)}]: /(?s:.*)/"
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
