@@ -217,6 +217,8 @@ def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
                 assert len(output.token_ids) >= 20
             if "ignore_eos" in options:
                 assert EOS not in output.token_ids
+    [output] = generate(llm, [params_of({"regex": "0[0-9]"}, 0, stop_token_ids=digits)])
+    assert output.finish_reason == "error"  # it may not stop where it must write a stop token
     [output] = generate(llm, [params_of({"choice": ["ab"]}, 0, ignore_eos=True, min_tokens=9)])
     assert (output.text, output.finish_reason) == ("ab", "stop")
 

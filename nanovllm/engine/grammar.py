@@ -182,10 +182,9 @@ class Grammars:
 
     def _finish(self, matcher: Matcher, mask: IntColumn) -> None:
         assert matcher.mask is not None
-        if matcher.job is not None:
-            matcher.job.result()
         mask[:] = matcher.mask
-        if matcher.inner.is_error():
+        has_failed = matcher.job is not None and matcher.job.exception() is not None
+        if has_failed or matcher.inner.is_error():
             mask[:] = 0  # no token: the sequence ends with an error
         elif matcher.stop_token_ids != self._eos_token_ids:
             self._allow_stops(matcher, mask)
@@ -197,7 +196,7 @@ class Grammars:
         given = mask.copy()
         for token_id in self._eos_token_ids | matcher.stop_token_ids:
             allow(mask, token_id, is_accepting and token_id in matcher.stop_token_ids)
-        if not mask.any():
+        if is_accepting and not mask.any():
             mask[:] = given
 
     def _compile(self, text: str) -> Compiled:
@@ -314,4 +313,6 @@ def _escaped(char: str) -> str:
 
 
 def refusal(reason: str) -> RequestError:
+    if "coerce_one_of" in reason:  # an option of llguidance's, which is not offered
+        reason = "the options of 'oneOf' are not plainly disjoint"
     return RequestError(f"structured_outputs cannot be enforced: {reason.strip()}")

@@ -20,7 +20,7 @@ from nanovllm.errors import RequestError
 Schema = dict[str, Any] | bool
 
 EXACT = 2**53  # llguidance reads numbers as float64, which hold whole numbers up to here
-MAX_OPTIONS = 100  # of oneOf, each of which is compared with every other
+MAX_OPTIONS = 64  # of oneOf, each of which is compared with every other
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -65,14 +65,14 @@ def enforceable(schema: Schema) -> dict[str, Any]:
 class _Rewriter:
     root: Schema
     draft: int = field(init=False)
-    names: dict[str, str] = field(default_factory=dict)  # of the parts that are referred to
+    pointers: list[str] = field(default_factory=list)  # to the parts that are referred to
+    names: dict[str, str] = field(default_factory=dict)  # by pointer
     parts: dict[str, Schema] = field(default_factory=dict)  # by name, rewritten
 
     def rewrite(self) -> dict[str, Any]:
         self.draft = _draft(self.root)
         first = self._name("")
-        while len(self.parts) < len(self.names):
-            pointer = list(self.names)[len(self.parts)]
+        for pointer in self.pointers:  # which grow meanwhile
             self.parts[self.names[pointer]] = self._part(self._find(pointer), "#" + pointer)
         for schema in _within([*self.parts.values()]):
             if "oneOf" in schema and self._is_disjoint(schema["oneOf"]):
@@ -82,7 +82,10 @@ class _Rewriter:
         return {"$ref": f"#/$defs/{first}", "$defs": self.parts}
 
     def _name(self, pointer: str) -> str:
-        return self.names.setdefault(pointer, str(len(self.names)))
+        if pointer not in self.names:
+            self.names[pointer] = str(len(self.names))
+            self.pointers.append(pointer)
+        return self.names[pointer]
 
     def _find(self, pointer: str) -> Any:
         found: Any = self.root
@@ -212,12 +215,13 @@ class _Rewriter:
     def _refuse_endless(self) -> None:
         """Refuse parts that no text of finite length fits: they require themselves."""
         finite: set[str] = set()
-        while new := {
-            name
-            for name, part in self.parts.items()
-            if name not in finite and _is_finite(part, finite)
-        }:
-            finite |= new
+        names, num_before = list(self.parts), -1
+        while len(finite) > num_before:
+            num_before = len(finite)
+            names.reverse()  # a chain of parts, either way, is done at once
+            for name in names:
+                if name not in finite and _is_finite(self.parts[name], finite):
+                    finite.add(name)
         for pointer, name in self.names.items():
             if name not in finite:
                 keyword = "false" if self.parts[name] is False else "$ref"

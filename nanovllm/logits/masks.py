@@ -16,13 +16,14 @@ class Masks:
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._is_forbidden = platform.upload(bits == 0)  # [bytes there are, 8]
+        # For each byte that there is, eight booleans, which are looked up as one number.
+        self._is_forbidden = platform.upload((bits == 0).view(np.int64)[:, 0])
 
     def apply(self, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
         """Edit the logits [sampled rows, vocab_size] of a plan in place."""
         octets = self.platform.upload(masks.view(np.uint8)).int()
-        is_forbidden = self._is_forbidden.index_select(0, octets.flatten()).view(len(masks), -1)
-        is_forbidden = is_forbidden[:, : logits.shape[1]]
+        is_forbidden = self._is_forbidden.index_select(0, octets.flatten()).view(torch.bool)
+        is_forbidden = is_forbidden.view(len(masks), -1)[:, : logits.shape[1]]
         if len(masks) == len(logits):
             logits.masked_fill_(is_forbidden, -torch.inf)
             return
