@@ -6,15 +6,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
     from nanovllm.outputs import EmbeddingOutput, Logprob, RequestOutput
     from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "EmbeddingOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EmbeddingOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "nanovllm.llm",
+    "AsyncLLM": "nanovllm.async_llm",
     "EmbeddingOutput": "nanovllm.outputs",
     "Logprob": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",

@@ -138,3 +138,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_weights_per_token(self) -> int:
+        """About as many as multiply a token's activations."""
+        hidden, size, experts = self.hidden_size, self.intermediate_size, self.experts
+        if experts is not None:
+            size = experts.top_k * experts.size
+        return self.num_layers * hidden * (4 * hidden + 3 * size) + self.vocab_size * hidden

@@ -8,17 +8,15 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live, check_text
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.prompts import (
     Messages,
@@ -31,6 +29,8 @@ from nanovllm.prompts import (
     split_prompts,
 )
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scoring import check_pooling, continue_prompt, embedding_of, score_of
+from nanovllm.serving.engine_thread import EngineThread, Job
 
 
 class LLM:
@@ -110,11 +110,10 @@ class LLM:
         It is the hidden state of the last token, or the mean over all tokens, after the model's
         final norm. `normalize` divides it by its length.
         """
-        if pooling not in get_args(Pooling):
-            raise RequestError(f'pooling must be "last" or "mean", got {pooling!r}')
+        check_pooling(pooling)
         params = SamplingParams(max_tokens=1)
         job = self._prepare(prompts, params, cache_salt, False, pooling=pooling)
-        return [_embedding(output, normalize) for output in self._run(job, use_tqdm)]
+        return [embedding_of(output, normalize) for output in self._run(job, use_tqdm)]
 
     def score(
         self,
@@ -127,37 +126,12 @@ class LLM:
 
         A text is tokenised together with the prompt, as the model would read both.
         """
-        starts, wholes = self._with_continuations(prompt, continuations)
+        continued = continue_prompt(prompt, continuations, self.engine.front.token_ids_of)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        wholes = [each.token_ids for each in continued]
         outputs = self.generate(wholes, params, use_tqdm=False, cache_salt=cache_salt)
-        return [_score(output, start) for output, start in zip(outputs, starts, strict=True)]
-
-    def _with_continuations(
-        self, prompt: str | list[int], continuations: Sequence[str | list[int]]
-    ) -> tuple[list[int], list[list[int]]]:
-        """Return where each continuation begins, and the tokens of it behind the prompt.
-
-        Tokens may reach across the border: then the continuation begins with the first of them.
-        """
-        if isinstance(continuations, str):
-            raise RequestError("continuations are a list, of texts or of lists of token ids")
-        encode = self.engine.front.token_ids_of
-        ids = encode(prompt).tolist()
-        starts, wholes = [], []
-        for index, continuation in enumerate(continuations):
-            if isinstance(prompt, str) and isinstance(continuation, str):
-                whole = encode(prompt + continuation).tolist()
-            else:
-                whole = ids + encode(continuation, add_special_tokens=False).tolist()
-            pairs = enumerate(zip(ids, whole, strict=False))
-            start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
-            if start == len(whole):
-                raise RequestError(f"continuations[{index}] adds no token to the prompt")
-            if start == 0:
-                raise RequestError(f"continuations[{index}] leaves no token of the prompt as it is")
-            starts.append(start)
-            wholes.append(whole)
-        return starts, wholes
+        pairs = zip(outputs, continued, strict=True)
+        return [score_of(output, each.start) for output, each in pairs]
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
@@ -264,29 +238,6 @@ class LLM:
     def _check_usable(self) -> None:
         self._thread.check_process()
         self.engine.raise_if_closed()
-
-
-def _embedding(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
-    if output.finish_reason != "length":
-        raise EngineError(output.error or "the embedding was aborted")
-    vector = np.array(output.pooled, np.float32)
-    if normalize:
-        vector /= max(float(np.linalg.norm(vector)), 1e-12)
-    return EmbeddingOutput(vector.tolist(), output.prompt_token_ids)
-
-
-def _score(output: RequestOutput, start: int) -> Score:
-    """Sum up what the prompt logprobs say of the tokens from `start` on."""
-    if output.finish_reason != "length":
-        raise EngineError(output.error or "the score was aborted")
-    assert output.prompt_logprobs is not None
-    token_ids = output.prompt_token_ids[start:]
-    entries = [
-        (entry or {})[token_id]
-        for token_id, entry in zip(token_ids, output.prompt_logprobs[start:], strict=True)
-    ]
-    logprobs = [entry.logprob for entry in entries]
-    return Score(sum(logprobs), logprobs, token_ids, all(entry.rank == 1 for entry in entries))
 
 
 class Progress:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +23,8 @@ ORDER = """
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
-    < engine.engine_thread, engine.async_engine
-    < llm < server, bench < cli < __main__
+    < serving.engine_thread, serving.core_process
+    < scoring < llm, async_llm < server, bench < cli < __main__
 """
 LEAVES = (
     "errors",
@@ -45,25 +47,31 @@ HOST = (
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
+    "engine.step_clock",
     "engine.waiting",
-    "engine.grammar",
-    "engine.json_schema",
-    "engine.json_disjoint",
-    "engine.json_formats",
+    "grammar.matching",
+    "grammar.json_schema",
+    "grammar.json_disjoint",
+    "grammar.json_formats",
 )
+# What executors and workers know of the engine.
+WIRE = ("engine.step", "engine.step_clock")
+# What a front may know of a core in another process; imports no torch either.
+CLIENT = ("serving.core_records", "engine.found_model", "serving.core_client")
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
     "checkpoint": (("errors",), "worker.tables"),
-    "engine.step": ((*LEAVES, *HOST), "worker.tables"),
-    **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part != "engine.step"},
-    "engine": (
-        (),
-        "worker.tables",
-    ),  # its __init__.py is empty: engine.step must not bring the rest along
+    **dict.fromkeys(CLIENT, ((*LEAVES, *HOST, *CLIENT, "checkpoint", "executor"), "engine.core")),
+    **dict.fromkeys(WIRE, ((*LEAVES, *WIRE), "worker.tables")),
+    **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part not in WIRE},
+    # Their __init__.py are empty: a part must not bring the rest along.
+    "engine": ((), "worker.tables"),
+    "grammar": ((), "worker.tables"),
+    "serving": ((), "engine.core"),
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
 }
 # What runs where neither of these is installed.
-TORCH_FREE = (*LEAVES, *HOST)
+TORCH_FREE = (*LEAVES, *HOST, *CLIENT, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
@@ -82,6 +90,32 @@ TOO_LARGE = {
     "kernels/cuda/persistent_attention.py": {"__init__"},
     "kernels/cuda/persistent_kernel.py": {"persistent_step"},
 }
+# From a prompt to a token, on any device, without what only some requests or callers ask for.
+CORE_FOLDERS = ("engine/", "worker/", "layers/")
+CORE_FILES = {
+    "config.py",
+    "sampling_params.py",
+    "llm.py",
+    "models/decoder.py",
+    "models/qwen3.py",
+}
+NOT_CORE = {
+    "engine/pacing.py",
+    "engine/step_clock.py",
+    "worker/loader.py",
+    "worker/memory.py",
+    "layers/moe.py",
+}
+MAX_CORE_LINES = 2800
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # The one way to learn what Triton would launch, put back when that is known.
 ALLOWED_CHANGES = {"kernels/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook"}
 MUTATORS = re.compile(
@@ -145,6 +179,30 @@ def test_no_module_state_changes_at_run_time(path: Path) -> None:
 def test_functions_are_small(path: Path) -> None:
     found = set(large_functions(ast.parse(path.read_text())))
     assert found == TOO_LARGE.get(relative(path), set())
+
+
+def test_the_core_path_is_short() -> None:
+    """What a reader follows from a prompt to a token; the rest is read when it is wanted."""
+    files = [path for path in sources() if is_core(relative(path))]
+    assert sum(map(num_code_lines, files)) <= MAX_CORE_LINES
+
+
+def is_core(name: str) -> bool:
+    return name in CORE_FILES or (name.startswith(CORE_FOLDERS) and name not in NOT_CORE)
+
+
+def num_code_lines(path: Path) -> int:
+    """Without blank lines, comments and docstrings."""
+    source = path.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            lines.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(lines)
 
 
 def run_script(script: str) -> str:

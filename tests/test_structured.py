@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import grammar
 from nanovllm.errors import ConfigError, RequestError
+from nanovllm.grammar import matching as grammar
 from nanovllm.outputs import RequestOutput
 from tests.byte_tokenizer import EOS, with_tokenizer
 from tests.checkpoints import VOCAB_SIZE

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.models import model_path
-from nanovllm.engine.grammar import Grammar, Grammars
+from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
 
 SCHEMA = {
     "type": "array",
@@ -55,8 +55,9 @@ def main() -> None:
     )
     engine, vocab_size = llm.engine, llm.engine.model_config.vocab_size
     if args.mask_us is None:
-        vocabulary = SimpleNamespace(backend_tokenizer=made_up(vocab_size))
-        grammars = Grammars(vocabulary, vocab_size, frozenset({vocab_size - 1}))
+        tokenizer = SimpleNamespace(backend_tokenizer=made_up(vocab_size))
+        vocabulary = Vocabulary(tokenizer, frozenset({vocab_size - 1}))
+        grammars = Grammars(lambda: vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
     engine.front.grammars = engine.core.grammars = grammars

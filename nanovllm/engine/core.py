@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from nanovllm.engine.grammar import Grammars
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, check_length
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
+from nanovllm.grammar.matching import Grammars
 from nanovllm.pending import Pending
 
 
@@ -47,15 +47,7 @@ class EngineCore:
     def check(self, request: Request) -> None:
         """Raise RequestError for one that can never run; any thread may call this."""
         self.raise_if_failed()
-        num_tokens = len(request.token_ids)
-        most, why = self.max_len, ""
-        if request.pooling is None:
-            most, why = self.max_len - 1, " (one must be left to generate)"
-        if num_tokens > most:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
-                "raise max_model_len or num_kvcache_blocks"
-            )
+        check_length(request, self.max_len)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises, and keeps nothing, when it can never run."""

@@ -11,22 +11,19 @@ import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.grammar import Grammars
 from nanovllm.engine.logprobs import TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
+from nanovllm.grammar.matching import Grammars, Vocabulary
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -50,6 +47,8 @@ class Sample:
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
     new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those
+    num_tokens: int = 0  # that came for it, where they are detokenised or streamed
+    num_wanted: int | None = None  # of them, once a stop string was found
     ending: Ending | None = None
 
 
@@ -73,20 +72,19 @@ class Front:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        vocabulary: Vocabulary,
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
         seed: int,
         has_workers: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer)
+        self.tokenizer = vocabulary.tokenizer
+        self._texts = TokenTexts(self.tokenizer)
         self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
-        self.grammars = Grammars(tokenizer, vocab_size, self._eos_token_ids)
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self.grammars = Grammars(lambda: vocabulary, vocab_size)
         self._seed_of_all = seed
         self._seq_ids = itertools.count()
         self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
@@ -154,18 +152,27 @@ class Front:
     def collect(
         self, step: CoreStep, finish: Callable[[int, FinishReason], Ending | None]
     ) -> StepOutput:
-        """Turn what a step of the core brought into text; `finish` ends what a stop string ends."""
-        endings = {ending.seq_id: ending for ending in step.endings}
+        """Turn what a step of the core brought into text; `finish` ends what a stop string ends.
+
+        If it returns no ending, that is among those of a later step. Until the core hears of
+        it, more may come for what was stopped or dropped here.
+        """
+        known = self._samples
+        endings = {ending.seq_id: ending for ending in step.endings if ending.seq_id in known}
         columns = step.seq_ids, step.token_ids, step.logprobs
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
-            live, sample = self._samples[seq_id]
+            if seq_id not in known or known[seq_id][1].num_wanted is not None:
+                continue
+            live, sample = known[seq_id]
             if logprobs is not None and live.is_streaming:
                 sample.new_logprobs.append(logprobs)
             if self.push(sample, token_id):
+                sample.num_wanted = sample.num_tokens
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
-                assert ending is not None
-                endings[seq_id] = replace(ending, finish_reason="stop")
-        changed = [self._samples[seq_id] for seq_id in dict.fromkeys((*step.seq_ids, *endings))]
+                if ending is not None:
+                    endings[seq_id] = ending
+        seq_ids = dict.fromkeys((*step.seq_ids, *endings))
+        changed = [known[seq_id] for seq_id in seq_ids if seq_id in known]
         outputs: dict[int, RequestOutput] = {}
         for ending in endings.values():
             output = self.end(ending)
@@ -184,11 +191,14 @@ class Front:
     def push(self, sample: Sample, token_id: int) -> bool:
         """Add a token to a sample's text; True when it completes a stop string."""
         sample.new_token_ids.append(token_id)
+        sample.num_tokens += 1
         return sample.detokenizer is not None and sample.detokenizer.push(token_id)
 
     def end(self, ending: Ending) -> RequestOutput | None:
         """Note the end of a sample; return the answers when it was the last one of its prompt."""
         live, sample = self._samples.pop(ending.seq_id)
+        if sample.num_wanted is not None:
+            ending = ending.stopped_at(sample.num_wanted)
         sample.ending = ending
         if sample.detokenizer is not None:
             sample.detokenizer.finish()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nanovllm.checkpoint.find import eos_token_ids, find_checkpoint
-from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.front import Front, Live
+from nanovllm.engine.found_model import FoundModel, make_front
+from nanovllm.engine.front import Live
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step import Pooling
+from nanovllm.engine.step import ExecutorInfo, Pooling
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.create import create_executor
+from nanovllm.grammar.matching import Grammars
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
@@ -41,50 +42,12 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        platform = check_device(config)
-        checkpoint = find_checkpoint(
-            config.model,
-            revision=config.revision,
-            need_weights=config.load_format != "dummy",
-            need_tokenizer=not config.skip_tokenizer_init,
-            check=partial(check_model, config, platform),
-        )
-        self.model_config = read_config(checkpoint.config)
-        self.config = config = clamp_model_len(config, self.model_config)
-        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint)
-        eos_ids = eos_token_ids(checkpoint) or tokenizer_eos(tokenizer)
-        has_workers = config.tensor_parallel_size > 1
-        vocab_size = self.model_config.vocab_size
-        self.front = Front(tokenizer, vocab_size, eos_ids, config.seed, has_workers)
-        executor = create_executor(config, self.model_config, checkpoint)
-        self.info = executor.start()
-        try:
-            self.core = self._make_core(executor)
-            # A full collection walks all that was imported, 60 ms amid a step. After one now, the
-            # next comes when a quarter more objects than these have lived long.
-            gc.collect()
-        except BaseException:  # Ctrl-C: at a prompt its traceback would keep the workers
-            executor.close()
-            raise
-        if self.core.max_len < config.max_model_len:
-            logger.warning(
-                "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end there",
-                self.core.max_len,
-                config.max_model_len,
-            )
+        found = find_model(config)
+        self.config, self.model_config = found.config, found.model_config
+        self.front = make_front(found)
+        started = start_core(found, self.front.grammars)
+        self.core, self.info = started.core, started.info
         self._is_closed = False
-
-    def _make_core(self, executor: Executor) -> EngineCore:
-        config, info = self.config, self.info
-        blocks = BlockManager(
-            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
-        target = config.target_inter_token_ms
-        pacer = None if target is None else Pacer(target / 1000)
-        scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
-        depth = info.depth if config.depth is None else config.depth
-        grammars = self.front.grammars
-        return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -164,9 +127,56 @@ class LLMEngine:
             raise EngineError(CLOSED)
 
 
-def tokenizer_eos(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    eos = None if tokenizer is None else tokenizer.eos_token_id
-    return () if eos is None else (eos,)
+def find_model(config: EngineConfig) -> FoundModel:
+    platform = check_device(config)
+    checkpoint = find_checkpoint(
+        config.model,
+        revision=config.revision,
+        need_weights=config.load_format != "dummy",
+        need_tokenizer=not config.skip_tokenizer_init,
+        check=partial(check_model, config, platform),
+    )
+    model_config = read_config(checkpoint.config)
+    return FoundModel(clamp_model_len(config, model_config), model_config, checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedCore:
+    core: EngineCore
+    info: ExecutorInfo
+
+
+def start_core(found: FoundModel, grammars: Grammars) -> StartedCore:
+    """Load the model and make what runs it."""
+    config = found.config
+    executor = create_executor(config, found.model_config, found.checkpoint)
+    info = executor.start()
+    try:
+        core = make_core(config, executor, info, grammars)
+        # A full collection walks all that was imported, 60 ms amid a step. After one now, the
+        # next comes when a quarter more objects than these have lived long.
+        gc.collect()
+    except BaseException:  # Ctrl-C: at a prompt its traceback would keep the workers
+        executor.close()
+        raise
+    if core.max_len < config.max_model_len:
+        logger.warning(
+            "The KV cache holds %d tokens, fewer than max_model_len=%d: sequences end there",
+            core.max_len,
+            config.max_model_len,
+        )
+    return StartedCore(core, info)
+
+
+def make_core(
+    config: EngineConfig, executor: Executor, info: ExecutorInfo, grammars: Grammars
+) -> EngineCore:
+    blocks = BlockManager(info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
+    target = config.target_inter_token_ms
+    pacer = None if target is None else Pacer(target / 1000)
+    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
+    depth = info.depth if config.depth is None else config.depth
+    return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
 
 
 def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

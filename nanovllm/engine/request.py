@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from nanovllm.engine.grammar import Grammar
 from nanovllm.engine.step import Pooling, Vector
+from nanovllm.errors import RequestError
+from nanovllm.grammar.matching import Grammar
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -30,6 +31,18 @@ class Request:
     leader_id: int | None = None  # the request for the first sample of this prompt, added before
     pooling: Pooling | None = None  # wants the prompt's hidden states, and no token
     arrival_time: float = field(default_factory=time.perf_counter)
+
+
+def check_length(request: Request, max_len: int) -> None:
+    """Raise RequestError for a prompt that can never run where sequences end at `max_len`."""
+    num_tokens, most, why = len(request.token_ids), max_len, ""
+    if request.pooling is None:
+        most, why = max_len - 1, " (one must be left to generate)"
+    if num_tokens > most:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
+            "raise max_model_len or num_kvcache_blocks"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,11 @@ class Ending:
     prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, likewise
     pooled: Vector | None = None
     error: str | None = None  # of a processor of its own
+
+    def stopped_at(self, num_tokens: int) -> Ending:
+        """By a stop string, after so many tokens; the core may have gone on."""
+        token_ids, logprobs = self.token_ids[:num_tokens], self.logprobs[:num_tokens]
+        return replace(self, token_ids=token_ids, logprobs=logprobs, finish_reason="stop")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.request import FinishReason, TokenLogprobs
 from nanovllm.engine.sequence import NO_SLOT, Sequence
@@ -26,6 +25,7 @@ from nanovllm.engine.step import (
     num_scored,
 )
 from nanovllm.engine.waiting import Waiting
+from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
 
 
@@ -46,6 +46,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
+        self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up, and found
         self.blocks = blocks
         self.pacer = pacer
         self.waiting = Waiting()
@@ -63,6 +64,9 @@ class Scheduler:
         leader = seq.leader
         if leader is not None and leader.num_computed < leader.num_prompt_tokens:
             leader.followers[seq.seq_id] = seq
+            return
+        if seq.matcher is not None and not seq.matcher.is_ready:
+            self.postponed[seq.seq_id] = seq
             return
         self.waiting.add(seq)
         if self.waiting.first() is seq:
@@ -225,6 +229,8 @@ class Scheduler:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].priority))
         if len(seq.token_ids) == seq.num_prompt_tokens:
             seq.num_cached = seq.num_computed
+            self.num_cache_queries += seq.num_prompt_tokens
+            self.num_cache_hits += seq.num_cached
         copy, seq.leader = self.blocks.tail_copy(seq), None
         if copy is not None:
             draft.block_copies.append(copy)

@@ -6,9 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
-from nanovllm.engine.grammar import Matcher
 from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
+from nanovllm.grammar.matching import Matcher
 
 NO_SLOT = -1
 

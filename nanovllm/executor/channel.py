@@ -40,6 +40,11 @@ class Channel:
         self._socket = connection
         self._sending = threading.Lock()
 
+    def limit_gaps(self, seconds: float) -> None:
+        """Take the other end for gone when it stops for so long within a message."""
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
     def send(self, packed: bytes) -> None:
         """Wait until the message is on its way; raises OSError when nobody is there."""
         with self._sending:
@@ -66,7 +71,7 @@ class Channel:
         while left:
             try:
                 num_read = self._socket.recv_into(left)
-            except ConnectionError:  # it died with bytes of ours unread
+            except (ConnectionError, BlockingIOError):  # it died with bytes unread, or hangs
                 return None
             if num_read == 0:
                 return None

@@ -7,6 +7,7 @@ import logging
 import pickle
 import weakref
 from collections.abc import Callable
+from concurrent.futures import TimeoutError
 
 import torch
 
@@ -14,12 +15,16 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.step_clock import StepClock
 from nanovllm.executor.codec import decode_result, encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
-from nanovllm.executor.worker_processes import WorkerProcesses
+from nanovllm.executor.worker_processes import Reply, WorkerProcesses
 from nanovllm.pending import Pending
 from nanovllm.platforms.ranks import check_num_ranks
+
+# A step that takes longer is taken for hung; somewhat less than a core's front allows the core.
+LEAST_SECONDS, TIMES_EXPECTED = 3.5, 8.0
 
 
 class MultiprocExecutor:
@@ -46,6 +51,7 @@ class MultiprocExecutor:
         )
         self._store: object | None = store  # serves for as long as it is held
         self._workers = WorkerProcesses()
+        self._clock: StepClock | None = None  # not before they are started
         weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
 
     def start(self) -> ExecutorInfo:
@@ -57,11 +63,26 @@ class MultiprocExecutor:
         except BaseException:  # Ctrl-C while the model loads
             self.close()
             raise
-        return infos[0]  # they agreed
+        self._clock = StepClock(infos[0])  # they agreed
+        return infos[0]
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        self._workers.raise_if_failed()
+        assert self._clock is not None, "submit before start"
+        self._clock.begin(plan)
         (reply,) = self._workers.send(encode_plan(plan))
-        return Pending(lambda: decode_result(reply.result()))
+        reply.add_done_callback(self._clock.end)
+        return Pending(lambda: self._result(reply))
+
+    def _result(self, reply: Reply) -> StepResult:
+        assert self._clock is not None
+        limit = self._clock.limit(LEAST_SECONDS, TIMES_EXPECTED)
+        try:
+            message = reply.result(limit)
+        except TimeoutError:
+            self._workers.fail(f"no worker answered a step for {limit:.1f} s: one of them hangs")
+            message = reply.result()  # raises
+        return decode_result(message)
 
     def sample(self, masks: IntColumn) -> None:
         self._workers.send([masks.data], num_replies=0)

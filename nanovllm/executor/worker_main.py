@@ -8,15 +8,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import pickle
-import select
-import socket
 import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -27,6 +21,7 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Channel, Kind, pack
+from nanovllm.executor.child import forward_logs, reporting, run_child
 from nanovllm.executor.codec import decode_plan, encode_result
 from nanovllm.pending import Pending
 
@@ -57,42 +52,8 @@ class WorkerTask:
     build_worker: Callable[[WorkerTask, int], RankWorker]
 
 
-def main(rank: int, fd: int, parent_pid: int) -> None:
-    os.set_inheritable(fd, False)  # or a child of this process could hide its death
-    channel = Channel(socket.socket(fileno=fd))
-    watch = threading.Thread(target=_exit_with_parent, args=(fd, parent_pid), daemon=True)
-    watch.start()
-    with _reporting(channel):
-        _serve(rank, channel)
-    os._exit(0)
-
-
-def _exit_with_parent(fd: int, parent_pid: int) -> None:
-    """End the process, whatever it is doing, when the engine's end of the socket closes."""
-    poll = select.poll()
-    poll.register(fd, 0)  # only a hang-up
-    # A process forked from the engine's may keep that end open, hence the second sign.
-    while os.getppid() == parent_pid and not poll.poll(1000):
-        pass
-    os._exit(1)
-
-
-@contextmanager
-def _reporting(channel: Channel) -> Iterator[None]:
-    """Let the engine know of an error, and end; other ranks may wait for this one in vain."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            report = {
-                "type": type(error).__name__,
-                "message": str(error),
-                "traceback": traceback.format_exc(),
-                "time": time.monotonic(),  # the same clock for all processes
-            }
-            channel.send(pack(Kind.ERROR, [json.dumps(report).encode()]))
-        finally:  # whatever else fails, nobody may wait for this rank
-            os._exit(1)
+def main(fd: int, parent_pid: int, rank: int) -> None:
+    run_child(fd, parent_pid, lambda channel: _serve(rank, channel))
 
 
 def _serve(rank: int, channel: Channel) -> None:
@@ -100,7 +61,9 @@ def _serve(rank: int, channel: Channel) -> None:
     if message is None:
         return
     task: WorkerTask = pickle.loads(message.body)
-    _forward_logs(rank, channel, task.log_level)
+    # Ranks after the first would mostly repeat what it says.
+    level = task.log_level if rank == 0 else max(task.log_level, logging.WARNING)
+    forward_logs(channel, level)
     worker = task.build_worker(task, rank)
     info = worker.start()
     gc.collect()
@@ -124,27 +87,6 @@ def _serve(rank: int, channel: Channel) -> None:
 
 
 def _answer(launched: SimpleQueue[Pending[StepResult]], channel: Channel) -> None:
-    with _reporting(channel):
+    with reporting(channel):
         while True:
             channel.send(pack(Kind.REPLY, encode_result(launched.get().result())))
-
-
-def _forward_logs(rank: int, channel: Channel, level: int) -> None:
-    """Log where the engine does; ranks after the first would mostly repeat what it says."""
-    logger = logging.getLogger("nanovllm")
-    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
-    logger.addHandler(_ChannelHandler(channel))
-
-
-class _ChannelHandler(logging.Handler):
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            message = self.format(record)
-            entry = {"name": record.name, "level": record.levelno, "message": message}
-            self._channel.send(pack(Kind.LOG, [json.dumps(entry).encode()]))
-        except Exception:  # what is logged never stops a program
-            self.handleError(record)

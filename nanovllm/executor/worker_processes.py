@@ -6,37 +6,31 @@ while nobody waits, and Ctrl-C, which only reaches the main thread, cannot cut a
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import selectors
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from queue import SimpleQueue
 
-from nanovllm import errors
-from nanovllm.errors import EngineError, NanovllmError, WorkerError
-from nanovllm.executor.channel import Channel, Kind, pack
+from nanovllm.errors import EngineError
+from nanovllm.executor.channel import Kind, pack
+from nanovllm.executor.child_process import (
+    STOP_SECONDS,
+    ChildProcess,
+    Failure,
+    death,
+    hear,
+    start_child,
+    stop,
+)
 from nanovllm.executor.codec import Section
 
-# Not the user's script, which would run again in every worker.
-_BOOT = (
-    "import sys; sys.path[:] = sys.argv[4:]; from nanovllm.executor.worker_main import main; "
-    "main(*map(int, sys.argv[1:4]))"
-)
-PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
-FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
 Reply = Future[bytearray]
 GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error
-STOP_SECONDS = 2.0  # from asking a process to end to killing it
 POLL_SECONDS = 1.0  # between looks at processes whose end of the socket may outlive them
 
 
@@ -77,6 +71,12 @@ class WorkerProcesses:
                 f"the workers of this engine answer to process {self._owner}, from which this one "
                 "was forked; make an engine here, or give process pools the 'spawn' method"
             )
+
+    def fail(self, message: str) -> None:
+        """Give up on workers that do not answer."""
+        self._failure = self._failure or Failure(message, "WorkerError")
+        for worker in self._workers:
+            worker.process.kill()  # one that is stopped would not hear anything else
 
     def close(self) -> None:
         """End the workers; a second call finds none."""
@@ -141,52 +141,19 @@ class WorkerProcesses:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """Why an engine can do no more, as text: an exception would hold on to all that it passed."""
-
-    message: str
-    type_name: str
-    traceback: str = ""
-    time: float = 0.0  # a death is always before the errors that it causes
-
-    def error(self) -> NanovllmError:
-        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
-        kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
-        if kind is None:
-            return WorkerError(f"{self.message}\n{self.traceback}")
-        error = kind(self.message)
-        error.__cause__ = WorkerError(self.traceback) if self.traceback else None
-        return error
-
-
-@dataclass(frozen=True, slots=True)
 class Broadcast:
     packed: bytes
     replies: list[Reply]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerProcess:
-    rank: int
-    name: str
-    process: subprocess.Popen[bytes]
-    channel: Channel
+class WorkerProcess(ChildProcess):
     awaited: deque[Reply] = field(default_factory=deque)  # in the order of its tasks
 
 
 def spawn(rank: int, num_ranks: int) -> WorkerProcess:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        for end in (ours, theirs):
-            end.setblocking(True)  # whatever socket.setdefaulttimeout says
-        numbers = [str(number) for number in (rank, theirs.fileno(), os.getpid())]
-        process = subprocess.Popen(
-            [sys.executable, *FLAGS, "-c", _BOOT, *numbers, *sys.path, str(PACKAGES)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C at the terminal is for the engine alone
-        )
-    return WorkerProcess(rank, f"worker {rank} of {num_ranks}", process, Channel(ours))
+    child = start_child("nanovllm.executor.worker_main", f"worker {rank} of {num_ranks}", rank)
+    return WorkerProcess(child.name, child.process, child.channel)
 
 
 def listen(selector: selectors.BaseSelector, seconds: float) -> list[tuple[WorkerProcess, Failure]]:
@@ -210,23 +177,7 @@ def receive(worker: WorkerProcess) -> Failure | None:
     if message.kind is Kind.REPLY:
         worker.awaited.popleft().set_result(message.body)
         return None
-    entry = json.loads(message.body)
-    if message.kind is Kind.LOG:
-        logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
-        return None
-    text = entry["message"] if hasattr(errors, entry["type"]) else f"{worker.name} failed:"
-    return Failure(text, entry["type"], entry["traceback"], entry["time"])
-
-
-def death(worker: WorkerProcess) -> Failure:
-    try:
-        code = worker.process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        cause = "closed its connection"
-    else:
-        cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    message = f"{worker.name} (process {worker.process.pid}) {cause}; its stderr may say why"
-    return Failure(message, "WorkerError")
+    return hear(worker, message)
 
 
 def join_failures(failures: list[Failure]) -> Failure:
@@ -236,21 +187,3 @@ def join_failures(failures: list[Failure]) -> Failure:
     if first.traceback or told is None:
         return first
     return replace(first, message=f"{first.message}\nAnother worker's error:\n{told}")
-
-
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End processes, by force those that do not go when asked."""
-    for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        for process in processes:
-            ask(process)
-        deadline = time.monotonic() + STOP_SECONDS
-        if all(has_ended(process, deadline) for process in processes):
-            return
-
-
-def has_ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    try:
-        process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return False
-    return True

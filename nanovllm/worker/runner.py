@@ -12,10 +12,10 @@ from nanovllm.engine.step import IntColumn, StepPlan, StepResult
 from nanovllm.logits.edits import LogitsEdits
 from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs
 from nanovllm.logits.masks import Masks
+from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits
-from nanovllm.worker.pooling import PooledPrompts
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
 

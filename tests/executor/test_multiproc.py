@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -18,7 +19,7 @@ from benchmarks.engine.plan_broadcast import decode_rows, long_prompts, measure,
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
-from nanovllm.executor import multiproc, worker_processes
+from nanovllm.executor import child_process, multiproc
 from nanovllm.executor.multiproc import MultiprocExecutor
 from tests.executor.leftovers import Leftovers, wait_until
 from tests.executor.workers import (
@@ -206,6 +207,22 @@ def test_a_death_is_reported_while_another_rank_is_in_a_collective(
     assert time.monotonic() - start < SECONDS
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_that_hangs_is_noticed(meeting_executor: MultiprocExecutor, rank: int) -> None:
+    """The first rank answers only after it met the others, so it does not matter who hangs."""
+    meet = orders(Order.MEET, NOBODY)
+    meeting_executor.submit(meet).result()  # such a step is known by now: nothing is compiled
+    os.kill(process_ids(meeting_executor)[rank], signal.SIGSTOP)
+    pending = [meeting_executor.submit(meet) for _ in range(2)]
+    start = time.monotonic()
+    for each in pending:
+        with pytest.raises(WorkerError, match=r"no worker answered a step for 3.5 s"):
+            each.result()
+    with pytest.raises(WorkerError, match="hangs"):
+        meeting_executor.submit(meet)
+    assert time.monotonic() - start < SECONDS
+
+
 def test_a_death_is_noticed_while_nobody_waits(executor: MultiprocExecutor) -> None:
     os.kill(process_ids(executor)[1], 9)
     wait_until(lambda: executor._workers._failure is not None, SECONDS)
@@ -236,7 +253,7 @@ def test_a_fault_in_start_up(
 def test_a_worker_that_does_not_go_is_killed(
     executor: MultiprocExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(child_process, "STOP_SECONDS", 0.3)
     answer(executor, Order.STAY, 0)
     start = time.monotonic()
     executor.close()

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.errors import EngineError
+from nanovllm.serving.engine_thread import EngineThread
 from tests.checkpoints import TinyCheckpoint
 from tests.devices import runner_of
 from tests.engine.interrupts import InterruptAt

@@ -11,16 +11,16 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.json_schema import enforceable
 from nanovllm.engine.step import IntColumn
 from nanovllm.errors import RequestError
+from nanovllm.grammar.json_schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -49,6 +49,12 @@ JSON_OPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar in llguidance's own form, and what comes of compiling it."""
 
@@ -68,12 +74,16 @@ class Compiled:
 class Matcher:
     """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
 
-    def __init__(self, compiled: Compiled, stop_token_ids: frozenset[int]) -> None:
-        self.inner = compiled.start.deep_copy()
+    inner: LLMatcher
+
+    def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
-        self.mask: IntColumn | None = compiled.first_mask  # None: not asked for yet
+        self.mask: IntColumn | None = None  # None: not asked for yet
         self.job: Future[None] | None = None  # what computes it
         self.seconds: float | None = 0.0  # what masks take; None: maybe long
+
+    def begin(self, compiled: Compiled) -> None:
+        self.inner, self.mask = compiled.start.deep_copy(), compiled.first_mask
 
     @property
     def is_ready(self) -> bool:
@@ -93,6 +103,7 @@ class Matcher:
 @dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
+    eos_token_ids: frozenset[int]
     limits: LLParserLimits
     executor: LLExecutor  # computes many masks at a time
     # Slow grammars have threads of their own, so that they never keep the others from one.
@@ -107,35 +118,28 @@ class Tools:
 class Grammars:
     """Compiles grammars, in any thread, and computes masks, for that of the engine."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._load = load
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
-        self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Grammar] = OrderedDict()
+        self._cache: OrderedDict[str, Compiled] = OrderedDict()
+        self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
         self._tools: Tools | None = None
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
         text = grammar_text(asked, self._get_tools().tokenizer)
-        with self._lock:
-            grammar = self._cache.pop(text, None)
-        if grammar is None:
-            grammar = Grammar(text, self._compile(text))
-        with self._lock:
-            self._cache[text] = grammar
-            if len(self._cache) > NUM_CACHED:
-                self._cache.popitem(last=False)
-        return grammar
+        return Grammar(text, self._compiled(text))
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
-        return Matcher(grammar.compiled or self._compile(grammar.text), stop_token_ids)
+        """Return a matcher; where the grammar came from another process it is not ready at once."""
+        matcher = Matcher(stop_token_ids)
+        if grammar.compiled is not None:
+            matcher.begin(grammar.compiled)
+        else:
+            matcher.job = self._loading.submit(self._begin_later, matcher, grammar.text)
+        return matcher
 
     def masks(self, matchers: list[Matcher | None]) -> tuple[IntColumn, list[int]]:
         """Return a mask for each matcher, and which of them are late: theirs mean nothing yet.
@@ -161,9 +165,27 @@ class Grammars:
         wait(jobs, 10 * MAX_WAIT, FIRST_COMPLETED)
 
     def close(self) -> None:
+        self._loading.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
             for threads in (self._tools.threads, self._tools.slow_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_later(self, matcher: Matcher, text: str) -> None:
+        try:
+            matcher.begin(self._compiled(text))
+        except BaseException:
+            matcher.mask = np.zeros(self._num_words, np.int32)  # the sequence ends by it
+            raise
+
+    def _compiled(self, text: str) -> Compiled:
+        with self._lock:
+            compiled = self._cache.pop(text, None)
+        compiled = compiled or self._compile(text)
+        with self._lock:
+            self._cache[text] = compiled
+            if len(self._cache) > NUM_CACHED:
+                self._cache.popitem(last=False)
+        return compiled
 
     def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Let masks be computed: those that may take long each by itself, to see which do."""
@@ -186,15 +208,15 @@ class Grammars:
         has_failed = matcher.job is not None and matcher.job.exception() is not None
         if has_failed or matcher.inner.is_error():
             mask[:] = 0  # no token: the sequence ends with an error
-        elif matcher.stop_token_ids != self._eos_token_ids:
-            self._allow_stops(matcher, mask)
+        elif matcher.stop_token_ids != (eos := self._get_tools().eos_token_ids):
+            self._allow_stops(matcher, mask, eos)
 
-    def _allow_stops(self, matcher: Matcher, mask: IntColumn) -> None:
+    def _allow_stops(self, matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
         """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
         only where it must."""
         is_accepting = matcher.inner.is_accepting()
         given = mask.copy()
-        for token_id in self._eos_token_ids | matcher.stop_token_ids:
+        for token_id in eos | matcher.stop_token_ids:
             allow(mask, token_id, is_accepting and token_id in matcher.stop_token_ids)
         if is_accepting and not mask.any():
             mask[:] = given
@@ -221,7 +243,7 @@ class Grammars:
                 raise refusal(f"no answer fits, or it is too much work to follow: {reason}")
             yield mask
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            bits[list(self._eos_token_ids)] = 0
+            bits[list(self._get_tools().eos_token_ids)] = 0
             if not bits.any() or not matcher.consume_token(int(bits.argmax())):
                 return
 
@@ -232,7 +254,8 @@ class Grammars:
             return self._tools
 
     def _make_tools(self) -> Tools:
-        if self._tokenizer is None:
+        vocabulary = self._load()
+        if vocabulary.tokenizer is None:
             raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
         try:
             from llguidance import LLExecutor, LLParserLimits, LLTokenizer
@@ -240,17 +263,16 @@ class Grammars:
             raise RequestError(
                 "structured_outputs need the package llguidance: pip install llguidance"
             ) from error
-        backend = self._tokenizer.backend_tokenizer
-        eos = sorted(self._eos_token_ids) or None
+        text, eos = vocabulary.tokenizer.backend_tokenizer.to_str(), vocabulary.eos_token_ids
         try:
-            tokenizer = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=eos)
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(eos) or None)
         except ValueError as error:
             raise RequestError(
                 f"structured_outputs do not work with this model's tokenizer: {error}"
             ) from error
         num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
-        return Tools(tokenizer, limits, LLExecutor(num_threads))
+        return Tools(tokenizer, eos, limits, LLExecutor(num_threads))
 
 
 def _fill_all(

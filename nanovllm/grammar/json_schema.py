@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from nanovllm.engine.json_disjoint import are_disjoint
-from nanovllm.engine.json_formats import NUMBER_FORMATS, STRING_FORMATS
 from nanovllm.errors import RequestError
+from nanovllm.grammar.json_disjoint import are_disjoint
+from nanovllm.grammar.json_formats import NUMBER_FORMATS, STRING_FORMATS
 
 Schema = dict[str, Any] | bool
 

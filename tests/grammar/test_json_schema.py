@@ -12,9 +12,9 @@ import pytest
 
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.engine.grammar import Grammars
-from nanovllm.engine.json_schema import enforceable
 from nanovllm.errors import RequestError
+from nanovllm.grammar.json_schema import enforceable
+from nanovllm.grammar.matching import Grammars, Matcher, Vocabulary
 from tests.json_schemas import random_schema
 
 VOCAB_SIZE, EOS = 49152, 2
@@ -22,7 +22,8 @@ VOCAB_SIZE, EOS = 49152, 2
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(load_tokenizer(find_checkpoint("smollm2")), VOCAB_SIZE, frozenset({EOS}))
+    vocabulary = Vocabulary(load_tokenizer(find_checkpoint("smollm2")), frozenset({EOS}))
+    return Grammars(lambda: vocabulary, VOCAB_SIZE)
 
 
 REFUSED: list[tuple[str, Any]] = [
@@ -168,8 +169,7 @@ class Walker:
         matcher = self.grammars.matcher(self.grammars.compile({"json": schema}), frozenset({EOS}))
         token_ids: list[int] = []
         while len(token_ids) < max_tokens:
-            mask = self.grammars.masks([matcher])[0][0]
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            bits = np.unpackbits(self._mask(matcher).view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[:VOCAB_SIZE])
             token_id = self._choose(allowed, bits, len(token_ids) > 25, rng)
             if token_id == EOS:
@@ -180,6 +180,12 @@ class Walker:
         else:
             return None
         return str(self.decode(token_ids))
+
+    def _mask(self, matcher: Matcher) -> np.ndarray:
+        while True:  # a busy machine may be late with it
+            masks, late = self.grammars.masks([matcher])
+            if not late:
+                return masks[0]
 
     def _choose(
         self, allowed: np.ndarray, bits: np.ndarray, wants_end: bool, rng: np.random.Generator

@@ -1,0 +1,61 @@
+"""How long a step may take before whoever waits for it must take it for hung."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanovllm.engine.step import ExecutorInfo, StepPlan
+
+FIRST_USE_SECONDS = 60.0  # for a size of step that is new: kernels may be compiled for it
+# Of a processor of which nothing is known yet: far less than any has.
+FLOPS = {"cpu": 5e9, "cuda": 5e12}
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    num_tokens: int  # as a power of two, like the next
+    num_keys: int  # that its rows look back on
+    expected: float  # seconds
+    is_first: bool  # of its rows and tokens
+    begin: float
+
+
+class StepClock:
+    """Learns from every step what steps of its size take; they end in the order they began."""
+
+    def __init__(self, info: ExecutorInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._guess = 2 * info.num_weights_per_token / FLOPS[info.device]  # seconds of a token
+        self._clock = clock
+        self._longest: dict[int, dict[int, float]] = {}  # by tokens, then by keys: seconds
+        self._seen: set[tuple[int, int]] = set()  # rows and tokens
+        self._in_flight: deque[StepInFlight] = deque()
+        self._last_end = clock()
+
+    def begin(self, plan: StepPlan) -> None:
+        num_tokens = int(plan.counts.sum())
+        tokens, rows = num_tokens.bit_length(), len(plan.counts).bit_length()
+        keys = (int(plan.starts.sum()) + num_tokens).bit_length()
+        known = self._longest.get(tokens)
+        if known is None:
+            expected = num_tokens * self._guess
+        else:  # twice the keys take at most twice as long
+            expected = known.get(keys) or 2 * max(known.values())
+        is_first = (rows, tokens) not in self._seen
+        self._seen.add((rows, tokens))
+        self._in_flight.append(StepInFlight(tokens, keys, expected, is_first, self._clock()))
+
+    def end(self, _: object = None) -> None:
+        step, now = self._in_flight.popleft(), self._clock()
+        seconds = now - max(step.begin, self._last_end)
+        self._last_end = now
+        known = self._longest.setdefault(step.num_tokens, {})
+        known[step.num_keys] = max(known.get(step.num_keys, 0.0), seconds)
+
+    def limit(self, least: float, factor: float) -> float:
+        """Seconds within which the steps in flight are to end; no fewer than `least`."""
+        expected = sum(step.expected for step in self._in_flight)
+        first_use = FIRST_USE_SECONDS if any(step.is_first for step in self._in_flight) else 0.0
+        return max(least, factor * expected) + first_use

@@ -1,0 +1,79 @@
+"""A process that another one of ours started: it answers over a socket, and goes when that goes.
+
+Importing this file must stay quick: until it is done, nobody notices that the parent died.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nanovllm.executor.channel import Channel, Kind, pack
+
+
+def run_child(fd: int, parent_pid: int, serve: Callable[[Channel], None]) -> None:
+    """Serve the parent at the other end of a socket, and end."""
+    os.set_inheritable(fd, False)  # or a child of this process could hide its death
+    channel = Channel(socket.socket(fileno=fd))
+    watch = threading.Thread(target=_exit_with_parent, args=(fd, parent_pid), daemon=True)
+    watch.start()
+    with reporting(channel):
+        serve(channel)
+    os._exit(0)
+
+
+def _exit_with_parent(fd: int, parent_pid: int) -> None:
+    """End the process, whatever it is doing, when the parent's end of the socket closes."""
+    poll = select.poll()
+    poll.register(fd, 0)  # only a hang-up
+    # A process forked from the parent may keep that end open, hence the second sign.
+    while os.getppid() == parent_pid and not poll.poll(1000):
+        pass
+    os._exit(1)
+
+
+@contextmanager
+def reporting(channel: Channel) -> Iterator[None]:
+    """Let the parent know of an error, and end; others may wait for this process in vain."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            report = {
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "time": time.monotonic(),  # the same clock for all processes
+            }
+            channel.send(pack(Kind.ERROR, [json.dumps(report).encode()]))
+        finally:  # whatever else fails, nobody may wait for it
+            os._exit(1)
+
+
+def forward_logs(channel: Channel, level: int) -> None:
+    """Log where the parent does."""
+    logger = logging.getLogger("nanovllm")
+    logger.setLevel(level)
+    logger.addHandler(_ChannelHandler(channel))
+
+
+class _ChannelHandler(logging.Handler):
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            message = self.format(record)
+            entry = {"name": record.name, "level": record.levelno, "message": message}
+            self._channel.send(pack(Kind.LOG, [json.dumps(entry).encode()]))
+        except Exception:  # what is logged never stops a program
+            self.handleError(record)

@@ -1,0 +1,108 @@
+"""A process of ours as its parent sees it: how it starts, what it tells, how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm import errors
+from nanovllm.errors import NanovllmError, WorkerError
+from nanovllm.executor.channel import Channel, Kind, Message
+
+# Not the user's script, which would run again in every child.
+_BOOT = (
+    "import sys; num = int(sys.argv[1]); numbers = map(int, sys.argv[2:2 + num]); "
+    "sys.path[:] = sys.argv[2 + num:]; from {} import main; main(*numbers)"
+)
+PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
+FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
+STOP_SECONDS = 2.0  # from asking a process to end to killing it
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    name: str
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+
+def start_child(module: str, name: str, *numbers: int) -> ChildProcess:
+    """Start a process that runs `main(fd, parent_pid, *numbers)` of a module."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for end in (ours, theirs):
+            end.setblocking(True)  # whatever socket.setdefaulttimeout says
+        arguments = [str(number) for number in (theirs.fileno(), os.getpid(), *numbers)]
+        command = [sys.executable, *FLAGS, "-c", _BOOT.format(module), str(len(arguments))]
+        process = subprocess.Popen(
+            [*command, *arguments, *sys.path, str(PACKAGES)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
+        )
+    return ChildProcess(name, process, Channel(ours))
+
+
+def hear(child: ChildProcess, message: Message) -> Failure | None:
+    """Log what a child has to log; return the failure that it tells of."""
+    entry = json.loads(message.body)
+    if message.kind is Kind.LOG:
+        logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
+        return None
+    text = entry["message"] if hasattr(errors, entry["type"]) else f"{child.name} failed:"
+    return Failure(text, entry["type"], entry["traceback"], entry["time"])
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an engine can do no more, as text: an exception would hold on to all that it passed."""
+
+    message: str
+    type_name: str
+    traceback: str = ""
+    time: float = 0.0  # a death is always before the errors that it causes
+
+    def error(self) -> NanovllmError:
+        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
+        kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
+        if kind is None:
+            return WorkerError(f"{self.message}\n{self.traceback}")
+        error = kind(self.message)
+        error.__cause__ = WorkerError(self.traceback) if self.traceback else None
+        return error
+
+
+def death(child: ChildProcess) -> Failure:
+    try:
+        code = child.process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        cause = "closed its connection"
+    else:
+        cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    message = f"{child.name} (process {child.process.pid}) {cause}; its stderr may say why"
+    return Failure(message, "WorkerError")
+
+
+def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End processes, by force those that do not go when asked."""
+    for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        for process in processes:
+            ask(process)
+        deadline = time.monotonic() + STOP_SECONDS
+        if all(has_ended(process, deadline) for process in processes):
+            return
+
+
+def has_ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        return False
+    return True

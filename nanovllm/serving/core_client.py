@@ -1,0 +1,143 @@
+"""A core in another process, as its front sees it, who is told when it dies or hangs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import select
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.found_model import FoundModel
+from nanovllm.errors import NanovllmError
+from nanovllm.executor.channel import Kind, pack
+from nanovllm.executor.child_process import Failure, death, hear, start_child, stop
+from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore
+
+LOOK_SECONDS = 0.25  # between looks at a core that is silent
+MESSAGE_SECONDS = 3.0  # within a message: a core that stops there hangs
+CLOSED = Failure("the engine is closed; make a new one", "EngineError")
+
+
+class CoreClient:
+    """Sending never waits for the core; what it says comes in one thread, step by step."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_update: Callable[[CoreUpdate], None],
+        on_failure: Callable[[NanovllmError], None],
+    ) -> None:
+        self._on_update = on_update
+        self._on_failure = on_failure
+        self._failure: Failure | None = None
+        self._failing = threading.RLock()
+        self._first: SimpleQueue[FoundModel | CoreReady | None] = SimpleQueue()  # None: it failed
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._child = start_child("nanovllm.serving.core_process", "the engine core")
+        self._child.channel.limit_gaps(MESSAGE_SECONDS)
+        self._threads = [
+            threading.Thread(target=target, name="nanovllm-core", daemon=True)
+            for target in (self._receive_all, self._send_all)
+        ]
+        for thread in self._threads:
+            thread.start()
+        level = logging.getLogger("nanovllm").getEffectiveLevel()
+        self._send(StartCore(config, level))
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    def wait_until_found(self) -> FoundModel:
+        found = self._first.get()
+        if found is None:
+            raise self.failure()
+        assert isinstance(found, FoundModel)
+        return found
+
+    def wait_until_ready(self) -> CoreReady:
+        ready = self._first.get()
+        if ready is None:
+            raise self.failure()
+        assert isinstance(ready, CoreReady)
+        return ready
+
+    def add(self, add: Add) -> None:
+        self._send(add)
+
+    def finish(self, finish: Finish) -> None:
+        self._send(finish)
+
+    def failure(self) -> NanovllmError:
+        assert self._failure is not None
+        return self._failure.error()
+
+    def raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self.failure()
+
+    def close(self) -> None:
+        """End the core; a second call does nothing."""
+        self._fail(CLOSED)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _send(self, record: object) -> None:
+        body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
+        self._outbox.put(pack(Kind.TASK, [body]))
+
+    def _send_all(self) -> None:
+        while (packed := self._outbox.get()) is not None:
+            try:
+                self._child.channel.send(packed)
+            except OSError:
+                return  # the other thread sees that end too, and finds out why
+
+    def _receive_all(self) -> None:
+        limit = math.inf  # a model may take any time to load
+        last = time.monotonic()
+        while self._failure is None:
+            ready, _, _ = select.select([self._child.channel], [], [], LOOK_SECONDS)
+            if not ready:
+                if time.monotonic() - last > limit:
+                    self._fail(self._silence(limit))
+                continue
+            message = self._child.channel.receive()
+            last = time.monotonic()
+            if message is None:
+                self._fail(death(self._child))
+            elif message.kind is not Kind.REPLY:
+                failure = hear(self._child, message)
+                if failure is not None:
+                    self._fail(failure)
+            else:
+                record = pickle.loads(message.body)
+                if isinstance(record, CoreUpdate):
+                    limit = record.limit
+                    if record.step is not None:
+                        self._on_update(record)
+                else:
+                    self._first.put(record)
+        self._child.channel.close()
+
+    def _silence(self, limit: float) -> Failure:
+        text = f"the engine core (process {self.pid}) gave no sign of life for {limit:.1f} s"
+        return Failure(text, "EngineError")
+
+    def _fail(self, failure: Failure) -> None:
+        """Note the first failure, tell of it, then end the process."""
+        with self._failing:
+            if self._failure is not None:
+                return
+            self._failure = failure
+        self._on_failure(failure.error())
+        self._first.put(None)
+        self._first.put(None)
+        self._outbox.put(None)
+        stop([self._child.process])

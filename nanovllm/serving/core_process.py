@@ -1,0 +1,153 @@
+"""An engine core in a process of its own: requests come in and steps go out over a socket."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.found_model import make_grammars
+from nanovllm.engine.llm_engine import find_model, start_core
+from nanovllm.engine.request import CoreStep, Ending
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.step_clock import StepClock
+from nanovllm.executor.base import Executor
+from nanovllm.executor.channel import Channel, Kind, pack
+from nanovllm.executor.child import forward_logs, run_child
+from nanovllm.pending import Pending
+from nanovllm.serving.core_records import Add, CoreReady, CoreStats, CoreUpdate, Finish, StartCore
+
+IDLE_SECONDS = 1.0  # between signs of life while there is nothing to do
+LEAST_SECONDS, TIMES_EXPECTED = 4.5, 10.0  # a step that takes longer is taken for hung
+
+Command = Add | Finish
+Send = Callable[[CoreUpdate], None]
+
+
+def main(fd: int, parent_pid: int) -> None:
+    run_child(fd, parent_pid, serve)
+
+
+def serve(channel: Channel) -> None:
+    message = channel.receive()
+    if message is None:
+        return
+    start: StartCore = pickle.loads(message.body)
+    forward_logs(channel, start.log_level)
+
+    def send(record: object) -> None:
+        channel.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
+
+    found = find_model(start.config)
+    send(found)  # the parent loads the tokenizer while the model is loaded here
+    started = start_core(found, make_grammars(found))
+    clock = StepClock(started.info)
+    core = started.core
+    core.executor = WatchedExecutor(core.executor, clock, send)
+    send(CoreReady(started.info, core.max_len))
+    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
+    CoreLoop(core, clock, inbox, send).run()
+    core.executor.close()
+
+
+def _receive_all(channel: Channel, inbox: SimpleQueue[Command | None]) -> None:
+    while (message := channel.receive()) is not None:
+        inbox.put(pickle.loads(message.body))
+    inbox.put(None)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedExecutor:
+    """Says before a long step that it will take long, so that nobody takes it for hung."""
+
+    executor: Executor
+    clock: StepClock
+    send: Send
+
+    def start(self) -> ExecutorInfo:
+        return self.executor.start()
+
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        self.clock.begin(plan)
+        if (limit := step_limit(self.clock)) > LEAST_SECONDS:
+            self.send(CoreUpdate(None, None, limit))
+        pending = self.executor.submit(plan)
+        return Pending(lambda: self._result(pending))
+
+    def sample(self, masks: IntColumn) -> None:
+        self.executor.sample(masks)
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _result(self, pending: Pending[StepResult]) -> StepResult:
+        result = pending.result()
+        self.clock.end()
+        return result
+
+
+def step_limit(clock: StepClock) -> float:
+    return clock.limit(LEAST_SECONDS, TIMES_EXPECTED)
+
+
+class CoreLoop:
+    """Obeys commands between steps, and steps while there is something to do."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        clock: StepClock,
+        inbox: SimpleQueue[Command | None],
+        send: Send,
+    ) -> None:
+        self.core, self.clock, self.inbox, self.send = core, clock, inbox, send
+        self._num_prefill_tokens = self._num_decode_tokens = 0
+        self._is_over = False
+
+    def run(self) -> None:
+        while not self._is_over:
+            endings = self._obey()
+            step = self.core.step() if self.core.has_unfinished else CoreStep([], [], [])
+            self._num_prefill_tokens += step.num_prefill_tokens
+            self._num_decode_tokens += step.num_decode_tokens
+            step = replace(step, endings=[*endings, *step.endings])
+            self.send(CoreUpdate(step, self._stats(), step_limit(self.clock)))
+
+    def _obey(self) -> list[Ending]:
+        """Follow the commands that are there; wait for one when there is nothing else to do."""
+        endings: list[Ending] = []
+        while not self._is_over:
+            is_idle = not self.core.has_unfinished and not endings
+            try:
+                command = self.inbox.get(block=is_idle, timeout=IDLE_SECONDS)
+            except Empty:
+                return endings
+            if command is None:  # the parent closed its end
+                self._is_over = True
+            elif isinstance(command, Add):
+                for request in command.requests:
+                    self.core.add(request)
+            else:
+                ended = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
+                if command.is_wanted:
+                    endings += [ending for ending in ended if ending is not None]
+        return endings
+
+    def _stats(self) -> CoreStats:
+        scheduler = self.core.scheduler
+        blocks = scheduler.blocks
+        return CoreStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(scheduler.postponed),
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            num_cache_queries=scheduler.num_cache_queries,
+            num_cache_hits=scheduler.num_cache_hits,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+        )

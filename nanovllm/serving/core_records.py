@@ -1,0 +1,61 @@
+"""What crosses between a front and a core that runs in a process of its own; beside requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.request import CoreStep, FinishReason, Request
+from nanovllm.engine.step import ExecutorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartCore:
+    config: EngineConfig
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """The samples of one prompt."""
+
+    requests: list[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End some sequences; an update will have their endings, unless nothing is wanted of them."""
+
+    seq_ids: list[int]
+    reason: FinishReason
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CoreReady:
+    info: ExecutorInfo
+    max_len: int  # where sequences end
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStats:
+    """The state of a scheduler after a step; what is counted, since the core began."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # those that only the prefix cache holds are free
+    num_preemptions: int = 0
+    num_cache_queries: int = 0  # prompt tokens that were looked up
+    num_cache_hits: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CoreUpdate:
+    """A sign of life: what a step brought, or nothing while the core is idle or takes long."""
+
+    step: CoreStep | None
+    stats: CoreStats | None
+    limit: float  # seconds within which the next sign is due

@@ -1,0 +1,81 @@
+"""What a step may take: a known one little more than it took, a new one as long as it needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nanovllm.engine.step import ExecutorInfo, StepPlan
+from nanovllm.engine.step_clock import FIRST_USE_SECONDS, StepClock
+
+INFO = ExecutorInfo(100, 0, "cpu", "float32", num_weights_per_token=135_000_000)
+
+
+class FakeTime:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan(counts: list[int], starts: list[int] | None = None) -> StepPlan:
+    first = np.array([0] * len(counts) if starts is None else starts, np.int32)
+    column = np.array(counts, np.int32)
+    return StepPlan(column, first, column, column, [], [], [], 0)
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+def clock(time: FakeTime) -> StepClock:
+    return StepClock(INFO, time)
+
+
+def run(clock: StepClock, time: FakeTime, step: StepPlan, seconds: float) -> float:
+    """Return the limit of a step that takes some seconds."""
+    clock.begin(step)
+    limit = clock.limit(5.0, 10.0)
+    time.now += seconds
+    clock.end()
+    return limit
+
+
+def test_a_known_step_that_hangs_is_noticed_soon(clock: StepClock, time: FakeTime) -> None:
+    limits = [run(clock, time, plan([1], [10 + i]), 0.02) for i in range(100)]
+    assert limits[0] == 5.0 + FIRST_USE_SECONDS
+    assert set(limits[1:]) == {5.0}
+
+
+def test_a_slow_device_gets_ten_times_what_it_took(clock: StepClock, time: FakeTime) -> None:
+    run(clock, time, plan([1], [10]), 2.0)
+    assert run(clock, time, plan([1], [11]), 2.0) == pytest.approx(20.0)
+
+
+def test_a_prompt_longer_than_any_before_gets_its_time(clock: StepClock, time: FakeTime) -> None:
+    """Whatever short steps took: 8,000 tokens at 20 GFLOP/s, after answers that took no time."""
+    for i in range(50):
+        run(clock, time, plan([1], [10 + i]), 0.01)
+    seconds = 8000 * 2 * INFO.num_weights_per_token / 20e9
+    assert run(clock, time, plan([8000]), seconds) > seconds
+
+
+def test_more_context_gets_more_time(clock: StepClock, time: FakeTime) -> None:
+    """Each step takes twice as long as the last, with twice the keys."""
+    seconds, start = 1.0, 100
+    for _ in range(8):
+        assert run(clock, time, plan([64], [start]), seconds) > seconds
+        seconds, start = 2 * seconds, 2 * start
+
+
+def test_steps_in_flight_add_up(clock: StepClock, time: FakeTime) -> None:
+    for _ in range(2):
+        run(clock, time, plan([1], [10]), 1.0)
+    clock.begin(plan([1], [10]))
+    clock.begin(plan([1], [11]))
+    assert clock.limit(5.0, 10.0) == pytest.approx(20.0)
+    time.now += 1.0
+    clock.end()
+    assert clock.limit(5.0, 10.0) == pytest.approx(10.0)
