@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import random
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import jsonschema
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.grammar import matching as grammar
 from nanovllm.outputs import RequestOutput
@@ -91,8 +92,11 @@ def params_of(asked: dict[str, Any] | None, seed: int, **options: Any) -> Sampli
 
 
 def generate(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
-    prompts = [[5 + i % 90 for i in range(seed, seed + 21)] for seed in range(len(params))]
-    return llm.generate(prompts, params, use_tqdm=False)
+    return llm.generate([*map(prompt_of, range(len(params)))], params, use_tqdm=False)
+
+
+def prompt_of(index: int) -> list[int]:
+    return [5 + i % 90 for i in range(index, index + 21)]
 
 
 def batch(**options: Any) -> list[SamplingParams]:
@@ -151,6 +155,23 @@ def test_two_ranks(path: Path, wanted: Any, depth: int) -> None:
 def test_two_processes(path: Path, wanted: Any) -> None:
     with LLM(str(path), device="cpu", tensor_parallel_size=2, depth=1, **OPTIONS) as llm:
         assert [output.token_ids for output in generate(llm, batch())] == wanted
+
+
+def test_a_core_in_another_process(path: Path, wanted: Any) -> None:
+    """It compiles the grammars for itself, without those that need none waiting for them."""
+    llm = AsyncLLM(str(path), device="cpu", **OPTIONS)
+
+    async def answer(index: int, params: SamplingParams) -> list[int]:
+        pieces = [piece async for piece in llm.generate(prompt_of(index), params)]
+        return [token_id for piece in pieces for token_id in piece.token_ids]
+
+    async def answer_all() -> list[list[int]]:
+        return await asyncio.gather(*(answer(*each) for each in enumerate(batch())))
+
+    try:
+        assert asyncio.run(answer_all()) == wanted
+    finally:
+        llm.close()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
