@@ -1,0 +1,73 @@
+"""What it costs that the core is in another process: tokens a second, streamed and in this process.
+
+    python -m benchmarks.engine.async_streams [--model smollm2] [--streams 64] [--rounds 3]
+
+Both engines are there at once and take turns, so that a busy machine slows them alike.
+The bar is 95% on a CPU and 90% on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from typing import Any
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.bench.models import model_path
+
+
+def main() -> None:
+    args = parse_args()
+    options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": args.streams}
+    if args.dummy:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10_000) for _ in range(64)] for _ in range(args.streams)]
+    params = SamplingParams(temperature=0.6, max_tokens=args.max_tokens, ignore_eos=True)
+    with LLM(model_path(args.model), gpu_memory_utilization=0.4, **options) as local:
+        remote = AsyncLLM(model_path(args.model), gpu_memory_utilization=0.4, **options)
+        try:
+            rates = [
+                (
+                    rate(lambda: local.generate(prompts, params, use_tqdm=False), args),
+                    rate(lambda: asyncio.run(stream_all(remote, prompts, params)), args),
+                )
+                for _ in range(args.rounds + 1)
+            ][1:]  # the first warms up
+        finally:
+            remote.close()
+    for name, values in zip(("LLM", "AsyncLLM"), zip(*rates, strict=True), strict=True):
+        print(f"{name}: {statistics.median(values):,.0f} tok/s of {args.streams} streams")
+    share = statistics.median(streamed / whole for whole, streamed in rates)
+    print(f"AsyncLLM / LLM: {share:.3f}, the median of {args.rounds} rounds")
+
+
+def rate(run: Any, args: argparse.Namespace) -> float:
+    start = time.perf_counter()
+    run()
+    return float(args.streams * args.max_tokens / (time.perf_counter() - start))
+
+
+async def stream_all(llm: AsyncLLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    async def read(prompt: list[int]) -> None:
+        async for _ in llm.generate(prompt, params):
+            pass
+
+    await asyncio.gather(*(read(prompt) for prompt in prompts))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dummy", action="store_true", help="random weights, no tokenizer")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
