@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.front import check_text
 from nanovllm.server.chat_prompt import render_chat
-from nanovllm.server.errors import ApiError
 from nanovllm.server.generation import Job, Update, generate
-from nanovllm.server.openai_records import ChatRequest, NamedTool
+from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.parsing.events import Event
 from nanovllm.server.parsing.parser import OutputParser
-from nanovllm.server.parsing.tools import Tool, read_tools
+from nanovllm.server.parsing.tools import Tool
 from nanovllm.server.service import Service
+from nanovllm.server.tool_choice import answer_constraint, callable_tools
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    token_ids: list[int]
+    tools: list[Tool]  # that the model may call
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class Chat:
 
     job: Job
     new_parser: Callable[[], OutputParser]
+    hidden: Mapping[int, str]  # special tokens that no text ends with
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +43,10 @@ class ChatUpdate:
     events: list[Event]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    text: str
-    token_ids: list[int]
-    tools: list[Tool]  # that the model may call
-
-
 async def prompt_of(service: Service, request: ChatRequest) -> ChatPrompt:
     """Check a conversation, write it as the model's template does, and tokenise it."""
     service.check_model(request.model)
-    tools = _tools(service, request)
+    tools = callable_tools(service, request)
     text = await asyncio.to_thread(render_chat, service, request, tools and request.tools)
     check_text("a message", text)
     token_ids = await service.token_ids(text, add_special_tokens=False)
@@ -60,6 +62,11 @@ async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
     given: dict[str, Any] = {"max_tokens": length}
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
+    given["structured_outputs"] = answer_constraint(service, request, prompt.tools, prompt.text)
+    hidden: Mapping[int, str] = {}
+    if service.has_special_markers and request.skip_special_tokens is None:
+        given["skip_special_tokens"] = False
+        hidden = service.hidden_tokens
     params = request.sampling_params(service.options.sampling_defaults, **given)
     is_streaming = bool(request.stream) and params.prompt_logprobs is None
     job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming)
@@ -69,38 +76,17 @@ async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
     def new_parser() -> OutputParser:
         return OutputParser(prompt.tools, formats.tools, formats.reasoning, is_open)
 
-    return Chat(job, new_parser)
+    return Chat(job, new_parser, hidden)
 
 
 async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdate, None]:
     """Answer a conversation; what a parser holds back comes with a later update."""
     parsers = [chat.new_parser() for _ in range(chat.job.num_choices)]
-    async for update in generate(service, chat.job):
-        events = parsers[update.choice].feed(update.text)
-        if update.finish is not None:
-            events += parsers[update.choice].finish()
-        yield ChatUpdate(update, events)
-
-
-def _tools(service: Service, request: ChatRequest) -> list[Tool]:
-    """The tools that the model may call."""
-    choice = request.tool_choice or ("auto" if request.tools else "none")
-    if choice == "none":
-        return []
-    if not request.tools:
-        raise ApiError("tool_choice needs tools", param="tool_choice")
-    if service.formats.tools is None:
-        raise ApiError(
-            "this model's chat template writes no tool calls that are known here; name their "
-            "format with --tool-call-parser, or leave out tools",
-            param="tools",
-        )
-    tools = read_tools(request.tools)
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        tools = [tool for tool in tools if tool.name == name]
-        if not tools:
-            raise ApiError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
-    if choice != "auto" or any(tool.is_strict for tool in tools):
-        raise ApiError("only tool_choice 'auto' without 'strict' is supported", param="tools")
-    return tools
+    async with contextlib.aclosing(generate(service, chat.job)) as updates:
+        async for update in updates:
+            last = update.token_ids[-1] if update.token_ids else -1
+            text = update.text.removesuffix(chat.hidden.get(last, ""))
+            events = parsers[update.choice].feed(text)
+            if update.finish is not None:
+                events += parsers[update.choice].finish()
+            yield ChatUpdate(update, events)

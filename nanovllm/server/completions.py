@@ -36,6 +36,7 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
             "max_tokens": length,
             "logprobs": request.logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": request.constraint(),
         }
         params.append(request.sampling_params(service.options.sampling_defaults, **given))
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.

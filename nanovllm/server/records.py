@@ -59,13 +59,18 @@ class ResponseFormat(ApiRecord):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (
+            not self.json_schema or self.json_schema.schema_ is None
+        ):
+            raise ValueError("json_schema must have a schema")
+        return self
+
     def structured(self) -> dict[str, Any] | None:
-        if self.type == "text":
-            return None
-        schema = self.json_schema and self.json_schema.schema_
-        if self.type == "json_schema" and schema is not None:
-            return {"json": schema}
-        return {"json_object": True}
+        if self.type == "json_object":
+            return {"json_object": True}
+        return {"json": self.json_schema.schema_} if self.json_schema is not None else None
 
 
 class StreamOptions(ApiRecord):
@@ -118,14 +123,13 @@ class SamplingFields(Harmless):
         """What is not in the request comes from the model's own defaults."""
         own = {name: getattr(self, name) for name in _SAMPLING_NAMES}
         own = {name: value for name, value in own.items() if value is not None}
-        return SamplingParams(**{**defaults, **own, **self.constraint(), **given})
+        return SamplingParams(**{**defaults, **own, **given})
 
-    def constraint(self) -> dict[str, Any]:
-        """What the answer must be, as a field of SamplingParams; empty when it may be anything."""
-        constraint = self.structured_outputs
+    def constraint(self) -> dict[str, Any] | None:
+        """What the answer must be; None when it may be anything."""
         if self.response_format is not None:
-            constraint = self.response_format.structured()
-        return {} if constraint is None else {"structured_outputs": constraint}
+            return self.response_format.structured()
+        return self.structured_outputs
 
 
 _SAMPLING_NAMES = tuple(

@@ -31,6 +31,11 @@ class Service:
         texts = template if isinstance(template, str) else "".join(template.values())
         self.template_text = texts
         self.formats = choose_formats(texts, options.tool_parser, options.reasoning_parser)
+        tokens = self.tokenizer.added_tokens_decoder
+        self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
+        markup = self.formats.markup()
+        self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
+        self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
 
     @property
     def model_name(self) -> str:

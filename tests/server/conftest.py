@@ -18,7 +18,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         folder,
         device="cpu",
         dtype="float32",
-        max_model_len=512,
+        max_model_len=1024,
         kvcache_block_size=16,
         num_kvcache_blocks=256,
         max_num_seqs=16,

@@ -11,6 +11,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
+from nanovllm.grammar.matching import Vocabulary
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats
@@ -24,7 +25,7 @@ class FakeLLM:
     is_silent: bool = False  # never says a thing
     reason: str = "stop"
     seed: int = 0
-    max_len: int = 512
+    max_len: int = 1024
     num_requests: int = 0
     error: NanovllmError | None = None
     stats: CoreStats = field(default_factory=CoreStats)
@@ -33,7 +34,7 @@ class FakeLLM:
     num_aborted: int = 0
 
     def __post_init__(self) -> None:
-        self.front = Front(byte_tokenizer(), 288, (), 0)
+        self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
         self,

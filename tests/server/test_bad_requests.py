@@ -11,6 +11,11 @@ from tests.server.running import Running
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 JSON = {"content-type": "application/json"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
+UNIQUE = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": UNIQUE}}
+NAMED = {"type": "function", "function": {"name": "g"}}
+REGEX = {"regex": "x"}
 NESTED: Any = "x"
 for _ in range(300):
     NESTED = [NESTED]
@@ -103,11 +108,22 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({**CHAT, "reasoning_effort": "extreme"}, "reasoning_effort"),
     ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
     ({**CHAT, "functions": [{}]}, None),
+    (
+        {**CHAT, "structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+        "structured_outputs",
+    ),
+    ({**CHAT, "structured_outputs": {"regex": "("}}, None),
+    ({**CHAT, "structured_outputs": {"xml": "x"}}, "structured_outputs"),
+    ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({**CHAT, "response_format": {"type": "text"}, "structured_outputs": {"regex": "x"}}, None),
+    ({**CHAT, "tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
+    ({**CHAT, "tools": [TOOL], "tool_choice": "required", "structured_outputs": REGEX}, None),
+    ({**CHAT, "tools": [STRICT]}, "structured_outputs"),
 ]
 OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/embeddings", {"input": ""}, "input"),
     ("/v1/embeddings", {"input": ["x", []]}, "input"),
-    ("/v1/embeddings", {"input": [1] * 513}, "input"),
+    ("/v1/embeddings", {"input": [1] * 1025}, "input"),
     ("/v1/embeddings", {"input": "x", "dimensions": 3}, None),
     ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"),
     ("/tokenize", {}, None),

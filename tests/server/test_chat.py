@@ -94,9 +94,9 @@ def test_log_probabilities_come_with_every_token(server: Running) -> None:
 
 
 def test_answers_have_the_rest_of_the_context(server: Running) -> None:
-    messages = [{"role": "user", "content": "x" * 450}]
+    messages = [{"role": "user", "content": "x" * 960}]
     answer = ask(server, messages=messages, temperature=0, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == 512
+    assert answer.usage.total_tokens == 1024
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -178,5 +178,5 @@ def test_a_stream_that_breaks_ends_with_an_error() -> None:
 
 def test_a_stream_that_cannot_begin_has_a_status(server: Running) -> None:
     with pytest.raises(BadRequestError) as caught:
-        ask(server, max_tokens=513, stream=True)
+        ask(server, max_tokens=1025, stream=True)
     assert caught.value.code == "context_length_exceeded"

@@ -110,11 +110,11 @@ def test_logprobs_are_the_models_own(server: Running) -> None:
 
 
 def test_too_long_prompts_are_refused_by_code(server: Running) -> None:
-    for asked in ({"prompt": [1] * 513}, {"prompt": [1] * 500, "max_tokens": 13}):
+    for asked in ({"prompt": [1] * 1025}, {"prompt": [1] * 1012, "max_tokens": 13}):
         with pytest.raises(BadRequestError) as caught:
             server.openai.completions.create(model="tiny", **asked)
         assert caught.value.code == "context_length_exceeded"
-    answer = server.openai.completions.create(model="tiny", prompt=[1] * 500)
+    answer = server.openai.completions.create(model="tiny", prompt=[1] * 1012)
     assert answer.usage.completion_tokens <= 12
 
 

@@ -186,7 +186,7 @@ def test_metrics_may_be_renamed() -> None:
 
 def test_models_are_listed_and_described(server: Running) -> None:
     assert [model.id for model in server.openai.models.list()] == ["tiny", "org/tiny"]
-    assert server.openai.models.retrieve("org/tiny").to_dict()["max_model_len"] == 512
+    assert server.openai.models.retrieve("org/tiny").to_dict()["max_model_len"] == 1024
     assert server.http.get("/v1/models/other").status_code == 404
     assert server.http.get("/version").json() == {"version": __version__}
     assert server.http.get("/load").json() == {"server_load": 0}
