@@ -24,7 +24,7 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
-    < scoring < llm, async_llm < server, bench < cli < __main__
+    < scoring, progress < llm, async_llm < server, bench < cli < __main__
 """
 LEAVES = (
     "errors",
@@ -106,13 +106,15 @@ CORE_FILES = {
     "models/qwen3.py",
 }
 NOT_CORE = {
+    "engine/found_model.py",
+    "engine/logprobs.py",
     "engine/pacing.py",
     "engine/step_clock.py",
     "worker/loader.py",
     "worker/memory.py",
     "layers/moe.py",
 }
-MAX_CORE_LINES = 2800
+MAX_CORE_LINES = 2850
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -105,10 +105,10 @@ class Front:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         tokenizer = self.tokenizer if is_streaming or params.stop else None
+        seq_id = next(self._seq_ids)
         grammar, asked = None, params.structured_outputs
         if asked is not None:
             grammar, params = self.grammars.compile(asked), replace(params, structured_outputs=None)
-        seq_id = next(self._seq_ids)
         first = Request(
             seq_id,
             token_ids,
