@@ -92,7 +92,8 @@ def with_config_file(arguments: list[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if name == "--config" and (equals or len(arguments) > position + 1):
             path = value if equals else arguments[position + 1]
-            return [*arguments[:1], *_options_in_file(path), *arguments[1:]]
+            first = 2 if len(arguments) > 1 and not arguments[1].startswith("-") else 1
+            return [*arguments[:first], *_options_in_file(path), *arguments[first:]]
     return arguments
 
 

@@ -21,48 +21,53 @@ class Answer(Protocol):
     """An answer in the form of one API."""
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield what a stream is made of."""
+        """Yield what it is made of."""
 
     def whole(self, events: list[Event]) -> Event:
         """Make one body of all events."""
 
+
+class StreamedAnswer(Answer, Protocol):
+    """One that may also be sent event by event."""
+
+    def encode(self, event: Event) -> bytes:
+        """Write an event as a stream has it."""
+
     def error(self, error: ApiError) -> list[Event]:
         """End a stream that has begun."""
 
-    def encode(self, event: Event) -> bytes:
-        """Write an event as a line of a stream."""
-
-    end: bytes  # the last line of every stream
+    end: bytes  # of every stream
 
 
-class AnswerResponse(Response):
-    """Runs an answer while its client is there; whatever is wrong before the first event raises."""
+class WholeResponse(Response):
+    """Sends an answer when it is there; whatever is wrong with it raises."""
 
-    def __init__(self, answer: Answer, is_streaming: bool, timeout: float | None) -> None:
-        super().__init__(media_type="text/event-stream" if is_streaming else "application/json")
-        self._answer, self._is_streaming, self._timeout = answer, is_streaming, timeout
-        if is_streaming:
-            del self.headers["content-length"]
-            self.headers["cache-control"] = "no-cache"
-            self.headers["x-accel-buffering"] = "no"  # told to proxies: pass events on at once
+    def __init__(self, answer: Answer, timeout: float | None) -> None:
+        super().__init__(media_type="application/json")
+        self._answer, self._timeout = answer, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with anyio.CancelScope() as scope_of_client:
-            watcher = asyncio.create_task(_cancel_on_hang_up(receive, scope_of_client))
-            try:
-                if self._is_streaming:
-                    await self._stream(send)
-                else:
-                    await self._send_whole(scope, receive, send)
-            finally:
-                watcher.cancel()
+        async with _while_connected(receive):
+            with anyio.fail_after(self._timeout):
+                async with contextlib.aclosing(self._answer.events()) as events:
+                    collected = [event async for event in events]
+            body = to_json(self._answer.whole(collected))
+            await Response(body, media_type=self.media_type)(scope, receive, send)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with anyio.fail_after(self._timeout):
-            async with contextlib.aclosing(self._answer.events()) as events:
-                collected = [event async for event in events]
-        body = to_json(self._answer.whole(collected))
-        await Response(body, media_type=self.media_type)(scope, receive, send)
+
+class StreamResponse(Response):
+    """Sends events as they come; whatever is wrong before the first one raises."""
+
+    def __init__(self, answer: StreamedAnswer, timeout: float | None) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._answer, self._timeout = answer, timeout
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # told to proxies: pass events on at once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _while_connected(receive):
+            await self._stream(send)
 
     async def _stream(self, send: Send) -> None:
         answer, has_begun = self._answer, False
@@ -85,11 +90,22 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
 
+@contextlib.asynccontextmanager
+async def _while_connected(receive: Receive) -> AsyncGenerator[None, None]:
+    """Run what is inside until it is done or the client hangs up."""
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        watcher = asyncio.create_task(watch(scope))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+
 async def _send_body(send: Send, body: bytes, is_last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-
-
-async def _cancel_on_hang_up(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
-from nanovllm.server.answer import Answer, AnswerResponse
+from nanovllm.server.answer import StreamedAnswer, StreamResponse, WholeResponse
 from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
 from nanovllm.server.embeddings import answer_embeddings
@@ -31,6 +31,8 @@ from nanovllm.server.responses_records import ResponsesRequest
 from nanovllm.server.service import Service
 from nanovllm.server.tokens import detokenize, tokenize
 
+R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
+
 
 def make_app(service: Service) -> ASGIApp:
     """Everything behind one guard, the documentation too."""
@@ -46,12 +48,14 @@ def make_app(service: Service) -> ASGIApp:
 def _generating_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
+    timeout = service.options.request_timeout
+
     async def respond(
-        answer: Callable[[Service, Any], Awaitable[Answer]], request: Any
+        answer: Callable[[Service, R], Awaitable[StreamedAnswer]], request: R
     ) -> Response:
         service.check_queue()
-        timeout = service.options.request_timeout
-        return AnswerResponse(await answer(service, request), bool(request.stream), timeout)
+        made = await answer(service, request)
+        return StreamResponse(made, timeout) if request.stream else WholeResponse(made, timeout)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
@@ -60,6 +64,11 @@ def _generating_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
         return await respond(answer_completion, request)
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: EmbeddingRequest) -> Response:
+        service.check_queue()
+        return WholeResponse(await answer_embeddings(service, request), timeout)
 
     @router.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:
@@ -78,10 +87,6 @@ def _text_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_message_tokens(request: CountRequest) -> Response:
         return json_response(await count_tokens(service, request))
-
-    @router.post("/v1/embeddings")
-    async def embeddings(request: EmbeddingRequest) -> Response:
-        return json_response(await answer_embeddings(service, request))
 
     @router.post("/tokenize")
     async def tokenize_text(request: TokenizeRequest) -> Response:

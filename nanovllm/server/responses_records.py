@@ -51,6 +51,10 @@ class TextOptions(ApiRecord):
     format: TextFormat | None = None
 
 
+class StreamOptions(ApiRecord):
+    include_obfuscation: bool | None = None  # of the lengths of pieces: there is none
+
+
 class ReasoningOptions(ApiRecord):
     effort: Effort | None = None
     summary: str | None = None  # reasoning is given whole
@@ -78,7 +82,7 @@ class ResponsesRequest(Harmless):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
 
     def chat(self) -> ChatRequest:
         fields: dict[str, Any] = {

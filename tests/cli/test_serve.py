@@ -62,6 +62,9 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
         config = engine_config(args)
         assert (config.model, config.max_num_seqs) == ("org/name", 9)
         assert (config.enable_prefix_caching, config.enforce_eager) == (False, True)
+    file.write_text("api-key: secret\n")
+    args = parse(["serve", "org/name", "--config", str(file)])
+    assert (args.model_tag, args.api_key) == ("org/name", ["secret"])
 
 
 @pytest.mark.parametrize(
