@@ -99,10 +99,10 @@ class CudaBackend:
     def _graphed_steps(
         self, eager: EagerForward, attention: GraphedAttention, sampler: TritonSampler
     ) -> GraphedSteps:
-        platform, max_model_len, chunks = self.platform, self.config.max_model_len, None
+        platform, chunks = self.platform, None
         if isinstance(attention, TritonAttention):
-            chunks = GraphedChunks(eager, attention, platform, self.max_tokens, max_model_len)
-        return GraphedSteps(eager, attention, sampler, platform, max_model_len, chunks)
+            chunks = GraphedChunks(eager, attention, platform, self.max_tokens)
+        return GraphedSteps(eager, attention, sampler, platform, chunks)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""
