@@ -17,6 +17,7 @@ from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
+from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
@@ -85,12 +86,12 @@ class CudaBackend:
     def runner(self, eager: EagerForward) -> ModelRunner:
         sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
-            return ModelRunner(eager, eager, sampler)
+            return ModelRunner(eager, eager, sampler, score=token_logprobs)
         graphed = self._graphed_steps(eager, attention, sampler)
         graphed.capture_first()
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(eager, graphed, graphed.sample, check, graphed.note)
+        return ModelRunner(eager, graphed, graphed.sample, check, graphed.note, token_logprobs)
 
     def _every_step(self, eager: EagerForward) -> None:
         if (attention := self._graphed_attention()) is not None:
