@@ -37,7 +37,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None  # of a processor of its own
     first_token_time: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
+    newest_logprobs: TokenLogprobs | None = None  # of its newest token, if it asks for them
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
     pooled: Vector | None = None
 
