@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Live, check_text
@@ -18,6 +14,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
+from nanovllm.progress import Progress
 from nanovllm.prompts import (
     Messages,
     Params,
@@ -238,27 +235,3 @@ class LLM:
     def _check_usable(self) -> None:
         self._thread.check_process()
         self.engine.raise_if_closed()
-
-
-class Progress:
-    """A progress bar over the prompts of a job that shows the speed of prefill and decode."""
-
-    def __init__(self, job: Job, is_shown: bool) -> None:
-        self._job = job
-        self._bar = tqdm(
-            total=len(job.requests),
-            desc="Prompts",
-            dynamic_ncols=True,
-            disable=not is_shown or sys.stderr is None,
-        )
-        self._start = time.perf_counter()
-
-    def update(self) -> None:
-        job, seconds = self._job, time.perf_counter() - self._start
-        prefill, decode = job.num_prefill_tokens / seconds, job.num_decode_tokens / seconds
-        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", False)
-        self._bar.update(len(job.outputs) - self._bar.n)
-
-    def close(self) -> None:
-        self.update()
-        self._bar.close()

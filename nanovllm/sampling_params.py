@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ConfigError
+from nanovllm.structured_outputs import as_structured
 from nanovllm.validation import as_python, check_types, is_bool
 
 MAX_LOGPROBS = 100  # a position
@@ -48,6 +49,7 @@ class SamplingParams:
     logprobs: int | None = None  # of each output token, and of so many of the likeliest
     prompt_logprobs: int | None = None  # the same of each prompt token
     logits_processors: Iterable[Callable[..., Any] | str] = ()  # or "module:function"
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -60,6 +62,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
+        object.__setattr__(self, "structured_outputs", as_structured(self.structured_outputs))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
 

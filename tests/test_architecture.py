@@ -18,14 +18,24 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors, pending < validation < sampling_params, outputs < prompts, chat_template, config
+    errors, pending < validation, structured_outputs < sampling_params, outputs
+    < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
-    < scoring < llm, async_llm < server, bench < cli < __main__
+    < scoring, progress < llm, async_llm < server, bench < cli < __main__
 """
-LEAVES = ("errors", "pending", "validation", "sampling_params", "outputs", "prompts", "config")
+LEAVES = (
+    "errors",
+    "pending",
+    "validation",
+    "structured_outputs",
+    "sampling_params",
+    "outputs",
+    "prompts",
+    "config",
+)
 # The scheduling files know counts and token ids only: the leaves and each other.
 HOST = (
     "engine.request",
@@ -39,6 +49,10 @@ HOST = (
     "engine.logprobs",
     "engine.step_clock",
     "engine.waiting",
+    "grammar.matching",
+    "grammar.json_schema",
+    "grammar.json_disjoint",
+    "grammar.json_formats",
 )
 # What executors and workers know of the engine.
 WIRE = ("engine.step", "engine.step_clock")
@@ -52,6 +66,7 @@ BESIDE = {
     **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part not in WIRE},
     # Their __init__.py are empty: a part must not bring the rest along.
     "engine": ((), "worker.tables"),
+    "grammar": ((), "worker.tables"),
     "serving": ((), "engine.core"),
     "server.parsing": (("errors",), "server"),
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
@@ -86,13 +101,15 @@ CORE_FILES = {
     "models/qwen3.py",
 }
 NOT_CORE = {
+    "engine/found_model.py",
+    "engine/logprobs.py",
     "engine/pacing.py",
     "engine/step_clock.py",
     "worker/loader.py",
     "worker/memory.py",
     "layers/moe.py",
 }
-MAX_CORE_LINES = 2800
+MAX_CORE_LINES = 2850
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -18,7 +18,7 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.engine import llm_engine
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.worker.backend import Backend
 from nanovllm.worker.worker import Worker
 
@@ -85,6 +85,9 @@ class ThreadedExecutor:
 
     def submit(self, plan: StepPlan) -> PendingOnAll:
         return PendingOnAll(self.ranks.submit(lambda rank: self.workers[rank].run(plan)))
+
+    def sample(self, masks: IntColumn) -> None:
+        self.ranks.run(lambda rank: self.workers[rank].sample(masks))
 
     def close(self) -> None:
         self.ranks.close()

@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.exit_code import complain
@@ -39,6 +41,7 @@ examples:
   nanovllm generate "Summarise this:" < report.txt
   nanovllm generate --system "You are a poet." --temperature 0.8 --seed 1 "Write about the sea."
   nanovllm generate --model Qwen/Qwen3-0.6B --max-tokens 512 --raw "def quicksort(items):"
+  nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
   nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl"""
 
 
@@ -73,6 +76,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "write one JSON object per line: prompt, text, token_ids, finish_reason; or prompt, error"
     )
     add("--json", action="store_true", help=text)
+    text = "a file with a JSON schema that every answer fits (default: none)"
+    add("--json-schema", metavar="PATH", help=text)
     add_engine_options(parser)
     add_sampling_options(parser, max_tokens=128, temperature=0.0)
     parser.set_defaults(run=run, parser=parser)
@@ -80,6 +85,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     config, params = engine_config(args), sampling_params(args)
+    if args.json_schema is not None:
+        params = replace(params, structured_outputs={"json": read_schema(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     prompts = read_prompts(args.prompts, args.file, args.lines)
@@ -90,6 +97,13 @@ def run(args: argparse.Namespace) -> int:
         else:
             questions.show_live()
     return 1 if questions.failed else 0
+
+
+def read_schema(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--json-schema {path} cannot be read: {error}") from error
 
 
 class Questions:

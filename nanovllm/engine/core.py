@@ -11,6 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
+from nanovllm.grammar.matching import Grammars
 from nanovllm.pending import Pending
 
 
@@ -21,9 +22,15 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, depth: int, max_model_len: int
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int,
+        max_model_len: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars
         self.executor = executor
         self.depth = depth
         # A sequence that outgrew the whole pool could never be resumed, so it ends there.
@@ -50,6 +57,9 @@ class EngineCore:
             seq.leader = self._sequences.get(request.leader_id)
         if request.pooling is None:
             seq.max_len = min(seq.max_len, self.max_len)
+        if request.grammar is not None:
+            assert self.grammars is not None
+            seq.matcher = self.grammars.matcher(request.grammar, request.stop_token_ids)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
@@ -60,13 +70,19 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan)))
+                if len(self._in_flight) == 1:
+                    self._send_masks(plan)
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
                 return self._commit(*self._in_flight.popleft())
         except BaseException as error:
             # Not the error itself: its traceback holds the engine, which would hold itself.
             self._failure = repr(error)
             raise
-        assert self._in_flight or not self._sequences, "sequences wait but nothing runs"
+        if not self._in_flight and self._sequences:
+            assert self.scheduler.postponed, "sequences wait but nothing runs"
+            assert self.grammars is not None
+            matchers = [seq.matcher for seq in self.scheduler.postponed.values()]
+            self.grammars.wait([matcher for matcher in matchers if matcher is not None])
         return CoreStep([], [], [])
 
     def finish(self, seq_id: int, reason: FinishReason) -> Ending | None:
@@ -89,6 +105,8 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, pending: Pending[StepResult]) -> CoreStep:
         updated = self.scheduler.commit(plan, pending.result())
+        if self._in_flight:
+            self._send_masks(self._in_flight[0][0])
         streaming = [
             seq
             for seq in updated
@@ -102,6 +120,14 @@ class EngineCore:
             plan.num_prefill_tokens,
             plan.num_decode_tokens,
         )
+
+    def _send_masks(self, plan: StepPlan) -> None:
+        """Let a plan be sampled that waits for masks: all tokens before it are known by now."""
+        if len(plan.masked_rows):
+            assert self.grammars is not None
+            masks, late = self.grammars.masks(self.scheduler.matchers(plan))
+            self.scheduler.postpone(plan.masked_rows[late].tolist())
+            self.executor.sample(masks)
 
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None

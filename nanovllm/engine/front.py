@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,15 +21,16 @@ from nanovllm.engine.logprobs import TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
+from nanovllm.grammar.matching import Grammars, Vocabulary
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
     "logits_processors together leave none, or make logits that are not numbers, or "
+)
+NOTHING_FITS = (
+    "no token fits structured_outputs any more: the grammar took too much work to follow, or "
 )
 BROKEN = (
     "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
@@ -71,19 +72,19 @@ class Front:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        vocabulary: Vocabulary,
         vocab_size: int,
-        eos_token_ids: tuple[int, ...],
         seed: int,
         has_workers: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer)
+        self.tokenizer = vocabulary.tokenizer
+        self._texts = TokenTexts(self.tokenizer)
         self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self.grammars = Grammars(lambda: vocabulary, vocab_size)
         self._seed_of_all = seed
         self._seq_ids = itertools.count()
         self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
@@ -105,12 +106,16 @@ class Front:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         tokenizer = self.tokenizer if is_streaming or params.stop else None
         seq_id = next(self._seq_ids)
+        grammar, asked = None, params.structured_outputs
+        if asked is not None:
+            grammar, params = self.grammars.compile(asked), replace(params, structured_outputs=None)
         first = Request(
             seq_id,
             token_ids,
             params,
             self._seed(params, seq_id, 0),
             stop_token_ids=self._stop_token_ids(params),
+            grammar=grammar,
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
             is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
@@ -339,6 +344,8 @@ def why_broken(request: Request) -> str:
         return BROKEN.format("hidden states")
     params, why = request.params, BROKEN.format("logits")
     edits = (params.allowed_token_ids, params.bad_words, params.min_tokens)
+    if request.grammar is not None:
+        return NOTHING_FITS + NOTHING_ALLOWED + why
     return NOTHING_ALLOWED + why if any(edits) or params.logits_processors else why
 
 

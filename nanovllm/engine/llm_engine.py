@@ -20,6 +20,7 @@ from nanovllm.engine.step import ExecutorInfo, Pooling
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.create import create_executor
+from nanovllm.grammar.matching import Grammars
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
@@ -44,7 +45,7 @@ class LLMEngine:
         found = find_model(config)
         self.config, self.model_config = found.config, found.model_config
         self.front = make_front(found)
-        started = start_core(found)
+        started = start_core(found, self.front.grammars)
         self.core, self.info = started.core, started.info
         self._is_closed = False
 
@@ -118,6 +119,7 @@ class LLMEngine:
     def close(self) -> None:
         """Free the model and the cache; a second call does nothing."""
         self._is_closed = True
+        self.front.grammars.close()
         self.core.executor.close()
 
     def raise_if_closed(self) -> None:
@@ -144,13 +146,13 @@ class StartedCore:
     info: ExecutorInfo
 
 
-def start_core(found: FoundModel) -> StartedCore:
+def start_core(found: FoundModel, grammars: Grammars) -> StartedCore:
     """Load the model and make what runs it."""
     config = found.config
     executor = create_executor(config, found.model_config, found.checkpoint)
     info = executor.start()
     try:
-        core = make_core(config, executor, info)
+        core = make_core(config, executor, info, grammars)
         # A full collection walks all that was imported, 60 ms amid a step. After one now, the
         # next comes when a quarter more objects than these have lived long.
         gc.collect()
@@ -166,13 +168,15 @@ def start_core(found: FoundModel) -> StartedCore:
     return StartedCore(core, info)
 
 
-def make_core(config: EngineConfig, executor: Executor, info: ExecutorInfo) -> EngineCore:
+def make_core(
+    config: EngineConfig, executor: Executor, info: ExecutorInfo, grammars: Grammars
+) -> EngineCore:
     blocks = BlockManager(info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
     target = config.target_inter_token_ms
     pacer = None if target is None else Pacer(target / 1000)
     scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
     depth = info.depth if config.depth is None else config.depth
-    return EngineCore(scheduler, executor, depth, config.max_model_len)
+    return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
 
 
 def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from nanovllm.engine.step import Pooling, Vector
 from nanovllm.errors import RequestError
+from nanovllm.grammar.matching import Grammar
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -24,6 +25,7 @@ class Request:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None  # of the answer
     cache_salt: str | None = None
     is_streaming: bool = False  # wants every token as it comes, not only at the end
     leader_id: int | None = None  # the request for the first sample of this prompt, added before

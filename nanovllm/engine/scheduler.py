@@ -25,6 +25,7 @@ from nanovllm.engine.step import (
     num_scored,
 )
 from nanovllm.engine.waiting import Waiting
+from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
 
 
@@ -49,6 +50,7 @@ class Scheduler:
         self.blocks = blocks
         self.pacer = pacer
         self.waiting = Waiting()
+        self.postponed: dict[int, Sequence] = {}  # wait for the mask of their next token
         self.running: dict[
             int, Sequence
         ] = {}  # by priority, oldest first; the last is preempted first
@@ -63,6 +65,9 @@ class Scheduler:
         if leader is not None and leader.num_computed < leader.num_prompt_tokens:
             leader.followers[seq.seq_id] = seq
             return
+        if seq.matcher is not None and not seq.matcher.is_ready:
+            self.postponed[seq.seq_id] = seq
+            return
         self.waiting.add(seq)
         if self.waiting.first() is seq:
             self._num_free_to_admit = 0
@@ -72,6 +77,8 @@ class Scheduler:
         draft = _Draft(self.max_num_batched_tokens)
         while self._read:
             self._let_followers_wait(self._read.pop())
+        if self.postponed:
+            self._resume()
         self._schedule_running(draft)
         self._admit_waiting(draft)
         if not draft.rows:
@@ -97,6 +104,9 @@ class Scheduler:
         for seq, token_ids in zip(sampled, result.tokens.tolist(), strict=True):
             if seq.finish_reason is not None:  # it ended while this step was in flight
                 continue
+            if seq.is_dropped:
+                seq.is_dropped = False
+                continue
             for token_id in token_ids:
                 self._append(seq, token_id)
                 if seq.finish_reason is not None:
@@ -104,6 +114,24 @@ class Scheduler:
             if seq.is_streaming or seq.finish_reason is not None:
                 updated.append(seq)
         return updated
+
+    def matchers(self, plan: StepPlan) -> list[Matcher | None]:
+        """Of the rows of the oldest plan in flight that need masks; None: it ended meanwhile."""
+        rows = self._in_flight[0]
+        masked = [rows[row] for row in plan.masked_rows.tolist()]
+        return [None if seq.finish_reason is not None else seq.matcher for seq in masked]
+
+    def postpone(self, rows: list[int]) -> None:
+        """Do without the tokens of some rows of the oldest plan in flight: they have no mask yet.
+
+        Their sequences leave as if preempted, and wait for the mask first.
+        """
+        for row in rows:
+            seq = self._in_flight[0][row]
+            seq.num_tokens -= 1
+            seq.is_dropped = True
+            self._leave_running(seq)
+            self.postponed[seq.seq_id] = seq
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
@@ -115,8 +143,9 @@ class Scheduler:
         self.blocks.check(self.running.values())
         slots = [seq.slot for seq in self.running.values()]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in self.waiting)
-        for seq in (*self.running.values(), *self.waiting):
+        idle = (*self.waiting, *self.postponed.values())
+        assert all(not seq.block_ids and seq.slot == NO_SLOT for seq in idle)
+        for seq in (*self.running.values(), *idle):
             assert seq.num_computed <= seq.num_tokens <= seq.max_len
             assert seq.finish_reason is None
 
@@ -162,6 +191,14 @@ class Scheduler:
             self.waiting.add(follower, is_first=True)
         leader.followers = {}
         self._num_free_to_admit = 0
+
+    def _resume(self) -> None:
+        """Let postponed sequences wait for room whose masks are there."""
+        for seq in list(self.postponed.values()):
+            if not seq.is_dropped and seq.matcher is not None and seq.matcher.is_ready:
+                del self.postponed[seq.seq_id]
+                self.waiting.add(seq, is_first=True)
+                self._num_free_to_admit = 0
 
     def _preempt(self, seq: Sequence) -> None:
         """Give up everything but the tokens; the sequence is recomputed when there is room."""
@@ -240,6 +277,8 @@ class Scheduler:
         draft.starts.append(start)
         draft.counts.append(end - start)
         draft.num_logits.append(seq.num_logits if is_last else 0)
+        if is_last and seq.matcher is not None:
+            draft.masked_rows.append(len(draft.rows) - 1)
         if is_last and start >= seq.num_prompt_tokens:
             draft.num_decode_tokens += 1
         draft.budget -= end - start
@@ -282,7 +321,8 @@ class Scheduler:
             seq.first_token_time = time.perf_counter()
         if seq.num_computed >= seq.next_full_len:
             self.blocks.register(seq)
-        if token_id in seq.stop_token_ids:
+        matcher = seq.matcher
+        if token_id in seq.stop_token_ids or (matcher and matcher.finishes(token_id)):
             self._end(seq, "stop")
         elif num_tokens >= seq.max_len:
             self._end(seq, "length")
@@ -293,6 +333,8 @@ class Scheduler:
             self._let_followers_wait(seq)
         if seq.leader is not None and seq.seq_id in seq.leader.followers:
             del seq.leader.followers[seq.seq_id]
+        elif seq.seq_id in self.postponed:
+            del self.postponed[seq.seq_id]
         elif seq.slot == NO_SLOT:
             self.waiting.remove(seq)
             self._num_free_to_admit = 0  # the head may have changed
@@ -314,7 +356,7 @@ def _add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
     entries = _entries(result.logprob_ids, result.logprobs, result.ranks)
     for seq, entry in zip(asking, entries, strict=True):
-        if seq.finish_reason is None:
+        if seq.finish_reason is None and not seq.is_dropped:
             seq.newest_logprobs = entry.cut(seq.request.params.logprobs)
 
 
@@ -354,6 +396,7 @@ class _Draft:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
+    masked_rows: list[int] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
@@ -368,5 +411,6 @@ class _Draft:
             block_updates=self.block_updates,
             released=released,
             num_decode_tokens=self.num_decode_tokens,
+            masked_rows=np.array(self.masked_rows, np.int32),
             block_copies=self.block_copies,
         )

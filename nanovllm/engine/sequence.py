@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
+from nanovllm.grammar.matching import Matcher
 
 NO_SLOT = -1
 
@@ -39,6 +40,8 @@ class Sequence:
     first_token_time: float = 0.0
     newest_logprobs: TokenLogprobs | None = None  # of its newest token, if it asks for them
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
+    matcher: Matcher | None = None  # of its grammar, as far as the known tokens go
+    is_dropped: bool = False  # what the step in flight samples for it
     pooled: Vector | None = None
 
     leader: Sequence | None = None  # the first sample of the prompt, whose blocks this one shares

@@ -62,6 +62,7 @@ class StepPlan:
     block_updates: list[BlockUpdate]
     released: list[int]  # slots whose sequence left since the previous plan
     num_decode_tokens: int  # rows that run one token past their prompt
+    masked_rows: IntColumn = field(default_factory=lambda: np.zeros(0, np.int32))  # see Executor
     block_copies: list[BlockCopy] = field(default_factory=list)  # before the step runs
 
     @property

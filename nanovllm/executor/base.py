@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.pending import Pending
 
 
@@ -15,7 +15,10 @@ class Executor(Protocol):
         """Build the workers and say what they found."""
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step without waiting for it."""
+        """Launch a step without waiting for it; with masked rows it is not sampled yet."""
+
+    def sample(self, masks: IntColumn) -> None:
+        """Sample the plan submitted last, given a mask for each of its masked rows."""
 
     def close(self) -> None:
         """Free everything; a second call does nothing."""

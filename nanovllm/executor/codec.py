@@ -26,8 +26,9 @@ from nanovllm.sampling_params import SamplingParams
 
 Section = bytes | memoryview
 
-# Decode tokens; lengths of the columns, block updates, released slots, block copies, parameters.
-_PLAN = struct.Struct("<6q")
+# Decode tokens; lengths of the columns, block updates, released slots, block copies, masked rows,
+# parameters.
+_PLAN = struct.Struct("<7q")
 # Slot, prompt tokens, seed; numbers of tokens, blocks and stop tokens.
 _NEW_ROW = struct.Struct("<6q")
 _LENGTH = struct.Struct("<q")
@@ -40,13 +41,15 @@ def encode_plan(plan: StepPlan) -> list[Section]:
     updates = [number for u in plan.block_updates for number in (u.slot, u.index, u.block_id)]
     params = _encode_params(plan.new_rows)
     copies = [number for copy in plan.block_copies for number in (copy.source, copy.target)]
-    lengths = (len(plan.slots), len(updates), len(plan.released), len(copies), len(params))
+    masked_rows, lists = plan.masked_rows, (updates, plan.released, copies)
+    lengths = (len(plan.slots), *map(len, lists), len(masked_rows), len(params))
     return [
         _PLAN.pack(plan.num_decode_tokens, *lengths),
         *(column.data for column in (plan.slots, plan.starts, plan.counts, plan.num_logits)),
         _column(updates),
         _column(plan.released),
         _column(copies),
+        masked_rows.data,
         params,
         *(section for row in plan.new_rows for section in _encode_new_row(row)),
     ]
@@ -57,7 +60,7 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
     reader = _Reader(message)
     num_decode_tokens, num_rows, *lengths, num_bytes = reader.header(_PLAN)
     slots, starts, counts, num_logits = (reader.column(num_rows) for _ in range(4))
-    updates, released, copies = (reader.column(length) for length in lengths)
+    updates, released, copies, masked_rows = (reader.column(length) for length in lengths)
     params = _decode_params(reader.column(num_bytes // 4).tobytes())
     return StepPlan(
         slots=slots,
@@ -68,6 +71,7 @@ def decode_plan(message: bytes | bytearray) -> StepPlan:
         block_updates=[BlockUpdate(*numbers) for numbers in updates.reshape(-1, 3).tolist()],
         released=released.tolist(),
         num_decode_tokens=num_decode_tokens,
+        masked_rows=masked_rows,
         block_copies=[BlockCopy(*numbers) for numbers in copies.reshape(-1, 2).tolist()],
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.pending import Pending
 from nanovllm.worker.worker import Worker
 
@@ -18,6 +18,10 @@ class LocalExecutor:
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
         assert self.worker is not None, "submit after close"
         return self.worker.run(plan)
+
+    def sample(self, masks: IntColumn) -> None:
+        assert self.worker is not None, "sample after close"
+        self.worker.sample(masks)
 
     def close(self) -> None:
         if self.worker is not None:

@@ -14,7 +14,7 @@ import torch
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.store import host_store
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.engine.step_clock import StepClock
 from nanovllm.executor.codec import decode_result, encode_plan
 from nanovllm.executor.rank import build_worker
@@ -83,6 +83,9 @@ class MultiprocExecutor:
             self._workers.fail(f"no worker answered a step for {limit:.1f} s: one of them hangs")
             message = reply.result()  # raises
         return decode_result(message)
+
+    def sample(self, masks: IntColumn) -> None:
+        self._workers.send([masks.data], num_replies=0)
 
     def close(self) -> None:
         self._workers.close()

@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
+import numpy as np
+
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, reporting, run_child
 from nanovllm.executor.codec import decode_plan, encode_result
@@ -32,6 +34,9 @@ class RankWorker(Protocol):
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Launch a step."""
+
+    def sample(self, masks: IntColumn) -> None:
+        """Launch the rest of a step with masked rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,13 @@ def _serve(rank: int, channel: Channel) -> None:
         # A thread of its own, so that the next step is launched while this one is waited for.
         threading.Thread(target=_answer, args=(launched, channel), daemon=True).start()
     while (message := channel.receive()) is not None:
-        pending = worker.run(decode_plan(message.body))
+        plan = decode_plan(message.body)
+        pending = worker.run(plan)
+        if len(plan.masked_rows):
+            message = channel.receive()  # what follows such a plan are its masks
+            if message is None:
+                return
+            worker.sample(np.frombuffer(message.body, np.int32).reshape(len(plan.masked_rows), -1))
         if rank == 0:
             launched.put(pending)
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.llm_engine import find_model, start_core
 from nanovllm.engine.request import CoreStep, Ending
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.engine.step_clock import StepClock
 from nanovllm.executor.base import Executor
 from nanovllm.executor.channel import Channel, Kind, pack
@@ -42,7 +43,7 @@ def serve(channel: Channel) -> None:
 
     found = find_model(start.config)
     send(found)  # the parent loads the tokenizer while the model is loaded here
-    started = start_core(found)
+    started = start_core(found, make_grammars(found))
     clock = StepClock(started.info)
     core = started.core
     core.executor = WatchedExecutor(core.executor, clock, send)
@@ -76,6 +77,9 @@ class WatchedExecutor:
             self.send(CoreUpdate(None, None, limit))
         pending = self.executor.submit(plan)
         return Pending(lambda: self._result(pending))
+
+    def sample(self, masks: IntColumn) -> None:
+        self.executor.sample(masks)
 
     def close(self) -> None:
         self.executor.close()
@@ -138,7 +142,7 @@ class CoreLoop:
         blocks = scheduler.blocks
         return CoreStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.postponed),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free,
             num_preemptions=scheduler.num_preemptions,

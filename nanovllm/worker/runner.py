@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.engine.step import IntColumn, StepPlan, StepResult
 from nanovllm.kernels.torch_sampling import token_logprobs
 from nanovllm.logits.edits import LogitsEdits
-from nanovllm.logits.logprobs import Logprobs, PromptLogprobs, TokenScorer
+from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs, TokenScorer
+from nanovllm.logits.masks import Masks
 from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits
 
 Sampler = Callable[[StepLogits, StepPlan], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsampled:
+    """A step between the model and the sampler."""
+
+    plan: StepPlan
+    logits: StepLogits
+    kept: KeptLogits | None
+    processed: ProcessedRows | None
+    results: dict[str, Tensor]
+    sampled: list[Pending[StepResult]] = field(default_factory=list)  # one, once it is
 
 
 @dataclass(eq=False)
@@ -35,6 +48,8 @@ class ModelRunner:
         self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
         self.processors = LogitsProcessors(self.eager.model.lm_head.group)
+        self.masks = Masks(self.tables.platform)
+        self._unsampled: Unsampled | None = None
         self.logprobs = Logprobs(self.tables, self.score)
         self.prompt_logprobs = PromptLogprobs(self.eager, self.score)
         self.pooled_prompts = PooledPrompts(self.eager)
@@ -53,12 +68,27 @@ class ModelRunner:
         kept = self.logprobs.keep(logits.values, plan)
         self.edits.apply(logits.values, plan)
         processed = self.processors.apply(logits.values, plan)
-        tokens = self.sampler(logits, plan)
-        if kept is not None:
+        step = Unsampled(plan, logits, kept, processed, results)
+        if not len(plan.masked_rows):
+            return self._sample(step)
+        self._unsampled = step
+        return Pending(lambda: step.sampled[0].result())
+
+    def sample(self, masks: IntColumn) -> None:
+        """Queue the rest of the step that was run last, given a mask for each masked row."""
+        step = self._unsampled
+        assert step is not None
+        self._unsampled = None
+        self.masks.apply(step.logits.values, step.plan, masks)
+        step.sampled.append(self._sample(step))
+
+    def _sample(self, step: Unsampled) -> Pending[StepResult]:
+        tokens, results = self.sampler(step.logits, step.plan), step.results
+        if step.kept is not None:
             names = ("logprob_ids", "logprobs", "ranks")
-            results |= dict(zip(names, kept.of(tokens), strict=True))
+            results |= dict(zip(names, step.kept.of(tokens), strict=True))
         fetched, given = self.tables.platform.fetch(tokens, *results.values()), list(results)
-        return Pending(lambda: self._result(fetched, given, processed))
+        return Pending(lambda: self._result(fetched, given, step.processed))
 
     def _run_model(self, plan: StepPlan, results: dict[str, Tensor]) -> StepLogits:
         """Return logits; what else is wanted of hidden states goes to the results."""

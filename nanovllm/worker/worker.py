@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
+from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
@@ -59,6 +59,10 @@ class Worker:
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         with torch.inference_mode(), self.platform.in_order():
             return self.runner.run(plan)
+
+    def sample(self, masks: IntColumn) -> None:
+        with torch.inference_mode(), self.platform.in_order():
+            self.runner.sample(masks)
 
     def _start(self) -> ExecutorInfo:
         config, platform, group, backend = self.config, self.platform, self.group, self.backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +124,17 @@ def test_an_answer_that_breaks_off_is_a_failure(
     assert run(monkeypatch, FakeLLM("so"), "--json", "a broken one") == 1
     line = json.loads(capsys.readouterr().out)
     assert (line["text"], line["finish_reason"], line["error"]) == ("so", "error", "logits are NaN")
+
+
+def test_a_schema_from_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "null"}', encoding="utf-8")
+    (tmp_path / "broken.json").write_text("{", encoding="utf-8")
+    llm = FakeLLM("null")
+    assert run(monkeypatch, llm, "--json-schema", str(tmp_path / "schema.json"), "x") == 0
+    assert llm.params is not None
+    assert llm.params.structured_outputs == {"json": {"type": "null"}}
+    for name in ("broken.json", "missing.json"):
+        assert run(monkeypatch, FakeLLM("x"), "--json-schema", str(tmp_path / name), "x") == 2
+    assert "missing.json cannot be read" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""What a JSON schema on every row costs a decode step, beside the same rows without one.
+
+    python -m benchmarks.engine.structured_cost --rows 64 [--model CONFIG_OR_CHECKPOINT]
+
+Weights are random; the bar is 15% at 64 rows of Qwen3-0.6B on an H200. The vocabulary is made up,
+of as many tokens as the model has, since a config brings none. `--mask-us N` puts a pause of N
+microseconds a row in the place of llguidance, where that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.bench.models import model_path
+from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "kind": {"enum": ["first", "second", "third"]},
+        },
+        "required": ["name", "age", "kind"],
+        "additionalProperties": False,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--mask-us", type=float)
+    args = parser.parse_args()
+    llm = LLM(
+        model_path(args.model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_num_seqs=args.rows,
+        max_model_len=1024,
+    )
+    engine, vocab_size = llm.engine, llm.engine.model_config.vocab_size
+    if args.mask_us is None:
+        tokenizer = SimpleNamespace(backend_tokenizer=made_up(vocab_size))
+        vocabulary = Vocabulary(tokenizer, frozenset({vocab_size - 1}))
+        grammars = Grammars(lambda: vocabulary, vocab_size)
+    else:
+        grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
+    engine.front.grammars = engine.core.grammars = grammars
+    plain, masked = [], []
+    for _ in range(4):  # in turns; the first of each warms up
+        plain.append(milliseconds_per_step(llm, args.rows, args.steps, None))
+        masked.append(milliseconds_per_step(llm, args.rows, args.steps, {"json": SCHEMA}))
+    before, after = statistics.median(plain[1:]), statistics.median(masked[1:])
+    print(f"{args.rows} rows: {before:.3f} ms plain, {after:.3f} ms with a schema on each", end="")
+    print(f" ({after / before - 1:+.1%}; {engine.info.device_name})")
+    llm.close()
+
+
+class PausedGrammars:
+    """Stands in for grammars that allow every token, each mask of which takes as long."""
+
+    def __init__(self, vocab_size: int, seconds: float) -> None:
+        self.num_words, self.seconds = -(-vocab_size // 32), seconds
+
+    def compile(self, asked: Any) -> Grammar:
+        return Grammar("")
+
+    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
+        return SimpleNamespace(finishes=lambda token_id: False)
+
+    def masks(self, matchers: list[Any]) -> tuple[np.ndarray, list[int]]:
+        time.sleep(len(matchers) * self.seconds)
+        return np.full((len(matchers), self.num_words), -1, np.int32), []
+
+    def close(self) -> None:
+        pass
+
+
+def milliseconds_per_step(llm: LLM, num_rows: int, num_steps: int, asked: Any) -> float:
+    engine = llm.engine
+    for row in range(num_rows):
+        params = SamplingParams(
+            temperature=0.6, seed=row, max_tokens=num_steps + 20, ignore_eos=True,
+            structured_outputs=asked,
+        )  # fmt: skip
+        engine.add_request([5 + row] * 128, params)
+    for _ in range(4):
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    seconds = time.perf_counter() - start
+    assert len(engine.abort_all()) == num_rows, "an answer ended early"
+    return seconds * 1000 / num_steps
+
+
+def made_up(vocab_size: int) -> Tokenizer:
+    """All bytes, and words of random letters as a vocabulary has them."""
+    rng, letters = random.Random(0), "etaoinshrdlucmfwygpbvkxqjz"
+    # As byte-level vocabularies spell them: what is not printable moves up.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    texts = dict.fromkeys(map(chr, [*printable, *range(256, 256 + len(others))]))
+    while len(texts) < vocab_size - 1:
+        word = "".join(rng.choices(letters, k=rng.randint(2, 9)))
+        texts[rng.choice(["", "\u0120"]) + rng.choice([word, word.capitalize()])] = None
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""JSON schemas as llguidance enforces them whole, to the letter of Python's `jsonschema`.
+
+Each part of a schema is written anew with the keywords that llguidance gets right. What it would
+ignore, or read differently, is refused by name; where it allows too much, the part is narrowed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from nanovllm.errors import RequestError
+from nanovllm.grammar.json_disjoint import are_disjoint
+from nanovllm.grammar.json_formats import NUMBER_FORMATS, STRING_FORMATS
+
+Schema = dict[str, Any] | bool
+
+EXACT = 2**53  # llguidance reads numbers as float64, which hold whole numbers up to here
+MAX_OPTIONS = 64  # of oneOf, each of which is compared with every other
+TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# What no token mask can tell, with the types that it speaks of, and values that ask for nothing.
+REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
+    "uniqueItems": (frozenset(("array",)), (False,)),
+    "contains": (frozenset(("array",)), ()),
+    "unevaluatedItems": (frozenset(("array",)), (True, {})),
+    "propertyNames": (frozenset(("object",)), (True, {}, {"type": "string"})),
+    "dependencies": (frozenset(("object",)), ({},)),
+    "dependentRequired": (frozenset(("object",)), ({},)),
+    "dependentSchemas": (frozenset(("object",)), ({},)),
+    "unevaluatedProperties": (frozenset(("object",)), (True, {})),
+    "not": (TYPES, (False,)),
+    "if": (TYPES, ()),
+    "$dynamicRef": (TYPES, ()),
+    "$recursiveRef": (TYPES, ()),
+    "disallow": (TYPES, ()),
+    "extends": (TYPES, ()),
+    "divisibleBy": (TYPES, ()),
+}
+# The pieces of a regular expression: escapes, sets, groups with a mark, other characters.
+REGEX_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<?[=!]|P<|.)|.", re.DOTALL)
+# Those that llguidance lacks or reads differently: what is no digit or letter, which Python takes
+# from all of Unicode; sets of sets; borders, lookaround, flags and references.
+DIFFERENT_PIECE = re.compile(
+    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWb]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
+    re.DOTALL,
+)
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \uXXXX
+
+
+def enforceable(schema: Schema) -> dict[str, Any]:
+    """Return a schema that allows nothing but what the given one does, or raise RequestError."""
+    try:
+        return _Rewriter(schema).rewrite()
+    except RecursionError as error:
+        raise RequestError("structured_outputs: the JSON schema is nested too deeply") from error
+
+
+@dataclass(slots=True)
+class _Rewriter:
+    root: Schema
+    draft: int = field(init=False)
+    pointers: list[str] = field(default_factory=list)  # to the parts that are referred to
+    names: dict[str, str] = field(default_factory=dict)  # by pointer
+    parts: dict[str, Schema] = field(default_factory=dict)  # by name, rewritten
+
+    def rewrite(self) -> dict[str, Any]:
+        self.draft = _draft(self.root)
+        first = self._name("")
+        for pointer in self.pointers:  # which grow meanwhile
+            self.parts[self.names[pointer]] = self._part(self._find(pointer), "#" + pointer)
+        for schema in _within([*self.parts.values()]):
+            if "oneOf" in schema and self._is_disjoint(schema["oneOf"]):
+                options = schema.pop("oneOf")
+                _and(schema, {"anyOf": options})
+        self._refuse_endless()
+        return {"$ref": f"#/$defs/{first}", "$defs": self.parts}
+
+    def _name(self, pointer: str) -> str:
+        if pointer not in self.names:
+            self.names[pointer] = str(len(self.names))
+            self.pointers.append(pointer)
+        return self.names[pointer]
+
+    def _find(self, pointer: str) -> Any:
+        found: Any = self.root
+        for step in pointer.split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key) if isinstance(found, list) else key]
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                raise refused("$ref", "#" + pointer, "there is nothing there") from error
+        return found
+
+    def _part(self, schema: Any, path: str) -> Schema:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise refused(path.split("/")[-1], path, f"{schema!r:.40} is no schema")
+        self._check_base(schema, path)
+        if "$ref" in schema and self.draft < 8:
+            return self._reference(schema["$ref"], path)  # where it stands alone
+        types = _types(schema, path)
+        out: dict[str, Any] = {}
+        for key, value in schema.items():
+            self._check(key, value, schema, types, path)
+            rewrite = self._rewriters().get(key)
+            if rewrite is not None:
+                rewrite(out, value, schema, f"{path}/{key}")
+        if "type" in schema:
+            out["type"] = sorted(types) if len(types) != 1 else min(types)
+        self._items(out, schema, path)
+        _numbers(out, schema, types, path)
+        _format(out, schema, types, path)
+        _check_spans(out, types, path)
+        return out
+
+    def _check_base(self, schema: dict[str, Any], path: str) -> None:
+        """Refuse a part that gives its references another beginning."""
+        own_id = schema.get("$id" if self.draft > 4 else "id")
+        if isinstance(own_id, str) and path != "#" and '"$ref"' in json.dumps(schema):
+            raise refused("$id", path, "there are references in that part")
+
+    def _check(
+        self, key: str, value: Any, schema: dict[str, Any], types: frozenset[str], path: str
+    ) -> None:
+        concerned, harmless = REFUSED.get(key, (frozenset(), ()))
+        if concerned & types and not any(value is each or value == each for each in harmless):
+            if key == "if" and not {"then", "else"} & {*schema}:
+                return
+            raise refused(key, path)
+
+    def _rewriters(self) -> dict[str, Callable[[dict[str, Any], Any, dict[str, Any], str], None]]:
+        """By keyword; those that take several keywords together follow them."""
+        lists = dict.fromkeys(("allOf", "anyOf", "oneOf"), self._list)
+        maps = dict.fromkeys(("properties", "patternProperties"), self._map)
+        return {
+            **lists,
+            **maps,
+            **dict.fromkeys(COUNTS, _count),
+            "additionalProperties": self._single,
+            "required": _required,
+            "const": _constant,
+            "enum": _constant,
+            "pattern": _pattern,
+            "$ref": self._sibling_reference,
+        }
+
+    def _single(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+        out[path.rsplit("/", 1)[1]] = self._part(value, path)
+
+    def _list(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+        key = path.rsplit("/", 1)[1]
+        if not isinstance(value, list) or not value:
+            raise refused(key, path, "it must be a list of schemas")
+        parts = [self._part(each, f"{path}/{index}") for index, each in enumerate(value)]
+        _and(out, {key: parts})
+
+    def _map(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+        key = path.rsplit("/", 1)[1]
+        if not isinstance(value, dict):
+            raise refused(key, path, "it must map names to schemas")
+        if key == "patternProperties":
+            for pattern in value:
+                check_pattern(key, pattern, path)
+        if any(map(UNWRITABLE.search, value)):
+            raise refused(key, path, "a name has control characters")
+        out[key] = {
+            name: self._part(each, f"{path}/{name.replace('~', '~0').replace('/', '~1')}")
+            for name, each in value.items()
+        }
+
+    def _sibling_reference(
+        self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
+    ) -> None:
+        _and(out, self._reference(value, path.rsplit("/", 1)[0]))
+
+    def _reference(self, target: Any, path: str) -> dict[str, Any]:
+        root_id = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
+        if not isinstance(target, str):
+            raise refused("$ref", path, "it must be a string")
+        base, _, fragment = target.partition("#")
+        if base and (not isinstance(root_id, str) or base != root_id.partition("#")[0]):
+            raise refused("$ref", path, f"{target!r:.80} is not within the schema")
+        if fragment and not fragment.startswith("/"):
+            raise refused("$ref", path, f"{target!r:.80} is no path")
+        return {"$ref": f"#/$defs/{self._name(unquote(fragment))}"}
+
+    def _items(self, out: dict[str, Any], schema: dict[str, Any], path: str) -> None:
+        """Write the items of arrays as the newest draft does."""
+        first, rest = "prefixItems", "items"
+        if isinstance(schema.get("items"), list):
+            first, rest = "items", "additionalItems"
+        elif first in schema and self.draft < 10:
+            raise refused(first, path, "it is not in the schema's draft")
+        if first in schema:
+            holder: dict[str, Any] = {}
+            self._list(holder, schema[first], schema, f"{path}/{first}")
+            out["prefixItems"] = holder[first]
+        if rest in schema:
+            out["items"] = self._part(schema[rest], f"{path}/{rest}")
+
+    def _is_disjoint(self, options: list[Schema]) -> bool:
+        return len(options) <= MAX_OPTIONS and all(
+            are_disjoint(one, other, self.parts)
+            for index, one in enumerate(options)
+            for other in options[:index]
+        )
+
+    def _refuse_endless(self) -> None:
+        """Refuse parts that no text of finite length fits: they require themselves."""
+        finite: set[str] = set()
+        names, num_before = list(self.parts), -1
+        while len(finite) > num_before:
+            num_before = len(finite)
+            names.reverse()  # a chain of parts, either way, is done at once
+            for name in names:
+                if name not in finite and _is_finite(self.parts[name], finite):
+                    finite.add(name)
+        for pointer, name in self.names.items():
+            if name not in finite:
+                keyword = "false" if self.parts[name] is False else "$ref"
+                raise refused(keyword, "#" + pointer, "no text of finite length fits")
+
+
+def refused(keyword: str, path: str, reason: str = "no mask can tell what it asks") -> RequestError:
+    return RequestError(f"structured_outputs: {keyword!r} at {path} cannot be enforced: {reason}")
+
+
+def check_pattern(keyword: str, pattern: Any, path: str) -> None:
+    if not isinstance(pattern, str):
+        raise refused(keyword, path, "it must be a string")
+    for piece in REGEX_PIECE.findall(pattern):
+        if DIFFERENT_PIECE.match(piece):
+            raise refused(keyword, path, f"{piece!r:.40} is not supported in {pattern!r:.80}")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError) as error:
+        raise refused(
+            keyword, path, f"{pattern!r:.80} is no regular expression ({error})"
+        ) from error
+
+
+def _draft(root: Schema) -> int:
+    """The draft's number; the two after 7 count as 8 and, like no draft at all, 10."""
+    name = root.get("$schema") if isinstance(root, dict) else None
+    found = re.search(r"draft-0([3-7])|draft/2019", name) if isinstance(name, str) else None
+    return 10 if found is None else int(found[1] or 8)
+
+
+def _types(schema: dict[str, Any], path: str) -> frozenset[str]:
+    types = schema.get("type", sorted(TYPES))
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
+        raise refused("type", path, f"{types!r:.40} are no types")
+    if unknown := {*types} - TYPES:
+        raise refused("type", path, f"{min(unknown)!r} is no type")
+    return frozenset(types)
+
+
+def _and(out: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add a demand to others that may have the same keyword."""
+    if out.keys() & part.keys():
+        out["allOf"] = [*out.get("allOf", ()), part]
+    else:
+        out.update(part)
+
+
+def _count(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+    key = path.rsplit("/", 1)[1]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise refused(key, path, "it must be a whole number")
+    required = schema.get("required")
+    if key == "minProperties" and isinstance(required, list):
+        value = 0 if value <= len({*map(str, required)}) else value
+    if key == "minProperties" and value > 1:
+        raise refused(key, path, "names may come twice")
+    if key != "minProperties" or value:
+        out[key] = int(value)
+
+
+def _required(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise refused("required", path, "it must be a list of names")
+    if any(map(UNWRITABLE.search, value)):
+        raise refused("required", path, "a name has control characters")
+    out["required"] = value
+
+
+def _constant(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+    key = path.rsplit("/", 1)[1]
+    if key == "enum" and (not isinstance(value, list) or not value):
+        raise refused(key, path, "it must be a list of values")
+    for leaf in _leaves(value):
+        if isinstance(leaf, str) and UNWRITABLE.search(leaf):
+            raise refused(key, path, f"{leaf!r:.40} has control characters")
+        if isinstance(leaf, int | float) and abs(leaf) > EXACT:
+            raise refused(key, path, f"{leaf} is too large a number")
+    _and(out, {key: value})
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for each in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _pattern(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+    check_pattern("pattern", value, path)
+    _and(out, {"pattern": value})
+
+
+def _numbers(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str) -> None:
+    """Bounds and multiples. A float that is written with many digits may be read as its bound, so
+    those that a number must not reach move by a little."""
+    if not {"number", "integer"} & types:
+        return
+    for key in (*BOUNDS, "multipleOf"):
+        value = schema.get(key, False)
+        is_number = isinstance(value, int | float)
+        if not is_number or abs(value) > EXACT:
+            raise refused(key, path, f"{value!r:.40} is no number up to 2**53")
+    for low, sign in (("minimum", 1), ("maximum", -1)):
+        strict = "exclusive" + low.capitalize()
+        bound, limit = schema.get(low), schema.get(strict)
+        if isinstance(limit, bool):  # as draft 4 has it
+            bound, limit = (None, bound) if limit else (bound, None)
+        if limit is not None and "number" in types:
+            moved = float(f"{limit + sign * max(abs(limit), 1) * 1e-9:.12g}")
+            bound, limit = moved if bound is None else sign * max(sign * bound, sign * moved), None
+        out.update({key: v for key, v in ((low, bound), (strict, limit)) if v is not None})
+    if "multipleOf" in schema:
+        _multiple(out, schema["multipleOf"], path)
+
+
+def _check_spans(out: dict[str, Any], types: frozenset[str], path: str) -> None:
+    for low in ("minimum", "minLength", "minItems", "minProperties"):
+        high = low.replace("min", "max")
+        if len(types) == 1 and low in out and high in out and out[low] > out[high]:
+            raise refused(low, path, f"it is above {high}")
+
+
+def _multiple(out: dict[str, Any], value: float, path: str) -> None:
+    """Python's check divides floats, which is exact for whole numbers, halves, quarters..."""
+    if value <= 0 or value * 1024 != int(value * 1024):
+        raise refused("multipleOf", path, f"floats are no exact multiples of {value}")
+    out["multipleOf"] = int(value) if value == int(value) else value
+
+
+def _format(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str) -> None:
+    """Formats are patterns that allow less than they could."""
+    name = schema.get("format")
+    if name is None or not types & {"string", "number", "integer"}:
+        return
+    if isinstance(name, str) and name in NUMBER_FORMATS and "string" not in types:
+        _and(out, {"allOf": [NUMBER_FORMATS[name]]})
+    elif isinstance(name, str) and name in STRING_FORMATS:
+        _and(out, {"pattern": f"^(?:{STRING_FORMATS[name]})$"})
+    else:
+        raise refused("format", path, f"{name!r:.40} is not a known format")
+
+
+def _within(schemas: list[Schema]) -> Iterator[dict[str, Any]]:
+    """Every part of rewritten schemas, the inner ones first."""
+    for schema in schemas:
+        if isinstance(schema, dict):
+            yield from _within(_children(schema))
+            yield schema
+
+
+def _children(schema: dict[str, Any]) -> list[Schema]:
+    lists = [schema.get(key, ()) for key in ("allOf", "anyOf", "oneOf", "prefixItems")]
+    lists += [schema.get(key, {}).values() for key in ("properties", "patternProperties")]
+    lists += [[schema[key]] for key in ("items", "additionalProperties") if key in schema]
+    return [each for some in lists for each in some]
+
+
+def _is_finite(schema: Schema, finite: set[str]) -> bool:
+    """Whether a text of finite length fits, given the names of parts for which one does."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema and schema["$ref"].rsplit("/", 1)[1] not in finite:
+        return False
+    if not all(_is_finite(each, finite) for each in schema.get("allOf", ())):
+        return False
+    for key in ("anyOf", "oneOf"):
+        if key in schema and not any(_is_finite(each, finite) for each in schema[key]):
+            return False
+    if schema.get("type") == "object":
+        needed = [
+            schema.get("properties", {}).get(name, True) for name in schema.get("required", ())
+        ]
+    elif schema.get("type") == "array":
+        items = [*schema.get("prefixItems", ()), schema.get("items", True)]
+        needed = items[: schema.get("minItems", 0)]
+    else:
+        return True
+    return all(_is_finite(each, finite) for each in needed)

@@ -1,0 +1,340 @@
+"""Grammars: which answers a request allows, compiled and followed token by token by llguidance.
+
+llguidance is imported when a request needs it. A mask has a bit for each token: bit i % 32 of word
+i // 32 says whether token i may come next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanovllm.engine.step import IntColumn
+from nanovllm.errors import RequestError
+from nanovllm.grammar.json_schema import enforceable
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+NUM_CACHED = 32  # grammars that are kept for requests to come
+NUM_TRIED = 4  # tokens, before a grammar is taken
+MAX_WAIT = 0.01  # seconds that a batch waits for masks; rows without one run again later
+MAX_THREADS = 15
+# Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
+    "max_grammar_size": 100_000,
+    "step_lexer_fuel": 100_000,  # 7 ms a mask
+    "step_max_items": 50_000,  # 3 ms a mask
+    "max_lexer_states": 50_000,  # 100 MB
+}
+# Spaces are bounded, so that a model cannot write them forever. Without \uXXXX a name has one
+# spelling only, and is known for one of the schema's properties wherever it is one.
+JSON_OPTIONS = {
+    "whitespace_pattern": r"[ \n]{1,16}",
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar in llguidance's own form, and what comes of compiling it."""
+
+    text: str
+    compiled: Compiled | None = field(repr=False, compare=False, default=None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Grammar, (self.text,)  # another process compiles it for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    start: LLMatcher  # stays at the beginning
+    first_mask: IntColumn
+
+
+class Matcher:
+    """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
+
+    inner: LLMatcher
+
+    def __init__(self, stop_token_ids: frozenset[int]) -> None:
+        self.stop_token_ids = stop_token_ids
+        self.mask: IntColumn | None = None  # None: not asked for yet
+        self.job: Future[None] | None = None  # what computes it
+        self.seconds: float | None = 0.0  # what masks take; None: maybe long
+
+    def begin(self, compiled: Compiled) -> None:
+        self.inner, self.mask = compiled.start.deep_copy(), compiled.first_mask
+
+    @property
+    def is_ready(self) -> bool:
+        return self.mask is not None and (self.job is None or self.job.done())
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds is not None and self.seconds > MAX_WAIT
+
+    def finishes(self, token_id: int) -> bool:
+        """Follow a token that is no stop token; True when nothing can come after it."""
+        self.mask = self.job = None
+        self.inner.consume_token(token_id)
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    tokenizer: LLTokenizer
+    eos_token_ids: frozenset[int]
+    limits: LLParserLimits
+    executor: LLExecutor  # computes many masks at a time
+    # Slow grammars have threads of their own, so that they never keep the others from one.
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "nanovllm-masks")
+    )
+    slow_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-slow-masks")
+    )
+
+
+class Grammars:
+    """Compiles grammars, in any thread, and computes masks, for that of the engine."""
+
+    def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, Compiled] = OrderedDict()
+        self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
+        self._tools: Tools | None = None
+
+    def compile(self, asked: Mapping[str, Any]) -> Grammar:
+        """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
+        text = grammar_text(asked, self._get_tools().tokenizer)
+        return Grammar(text, self._compiled(text))
+
+    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
+        """Return a matcher; where the grammar came from another process it is not ready at once."""
+        matcher = Matcher(stop_token_ids)
+        if grammar.compiled is not None:
+            matcher.begin(grammar.compiled)
+        else:
+            matcher.job = self._loading.submit(self._begin_later, matcher, grammar.text)
+        return matcher
+
+    def masks(self, matchers: list[Matcher | None]) -> tuple[IntColumn, list[int]]:
+        """Return a mask for each matcher, and which of them are late: theirs mean nothing yet.
+
+        None, for a sequence that has ended, allows all.
+        """
+        masks = np.full((len(matchers), self._num_words), -1, np.int32)
+        rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
+        self._begin([(row, each) for row, each in rows if each.mask is None], masks)
+        wait([m.job for _, m in rows if m.job is not None and not m.is_slow], MAX_WAIT)
+        late = []
+        for row, matcher in rows:
+            if matcher.is_ready:
+                self._finish(matcher, masks[row])
+            else:
+                matcher.seconds = None if not matcher.is_slow else matcher.seconds
+                late.append(row)
+        return masks, late
+
+    def wait(self, matchers: list[Matcher]) -> None:
+        """Wait for the mask of one of them, but not for long."""
+        jobs = [matcher.job for matcher in matchers if matcher.job is not None]
+        wait(jobs, 10 * MAX_WAIT, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        self._loading.shutdown(wait=False, cancel_futures=True)
+        if self._tools is not None:
+            for threads in (self._tools.threads, self._tools.slow_threads):
+                threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_later(self, matcher: Matcher, text: str) -> None:
+        try:
+            matcher.begin(self._compiled(text))
+        except BaseException:
+            matcher.mask = np.zeros(self._num_words, np.int32)  # the sequence ends by it
+            raise
+
+    def _compiled(self, text: str) -> Compiled:
+        with self._lock:
+            compiled = self._cache.pop(text, None)
+        compiled = compiled or self._compile(text)
+        with self._lock:
+            self._cache[text] = compiled
+            if len(self._cache) > NUM_CACHED:
+                self._cache.popitem(last=False)
+        return compiled
+
+    def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
+        """Let masks be computed: those that may take long each by itself, to see which do."""
+        tools, quick = self._get_tools(), []
+        for row, matcher in rows:
+            matcher.mask = masks[row]
+            if matcher.seconds is None or matcher.is_slow:
+                matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
+            else:
+                quick.append((row, matcher))
+        if quick:
+            inner = [(matcher.inner, row) for row, matcher in quick]
+            job = tools.threads.submit(_fill_all, tools.executor, inner, masks)
+            for _, matcher in quick:
+                matcher.job = job
+
+    def _finish(self, matcher: Matcher, mask: IntColumn) -> None:
+        assert matcher.mask is not None
+        mask[:] = matcher.mask
+        has_failed = matcher.job is not None and matcher.job.exception() is not None
+        if has_failed or matcher.inner.is_error():
+            mask[:] = 0  # no token: the sequence ends with an error
+        elif matcher.stop_token_ids != (eos := self._get_tools().eos_token_ids):
+            self._allow_stops(matcher, mask, eos)
+
+    def _allow_stops(self, matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
+        """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
+        only where it must."""
+        is_accepting = matcher.inner.is_accepting()
+        given = mask.copy()
+        for token_id in eos | matcher.stop_token_ids:
+            allow(mask, token_id, is_accepting and token_id in matcher.stop_token_ids)
+        if is_accepting and not mask.any():
+            mask[:] = given
+
+    def _compile(self, text: str) -> Compiled:
+        from llguidance import LLMatcher
+
+        tools = self._get_tools()
+        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
+        if matcher.is_error():
+            raise refusal(matcher.get_error())
+        if warnings := matcher.get_grammar_warnings():
+            raise refusal("; ".join(warnings))
+        first_mask, *_ = self._first_masks(matcher.deep_copy())
+        return Compiled(matcher, first_mask)
+
+    def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
+        """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
+        for _ in range(NUM_TRIED):
+            mask = np.zeros(self._num_words, np.int32)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                reason = matcher.get_error()
+                raise refusal(f"no answer fits, or it is too much work to follow: {reason}")
+            yield mask
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            bits[list(self._get_tools().eos_token_ids)] = 0
+            if not bits.any() or not matcher.consume_token(int(bits.argmax())):
+                return
+
+    def _get_tools(self) -> Tools:
+        with self._lock:
+            if self._tools is None:
+                self._tools = self._make_tools()
+            return self._tools
+
+    def _make_tools(self) -> Tools:
+        vocabulary = self._load()
+        if vocabulary.tokenizer is None:
+            raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
+        try:
+            from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs need the package llguidance: pip install llguidance"
+            ) from error
+        text, eos = vocabulary.tokenizer.backend_tokenizer.to_str(), vocabulary.eos_token_ids
+        try:
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(eos) or None)
+        except ValueError as error:
+            raise RequestError(
+                f"structured_outputs do not work with this model's tokenizer: {error}"
+            ) from error
+        num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
+        limits = LLParserLimits(verbose_errors=False, **LIMITS)
+        return Tools(tokenizer, eos, limits, LLExecutor(num_threads))
+
+
+def _fill_all(
+    executor: LLExecutor, matchers: list[tuple[LLMatcher, int]], masks: IntColumn
+) -> None:
+    """Fill the rows of masks, which this call keeps alive, in several threads."""
+    executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+
+
+def _fill_one(matcher: Matcher, mask: IntColumn) -> None:
+    start = time.perf_counter()
+    matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    matcher.seconds = time.perf_counter() - start
+
+
+def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
+    bit = np.uint32(1 << token_id % 32)
+    words = mask.view(np.uint32)
+    words[token_id // 32] &= ~bit
+    if is_allowed:
+        words[token_id // 32] |= bit
+
+
+def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
+    """Return a request in llguidance's own form: a list of grammars, the first of which counts."""
+    grammars = [_answer(asked)]
+    if "after" in asked:
+        gap = "GAP? " if "json_schema" in grammars[0] else ""
+        lark = (
+            f"start: before {gap}@answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
+        )
+        grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
+    return json.dumps({"grammars": grammars})
+
+
+def _before(after: str, tokenizer: LLTokenizer) -> str:
+    """The rule for all that comes before an answer, up to a text or a special token."""
+    token_ids = tokenizer.tokenize_str(after, parse_special=True)
+    if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
+        return f"before: /(?s:.*)/ <[{token_ids[0]}]>"
+    return f"before[suffix={json.dumps(after)}]: /(?s:.*)/"
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    if "json" in asked or "json_object" in asked:
+        schema = enforceable(asked.get("json", {"type": "object"}))
+        return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+    if "grammar" in asked:
+        return {"lark_grammar": asked["grammar"]}
+    if "choice" in asked:
+        texts = ["".join(map(_escaped, text)) for text in asked["choice"]]
+        return {"lark_grammar": f"start: /{'|'.join(texts)}/"}
+    from llguidance import regex_to_lark
+
+    return {"lark_grammar": f"start: /{regex_to_lark(asked['regex'], '')}/"}
+
+
+def _escaped(char: str) -> str:
+    return char if char.isalnum() else f"\\x{{{ord(char):x}}}"
+
+
+def refusal(reason: str) -> RequestError:
+    if "coerce_one_of" in reason:  # an option of llguidance's, which is not offered
+        reason = "the options of 'oneOf' are not plainly disjoint"
+    return RequestError(f"structured_outputs cannot be enforced: {reason.strip()}")

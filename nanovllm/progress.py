@@ -1,0 +1,34 @@
+"""A progress bar for whoever waits for a job."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from nanovllm.serving.engine_thread import Job
+
+
+class Progress:
+    """A progress bar over the prompts of a job that shows the speed of prefill and decode."""
+
+    def __init__(self, job: Job, is_shown: bool) -> None:
+        self._job = job
+        self._bar = tqdm(
+            total=len(job.requests),
+            desc="Prompts",
+            dynamic_ncols=True,
+            disable=not is_shown or sys.stderr is None,
+        )
+        self._start = time.perf_counter()
+
+    def update(self) -> None:
+        job, seconds = self._job, time.perf_counter() - self._start
+        prefill, decode = job.num_prefill_tokens / seconds, job.num_decode_tokens / seconds
+        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", False)
+        self._bar.update(len(job.outputs) - self._bar.n)
+
+    def close(self) -> None:
+        self.update()
+        self._bar.close()

@@ -1,0 +1,27 @@
+"""A tokenizer for tiny models: a token for each printable ASCII character, and some longer ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.checkpoints import VOCAB_SIZE
+
+EOS = 2
+LONGER = ['{"', '":', '",', '"}', "true", "null", "}]", "name", "12", "0.", "</think>", "ab", "no"]
+
+
+def with_tokenizer(source: Path, target: Path) -> Path:
+    """Copy a checkpoint, whose last tokens its tokenizer lacks, as those of padded models."""
+    shutil.copytree(source, target)
+    texts = ["<pad>", "<bos>", "<eos>", *map(chr, range(33, 127)), "Ġ", "Ċ", *LONGER]
+    assert len(texts) < VOCAB_SIZE - 32
+    backend = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(target)
+    return target

@@ -1,0 +1,487 @@
+"""Answers that fit a schema, an expression, a choice or a grammar, whatever else a batch holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jsonschema
+import pytest
+
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.grammar import matching as grammar
+from nanovllm.outputs import RequestOutput
+from tests.byte_tokenizer import EOS, with_tokenizer
+from tests.checkpoints import VOCAB_SIZE
+from tests.devices import DEVICES
+from tests.json_schemas import random_schema
+from tests.threaded_ranks import engines_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 16,
+    "max_model_len": 256,
+    "gpu_memory_utilization": 0.2,
+    "dtype": "float32",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{2,6}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["ab", "no"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASKED: list[dict[str, Any] | None] = [
+    {"json": SCHEMA},
+    None,
+    {"regex": "[a-c]{3}-[0-9]{2,4}"},
+    {"choice": ["yes", "no", "no one"]},
+    None,
+    {"grammar": 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'},
+    {"json": SCHEMA, "after": "</think>"},
+    {"regex": "[0-9]{2}", "after": "a"},
+    {"json": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 3,
+              "$defs": {"n": {"type": "number", "minimum": 0, "maximum": 9.5}}}},
+]  # fmt: skip
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"enforce_eager": True},
+    "ahead": {"depth": 1},
+    "chunked": {"max_num_batched_tokens": 9},
+    "chunked ahead": {"max_num_batched_tokens": 9, "depth": 1},
+    "preempted": {"num_kvcache_blocks": 20, "depth": 1},
+    "uncached": {"enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(tiny("qwen3").path, tmp_path_factory.mktemp("structured") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(str(path), device="cpu", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[LLM]:
+    with LLM("smollm2", device="cpu", max_model_len=512, max_num_seqs=64) as llm:
+        yield llm
+
+
+def params_of(asked: dict[str, Any] | None, seed: int, **options: Any) -> SamplingParams:
+    given = {"max_tokens": 60, "seed": seed, "structured_outputs": asked, **options}
+    return SamplingParams(**given)
+
+
+def generate(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate([*map(prompt_of, range(len(params)))], params, use_tqdm=False)
+
+
+def prompt_of(index: int) -> list[int]:
+    return [5 + i % 90 for i in range(index, index + 21)]
+
+
+def batch(**options: Any) -> list[SamplingParams]:
+    return [params_of(asked, seed, **options) for seed in range(2) for asked in ASKED]
+
+
+def fits(asked: dict[str, Any], text: str) -> bool:
+    text = text.partition(asked["after"])[2] if "after" in asked else text
+    if "json" in asked:
+        return jsonschema.Draft202012Validator(asked["json"]).is_valid(json.loads(text))
+    if "choice" in asked:
+        return text in asked["choice"]
+    pattern = asked.get("regex", r"(\(*)[0-9]{1,3}(\)*)")
+    found = re.fullmatch(pattern, text)
+    return found is not None and ("regex" in asked or len(found[1]) == len(found[2]))
+
+
+def check(params: list[SamplingParams], outputs: list[RequestOutput]) -> int:
+    """Check every answer that ended; return how many did."""
+    num_ended = 0
+    for param, output in zip(params, outputs, strict=True):
+        assert output.error is None
+        asked = param.structured_outputs
+        if asked is not None and output.finish_reason == "stop":
+            assert fits(dict(asked), output.text), (asked, output.text)
+            num_ended += 1
+    return num_ended
+
+
+@pytest.fixture(scope="module")
+def wanted(llm: LLM) -> list[list[int]]:
+    outputs = generate(llm, batch())
+    assert check(batch(), outputs) >= 8
+    return [output.token_ids for output in outputs]
+
+
+@DEVICES
+@pytest.mark.parametrize("mode", list(MODES))
+def test_modes_do_not_matter(path: Path, wanted: Any, device: str, mode: str) -> None:
+    with LLM(str(path), device=device, **OPTIONS, **MODES[mode]) as llm:
+        outputs = generate(llm, batch())
+        assert check(batch(), outputs) >= 8
+        if device == "cpu":  # seeds draw other noise elsewhere
+            assert [output.token_ids for output in outputs] == wanted
+        if mode == "preempted":
+            assert llm.engine.core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_ranks(path: Path, wanted: Any, depth: int) -> None:
+    with engines_of(2), LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm:
+        assert [output.token_ids for output in generate(llm, batch())] == wanted
+
+
+@pytest.mark.slow
+def test_two_processes(path: Path, wanted: Any) -> None:
+    with LLM(str(path), device="cpu", tensor_parallel_size=2, depth=1, **OPTIONS) as llm:
+        assert [output.token_ids for output in generate(llm, batch())] == wanted
+
+
+def test_a_core_in_another_process(path: Path, wanted: Any) -> None:
+    """It compiles the grammars for itself, without those that need none waiting for them."""
+    llm = AsyncLLM(str(path), device="cpu", **OPTIONS)
+
+    async def answer(index: int, params: SamplingParams) -> list[int]:
+        pieces = [piece async for piece in llm.generate(prompt_of(index), params)]
+        return [token_id for piece in pieces for token_id in piece.token_ids]
+
+    async def answer_all() -> list[list[int]]:
+        return await asyncio.gather(*(answer(*each) for each in enumerate(batch())))
+
+    try:
+        assert asyncio.run(answer_all()) == wanted
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_others_get_what_they_get_alone(path: Path, depth: int) -> None:
+    plain = [params_of(None, seed) for seed in range(6)]
+    odd = [params_of(asked, seed) for seed, asked in enumerate(ASKED)]
+    with LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm:
+        alone = [llm.generate([[7, 8, 9 + seed]], p, use_tqdm=False)[0].token_ids
+                 for seed, p in enumerate(plain)]  # fmt: skip
+        prompts = [[7, 8, 9 + seed] for seed in range(6)] + [[5, 6]] * len(odd)
+        outputs = llm.generate(prompts, [*plain, *odd], use_tqdm=False)
+    assert [output.token_ids for output in outputs[:6]] == alone
+
+
+@pytest.mark.endurance
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 5.0])
+def test_every_seed_and_temperature(
+    llm: LLM, temperature: float, count: Callable[[int], int]
+) -> None:
+    num_ended = 0
+    for first in range(0, count(100)):
+        params = [params_of(asked, 1000 * first + i, temperature=temperature, max_tokens=120)
+                  for i, asked in enumerate(ASKED) if asked is not None]  # fmt: skip
+        outputs = generate(llm, params)
+        num_ended += check(params, outputs)
+        assert {output.finish_reason for output in outputs} <= {"stop", "length"}
+    assert num_ended >= count(100) * 2
+
+
+def test_cut_short_is_length(llm: LLM) -> None:
+    [output] = generate(llm, [params_of({"json": SCHEMA}, 1, max_tokens=3)])
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 3
+
+
+def test_samples_follow_the_grammar_each_for_itself(llm: LLM) -> None:
+    asked = {"regex": "[a-c]{4}"}
+    [output] = generate(llm, [params_of(asked, 1, n=8, temperature=5.0)])
+    texts = [each.text for each in output.outputs]
+    assert all(fits(asked, text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def test_streams(llm: LLM) -> None:
+    asked = {"json": SCHEMA}
+    params = params_of(asked, 3, max_tokens=120)
+    pieces = list(llm.stream([[5, 6, 7]], params))
+    text = "".join(piece.text for piece in pieces)
+    whole = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]
+    assert text == whole.text
+    assert whole.finish_reason != "stop" or fits(asked, text)
+
+
+def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
+    """Those of the text, too; the model's own end, if ignored, comes where it must."""
+    digits = [llm.engine.tokenizer.encode(digit)[0] for digit in "0123456789"]
+    asked = {"regex": "[a-c]{3}[0-9]+"}
+    for options in ({"stop_token_ids": digits[:5]}, {"ignore_eos": True}, {"min_tokens": 20}):
+        outputs = generate(llm, [params_of(asked, seed, **options) for seed in range(6)])
+        for output in outputs:
+            assert output.finish_reason in ("stop", "length")
+            assert re.match("[a-c]{3}", output.text)
+            if "min_tokens" in options:
+                assert len(output.token_ids) >= 20
+            if "ignore_eos" in options:
+                assert EOS not in output.token_ids
+    [output] = generate(llm, [params_of({"regex": "0[0-9]"}, 0, stop_token_ids=digits)])
+    assert output.finish_reason == "error"  # it may not stop where it must write a stop token
+    [output] = generate(llm, [params_of({"choice": ["ab"]}, 0, ignore_eos=True, min_tokens=9)])
+    assert (output.text, output.finish_reason) == ("ab", "stop")
+
+
+def test_other_options_narrow_and_never_widen(llm: LLM) -> None:
+    asked = {"regex": "[a-c]{6}"}
+    letters = [llm.engine.tokenizer.encode(c)[0] for c in "abcd"]
+    bias = {token_id: 100.0 for token_id in range(VOCAB_SIZE) if token_id != letters[0]}
+    outputs = generate(
+        llm,
+        [
+            params_of(asked, 1, allowed_token_ids=letters[1:]),
+            params_of(asked, 1, bad_words=["b", "c"]),
+            params_of(asked, 1, logit_bias=bias),
+            params_of(asked, 1, presence_penalty=2.0, repetition_penalty=1.5),
+            params_of(asked, 1, allowed_token_ids=letters[3:]),
+            params_of(None, 1),
+        ],
+    )
+    texts = [output.text for output in outputs]
+    assert re.fullmatch("[bc]{6}", texts[0])
+    assert {*letters[1:3]}.isdisjoint(outputs[1].token_ids)
+    assert all(re.fullmatch("[a-c]{6}", text) for text in texts[:4])
+    assert outputs[4].finish_reason == "error"
+    assert "structured_outputs" in str(outputs[4].error)
+    assert outputs[5].finish_reason != "error"
+
+
+def test_an_answer_after_a_special_token(llm: LLM) -> None:
+    """Greedy, with a push to write the token; JSON may begin with a line break then."""
+    asked = {"json": SCHEMA, "after": "<bos>"}
+    bias = {1: 100.0, llm.engine.tokenizer.encode("\n")[0]: 60.0}
+    params = [params_of(asked, seed, max_tokens=150, logit_bias=bias) for seed in range(4)]
+    for output in generate(llm, params):
+        assert output.token_ids[0] == 1
+        assert output.text.startswith("\n\n{")
+        assert output.finish_reason == "length" or fits({"json": SCHEMA}, output.text)
+
+
+def test_logprobs_are_the_models_own(llm: LLM) -> None:
+    asked = {"choice": ["yes"]}
+    [output] = generate(llm, [params_of(asked, 1, logprobs=0)])
+    assert output.text == "yes"
+    assert output.cumulative_logprob is not None
+    assert output.cumulative_logprob < -1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"json": SCHEMA, "regex": "a"},
+        {"after": "x"},
+        {"xml": "a"},
+        {"regex": ""},
+        {"regex": 5},
+        {"choice": []},
+        {"choice": ["a", ""]},
+        {"choice": "ab"},
+        {"json": "{"},
+        {"json": [1]},
+        {"json": {"const": float("nan")}},
+        {"json": {"const": {1, 2}}},
+        {"json_object": False},
+        {"grammar": None},
+        {"regex": "a", "after": ""},
+        {"regex": "\ud800"},
+        "json",
+    ],
+)
+def test_wrong_shapes(asked: Any) -> None:
+    with pytest.raises(ConfigError, match="structured_outputs"):
+        SamplingParams(structured_outputs=asked)
+
+
+def test_the_record_is_detached_and_picklable() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    params = SamplingParams(structured_outputs={"json": schema, "after": "x"})
+    schema["type"] = "array"
+    assert params.structured_outputs == {"json": {"type": "object"}, "after": "x"}
+    assert pickle.loads(pickle.dumps(params)) == params
+    hash(params)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "("}, "regex"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "no answer"),
+        ({"grammar": "start: missing"}, "missing"),
+        ({"grammar": 'start: start "a"'}, "no answer"),
+        ({"grammar": "((("}, "expecting rule"),
+        ({"grammar": 'start: %json {"uniqueItems": true}'}, "uniqueItems"),
+        ({"json": False}, "false"),
+        ({"json": {"uniqueItems": True}}, "uniqueItems"),
+    ],
+)
+def test_broken_grammars_are_refused_at_once(llm: LLM, asked: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        generate(llm, [params_of(asked, 0)])
+
+
+def test_needs_a_tokenizer_and_the_package(path: Path) -> None:
+    with (
+        LLM(str(path), device="cpu", skip_tokenizer_init=True, **OPTIONS) as llm,
+        pytest.raises(RequestError, match="skip_tokenizer_init"),
+    ):
+        generate(llm, [params_of({"json": {}}, 0)])
+    with (
+        LLM(str(path), device="cpu", **OPTIONS) as llm,
+        patch.dict(sys.modules, {"llguidance": None}),
+    ):
+        assert len(generate(llm, [params_of(None, 0)])) == 1
+        with pytest.raises(RequestError, match="pip install llguidance"):
+            generate(llm, [params_of({"regex": "a"}, 0)])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("caching", [True, False])
+def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching: bool) -> None:
+    rng, fill_all, fill_one = random.Random(0), grammar._fill_all, grammar._fill_one
+
+    def late(fill: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            time.sleep(rng.choice([0, 0, 0.004]))
+            fill(*args)
+
+        return run
+
+    options = {**OPTIONS, "num_kvcache_blocks": 40, "enable_prefix_caching": caching}
+    with (
+        patch.object(grammar, "MAX_WAIT", 0.001),
+        patch.object(grammar, "_fill_all", late(fill_all)),
+        patch.object(grammar, "_fill_one", late(fill_one)),
+        LLM(str(path), device="cpu", depth=depth, **options) as llm,
+    ):
+        scheduler = llm.engine.core.scheduler
+        with patch.object(scheduler, "postpone", wraps=scheduler.postpone) as postpone:
+            outputs = generate(llm, batch())
+        scheduler.check()
+        assert any(call.args[0] for call in postpone.call_args_list)
+    assert [output.token_ids for output in outputs] == wanted
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> None:
+    def slow(fill: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (time.sleep(0.2), fill(*args))[1]
+
+    with (
+        patch.object(grammar, "_fill_all", slow(grammar._fill_all)),
+        patch.object(grammar, "_fill_one", slow(grammar._fill_one)),
+        LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm,
+    ):
+        constrained = params_of({"regex": "[ab]{16}"}, 0)
+        params = [constrained, *(params_of(None, seed, max_tokens=30) for seed in range(4))]
+        outputs = generate(llm, params)
+    assert fits({"regex": "[ab]{16}"}, outputs[0].text)
+    assert outputs[0].duration > 4 * 0.2
+    assert max(output.duration for output in outputs[1:]) < outputs[0].duration / 2
+
+
+def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+
+    with (
+        patch.object(grammar, "_fill_all", slow),
+        LLM(str(path), device="cpu", **OPTIONS) as llm,
+    ):
+        engine = llm.engine
+        seq_id = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
+        for _ in range(3):
+            engine.step()
+        assert engine.core.scheduler.postponed
+        output = engine.abort(seq_id)
+        assert output is not None
+        assert output.finish_reason == "abort"
+        assert engine.is_finished()
+        engine.core.scheduler.check()
+
+
+PATHOLOGICAL: list[dict[str, Any]] = [
+    {"json": {"enum": [f"value {i} of many" for i in range(20_000)]}},
+    {"json": {"type": "string", "pattern": "^(a|b|ab)*(a{1,500}b{1,500}){1,500}$"}},
+    {"json": {"type": "array", "items": {"type": "string"}, "minItems": 50_000}},
+    {"json": {"anyOf": [{"properties": {f"p{i}": {"type": "integer"}}} for i in range(800)]}},
+    {"regex": "(.*a){30}.*b"},
+    {"regex": "((a{0,100}){0,100}){0,100}"},
+    {"grammar": 'start: a a a a a a a a\na: a a | "x" | '},
+]
+
+
+@pytest.mark.parametrize("asked", PATHOLOGICAL, ids=lambda asked: json.dumps(asked)[:40])
+def test_a_pathological_grammar_holds_up_nobody(llm: LLM, asked: dict[str, Any]) -> None:
+    """It is refused or ends within a time that bounds what others wait for."""
+    plain = [params_of(None, seed, max_tokens=20) for seed in range(4)]
+    want = [output.token_ids for output in generate(llm, plain)]
+    start = time.perf_counter()
+    try:
+        llm.engine.prepare([5, 6], params_of(asked, 0))
+    except RequestError:
+        return
+    finally:
+        assert time.perf_counter() - start < 5
+    outputs = generate(llm, [*plain, params_of(asked, 0, max_tokens=20)])
+    assert [output.token_ids for output in outputs[:4]] == want
+    assert time.perf_counter() - start < 10
+
+
+def refusal_of(llm: LLM, schema: Any) -> str | None:
+    try:
+        llm.engine.front.grammars.compile({"json": schema})
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.endurance
+@pytest.mark.slow
+def test_generated_schemas_with_the_default_model(
+    smollm2: LLM, count: Callable[[int], int]
+) -> None:
+    params, num_refused = [], 0
+    for number in range(count(500)):
+        schema = random_schema(number)
+        if (refusal := refusal_of(smollm2, schema)) is not None:
+            num_refused += 1
+            assert re.search(r"'[\w$]+' at #|oneOf|nsatisfiable", refusal), refusal
+            continue
+        params += [params_of({"json": schema}, seed, max_tokens=96) for seed in range(3)]
+    prompts = ["Fill in the form, in JSON:\n"] * len(params)
+    outputs = smollm2.generate(prompts, params, use_tqdm=False)
+    num_ended = 0
+    for param, output in zip(params, outputs, strict=True):
+        assert output.finish_reason in ("stop", "length"), output.error
+        if output.finish_reason == "stop":
+            num_ended += 1
+            schema = dict(param.structured_outputs or {})["json"]
+            validator = jsonschema.Draft202012Validator
+            checked = validator(schema, format_checker=validator.FORMAT_CHECKER)
+            assert checked.is_valid(json.loads(output.text)), (schema, output.text)
+    assert num_refused <= count(500) / 4
+    assert num_ended >= len(params) / 4
