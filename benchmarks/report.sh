@@ -22,6 +22,7 @@ part steps-0.6b -m nanovllm bench latency --model qwen3-0.6b
 part prefix-0.6b -m nanovllm bench prefix --model qwen3-0.6b --prefix-len 492 1000 4000 16000 --max-model-len 16384
 part samples-0.6b -m nanovllm bench throughput --model qwen3-0.6b --num-seqs 1024 --max-num-seqs 1024 \
     --samples-of 1000 --max-len 256
+part features-0.6b -m benchmarks.engine.request_features --model qwen3-0.6b --batch 256
 part trace-0.6b -m benchmarks.engine.trace --model qwen3-0.6b --batch 1 64 256
 part compare-8b bench.py --load-format dummy --model qwen3-8b --case mixed bs1 bs64 bs256 prefill
 part steps-8b -m nanovllm bench latency --model qwen3-8b --batch 1 64

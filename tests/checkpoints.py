@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,16 @@ class TinyCheckpoint:
         gap = (top2[:, 0] - top2[:, 1]).min().item()
         assert gap > MIN_GAP, f"top-2 gap {gap:.1e}: choose another seed for this checkpoint"
         return output.sequences[0, len(prompt) :].tolist()
+
+    @cached_property
+    def _exact(self) -> Any:
+        return copy.deepcopy(self.model).double()
+
+    def logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        """Log-probabilities of what follows each token, computed in float64."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._exact(torch.tensor([token_ids])).logits[0]
+        return logits.log_softmax(-1)
 
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         """Greedy tokens of many prompts, each a clear winner: the same as `generate`, but faster.

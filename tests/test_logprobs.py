@@ -43,9 +43,7 @@ def assert_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_best: in
     assert output.logprobs is not None
     assert len(output.logprobs) == len(output.token_ids)
     prompt, answer = output.prompt_token_ids, output.token_ids
-    with torch.inference_mode():
-        logits = checkpoint.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-    right = logits.double().log_softmax(-1)
+    right = checkpoint.logprobs(prompt + answer)[len(prompt) - 1 : -1]
     total = 0.0
     for entries, token_id, wanted in zip(output.logprobs, answer, right, strict=True):
         order = wanted.argsort(descending=True).tolist()
@@ -110,9 +108,7 @@ def assert_prompt_right(checkpoint: TinyCheckpoint, output: RequestOutput, num_b
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
-    with torch.inference_mode():
-        logits = checkpoint.model(torch.tensor([prompt])).logits[0, :-1]
-    right = logits.double().log_softmax(-1)
+    right = checkpoint.logprobs(prompt)[:-1]
     for entries, token_id, wanted in zip(
         output.prompt_logprobs[1:], prompt[1:], right, strict=True
     ):
@@ -194,9 +190,7 @@ def test_scores(tiny: Any) -> None:
     assert one.is_greedy
     assert not other.is_greedy
     for score in (greedy, other, one):
-        ids = torch.tensor([[*prompt, *score.token_ids]])
-        with torch.inference_mode():
-            right = checkpoint.model(ids).logits[0, 4:-1].double().log_softmax(-1)
+        right = checkpoint.logprobs([*prompt, *score.token_ids])[4:-1]
         wanted = right.gather(1, torch.tensor(score.token_ids)[:, None])[:, 0].tolist()
         assert score.token_logprobs == pytest.approx(wanted, abs=1e-4)
         assert score.logprob == pytest.approx(sum(wanted), abs=1e-3)

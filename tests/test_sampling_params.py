@@ -42,6 +42,7 @@ BAD: dict[str, list[Any]] = {
     "logprobs": [-1, 101, 2.5, True, "3"],
     "prompt_logprobs": [-1, 101, 2.5, True, "3"],
     "logits_processors": [3, [3], "a:b", ["a"], [None], ["a:b c"], {"a": 1}],
+    "structured_outputs": ["x", 3, {}, {"json": {}, "regex": "a"}, {"after": "a"}, {"x": 1}],
 }
 
 

@@ -85,6 +85,7 @@ TABLES = {
     "prefix": CaseTable(r"(cold|cached)-\d+"),
     "startup": CaseTable(r"start-.*"),
     "trace": CaseTable(r"trace-.*"),
+    "features": CaseTable(r"features-.*"),
 }
 
 

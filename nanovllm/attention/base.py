@@ -70,7 +70,7 @@ class DecodeRows:
     slots: Tensor
     context_lens: Tensor  # 0 is padding
     order: Tensor | None  # the rows as they should start; None: as they come
-    max_context: int  # bounds the lengths
+    max_context: int | None = None  # bounds the lengths; None: the table does
     shared: SharedRows | None = None
 
 

@@ -91,7 +91,8 @@ class FlashAttention:
         return FlashMixed(block_table, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context)
 
     def decode_plan(self, rows: DecodeRows) -> FlashDecode:
-        table = self._row_tables(rows.block_table, rows.slots, rows.max_context)
+        max_context = rows.max_context or rows.block_table.shape[1] * self.block_size
+        table = self._row_tables(rows.block_table, rows.slots, max_context)
         return FlashDecode(table, rows.context_lens)
 
     def attend(

@@ -7,7 +7,7 @@ import random
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.workloads import Workload
 from nanovllm.errors import ConfigError
@@ -34,10 +34,11 @@ def measure(llm: LLM, workload: Workload, repeats: int) -> list[Timing]:
     return [run_once(llm, workload, uuid.uuid4().hex) for _ in range(repeats + 1)][1:]
 
 
-def run_once(llm: LLM, workload: Workload, cache_salt: str) -> Timing:
+def run_once(llm: LLM, workload: Workload, cache_salt: str, **asked: Any) -> Timing:
+    """Time a pass; `asked` is what every request asks for beside the usual."""
     check_fits(llm, workload)
     start = time.perf_counter()
-    add_workload(llm, workload, cache_salt)
+    add_workload(llm, workload, cache_salt, **asked)
     outputs: list[RequestOutput] = []
     num_left, num_steps, decode_start = workload.num_prompt_tokens, 0, start
     engine = llm.engine  # itself: what passes between threads is not to be measured
@@ -93,16 +94,22 @@ def run_arrivals(llm: LLM, workload: Workload, rate: float, cache_salt: str) -> 
     return waits
 
 
-def add_workload(llm: LLM, workload: Workload, cache_salt: str) -> None:
+def add_workload(llm: LLM, workload: Workload, cache_salt: str, **asked: Any) -> None:
     for index in range(len(workload.prompts)):
-        _add(llm, workload, index, cache_salt)
+        _add(llm, workload, index, cache_salt, **asked)
 
 
 def _add(
-    llm: LLM, workload: Workload, index: int, cache_salt: str, is_streaming: bool = False
+    llm: LLM,
+    workload: Workload,
+    index: int,
+    cache_salt: str,
+    is_streaming: bool = False,
+    **asked: Any,
 ) -> int:
     prompt, max_tokens = workload.prompts[index], workload.max_tokens[index]
-    params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, ignore_eos=True)
+    usual = {"temperature": TEMPERATURE, "max_tokens": max_tokens, "ignore_eos": True}
+    params = SamplingParams(**(usual | asked))
     return llm.engine.add_request(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
 
 

@@ -116,7 +116,7 @@ class EngineCore:
             [seq.seq_id for seq in streaming],
             [seq.token_ids[-1] for seq in streaming],
             [self._leave(seq) for seq in updated if seq.finish_reason is not None],
-            [seq.logprobs[-1] if seq.logprobs else None for seq in streaming],
+            [seq.newest_logprobs for seq in streaming],
             plan.num_prefill_tokens,
             plan.num_decode_tokens,
         )
@@ -132,16 +132,14 @@ class EngineCore:
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None
         del self._sequences[seq.seq_id]
-        token_ids = seq.output_token_ids
         return Ending(
             seq.seq_id,
-            token_ids,
+            seq.output_token_ids,
             seq.finish_reason,
             seq.num_cached,
             seq.start_time,
             seq.first_token_time,
             time.perf_counter(),
-            seq.logprobs[: len(token_ids)],
             list(seq.prompt_logprobs),  # a step in flight may still add to them
             seq.pooled,
             seq.error,

@@ -18,11 +18,11 @@ import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
 from nanovllm.engine.logprobs import TokenTexts, as_dict
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.grammar.matching import Grammars, Vocabulary
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 NOTHING_ALLOWED = (
@@ -46,7 +46,7 @@ class Sample:
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
-    new_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of those
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of all that came
     num_tokens: int = 0  # that came for it, where they are detokenised or streamed
     num_wanted: int | None = None  # of them, once a stop string was found
     ending: Ending | None = None
@@ -118,7 +118,7 @@ class Front:
             grammar=grammar,
             bad_words=self._bad_words(params),
             cache_salt=cache_salt,
-            is_streaming=is_streaming or tokenizer is not None,
+            is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
             pooling=pooling,
         )
         requests = [first]
@@ -165,9 +165,9 @@ class Front:
         for seq_id, token_id, logprobs in zip(*columns, strict=True):
             if seq_id not in known or known[seq_id][1].num_wanted is not None:
                 continue
-            live, sample = known[seq_id]
-            if logprobs is not None and live.is_streaming:
-                sample.new_logprobs.append(logprobs)
+            _, sample = known[seq_id]
+            if logprobs is not None:  # at once: by now the device runs another step
+                sample.logprobs.append(as_dict(logprobs, self._texts))
             if self.push(sample, token_id):
                 sample.num_wanted = sample.num_tokens
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
@@ -250,8 +250,9 @@ class Front:
             text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = [as_dict(each, self._texts) for each in ending.logprobs]
-            cumulative = sum(each.logprobs[0] for each in ending.logprobs)
+            logprobs = sample.logprobs[: len(ending.token_ids)]
+            own = zip(ending.token_ids, logprobs, strict=True)
+            cumulative = sum(entries[token_id].logprob for token_id, entries in own)
         return CompletionOutput(
             index=sample.index,
             text=text,
@@ -266,8 +267,7 @@ class Front:
         """Take what is new in a streamed sample."""
         token_ids, sample.new_token_ids = sample.new_token_ids, []
         text = sample.detokenizer.take() if sample.detokenizer is not None else ""
-        new, sample.new_logprobs = sample.new_logprobs, []
-        logprobs = [as_dict(each, self._texts) for each in new] if new else None
+        logprobs = sample.logprobs[-len(token_ids) :] if token_ids and sample.logprobs else None
         output = outputs.get(live.seq_id)
         return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
 

@@ -56,6 +56,8 @@ class TokenLogprobs:
     def cut(self, num_best: int | None) -> TokenLogprobs:
         """Keep no more of the likeliest than were asked for; others of the step may want more."""
         end = 1 + (num_best or 0)
+        if len(self.token_ids) == end:
+            return self
         return TokenLogprobs(self.token_ids[:end], self.logprobs[:end], self.rank)
 
 
@@ -70,15 +72,13 @@ class Ending:
     start_time: float  # of its first step; 0.0 when there was none
     first_token_time: float  # 0.0 when there was no token
     end_time: float
-    logprobs: list[TokenLogprobs]  # of every token, if they were asked for
-    prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, likewise
+    prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, if asked for
     pooled: Vector | None = None
     error: str | None = None  # of a processor of its own
 
     def stopped_at(self, num_tokens: int) -> Ending:
         """By a stop string, after so many tokens; the core may have gone on."""
-        token_ids, logprobs = self.token_ids[:num_tokens], self.logprobs[:num_tokens]
-        return replace(self, token_ids=token_ids, logprobs=logprobs, finish_reason="stop")
+        return replace(self, token_ids=self.token_ids[:num_tokens], finish_reason="stop")
 
 
 @dataclass(frozen=True, slots=True)

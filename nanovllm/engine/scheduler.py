@@ -358,7 +358,7 @@ def _add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
     entries = _entries(result.logprob_ids, result.logprobs, result.ranks)
     for seq, entry in zip(asking, entries, strict=True):
         if seq.finish_reason is None and not seq.is_dropped:
-            seq.logprobs.append(entry.cut(seq.request.params.logprobs))
+            seq.newest_logprobs = entry.cut(seq.request.params.logprobs)
 
 
 def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:

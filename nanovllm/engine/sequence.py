@@ -39,7 +39,7 @@ class Sequence:
     error: str | None = None  # of a processor of its own
     start_time: float = 0.0  # of its first step
     first_token_time: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each output token
+    newest_logprobs: TokenLogprobs | None = None  # of its newest token, if it asks for them
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token
     matcher: Matcher | None = None  # of its grammar, as far as the known tokens go
     is_dropped: bool = False  # what the step in flight samples for it

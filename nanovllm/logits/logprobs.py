@@ -5,6 +5,7 @@ They are the model's own: of its logits before anything edits them or a temperat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from nanovllm.engine.step import NewRow, StepPlan, num_scored
 from nanovllm.kernels.ops import Hidden
-from nanovllm.kernels.torch_sampling import token_logprobs
 from nanovllm.worker.batch import sampled_rows
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.tables import BySlot, SlotTables
@@ -21,6 +21,7 @@ from nanovllm.worker.tables import BySlot, SlotTables
 POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
 
 Scores = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, as in StepResult
+TokenScorer = Callable[[Tensor, Tensor, int], Scores]  # torch_sampling.token_logprobs, or its like
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,19 @@ class KeptLogits:
     rows: Tensor  # of the step's logits
     logits: Tensor  # [rows, vocab_size]
     num_best: int
+    score: TokenScorer
 
     def of(self, tokens: Tensor) -> Scores:
         own = tokens[self.rows].clamp(min=0)  # NO_TOKEN is none
-        return token_logprobs(self.logits, own, self.num_best)
+        return self.score(self.logits, own, self.num_best)
 
 
 class Logprobs:
     """Keeps what the log-probabilities of sampled tokens need."""
 
-    def __init__(self, tables: SlotTables) -> None:
+    def __init__(self, tables: SlotTables, score: TokenScorer) -> None:
         self.tables = tables
+        self.score = score
         self._num_best: BySlot[int] = BySlot()
 
     def update(self, plan: StepPlan) -> None:
@@ -56,7 +59,8 @@ class Logprobs:
             return None
         num_best = max(self._num_best[slots[row]] for row in rows)
         indices = self.tables.platform.upload(np.array(rows))
-        return KeptLogits(indices, torch.index_select(logits, 0, indices), num_best)
+        own = torch.index_select(logits, 0, indices)
+        return KeptLogits(indices, own, num_best, self.score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,9 @@ class ScoredRow:
 class PromptLogprobs:
     """Scores the tokens of the prompts whose log-probabilities somebody asks for."""
 
-    def __init__(self, eager: EagerForward) -> None:
+    def __init__(self, eager: EagerForward, score: TokenScorer) -> None:
         self.eager = eager
+        self.score = score
         self._asking: BySlot[tuple[int, int]] = BySlot()  # how many, length of the prompt
 
     def update(self, plan: StepPlan) -> None:
@@ -105,7 +110,7 @@ class PromptLogprobs:
         num_best = max(row.num_best for row in rows)
         indices = upload(column("first_token"))
         pieces = [
-            token_logprobs(eager.model.logits(hidden.select(some)), own, num_best)
+            self.score(eager.model.logits(hidden.select(some)), own, num_best)
             for some, own in zip(
                 indices.split(POSITIONS_AT_A_TIME), tokens.split(POSITIONS_AT_A_TIME), strict=True
             )

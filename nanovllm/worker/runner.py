@@ -9,8 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, StepPlan, StepResult
+from nanovllm.kernels.torch_sampling import token_logprobs
 from nanovllm.logits.edits import LogitsEdits
-from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs
+from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs, TokenScorer
 from nanovllm.logits.masks import Masks
 from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
@@ -41,6 +42,7 @@ class ModelRunner:
     sampler: Sampler
     check: Callable[[], None] | None = None  # raises if the device could not finish a step
     note: Callable[[StepPlan], None] | None = None  # tells `forward` of a plan that it does not run
+    score: TokenScorer = token_logprobs
 
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
@@ -48,8 +50,8 @@ class ModelRunner:
         self.processors = LogitsProcessors(self.eager.model.lm_head.group)
         self.masks = Masks(self.tables.platform)
         self._unsampled: Unsampled | None = None
-        self.logprobs = Logprobs(self.tables)
-        self.prompt_logprobs = PromptLogprobs(self.eager)
+        self.logprobs = Logprobs(self.tables, self.score)
+        self.prompt_logprobs = PromptLogprobs(self.eager, self.score)
         self.pooled_prompts = PooledPrompts(self.eager)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:

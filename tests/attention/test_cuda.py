@@ -77,7 +77,7 @@ def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
 
     def run() -> torch.Tensor:
         table = case.rows.block_table
-        rows = DecodeRows(table, slots, context_lens, order, 1024)
+        rows = DecodeRows(table, slots, context_lens, order)
         plan = attention.decode_plan(rows)
         return attention.attend(case.queries(), case.cache, plan, case.spec)
 

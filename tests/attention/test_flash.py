@@ -79,7 +79,7 @@ def test_the_plan_of_a_graph_equals_that_of_a_step(flash: FlashAttention) -> Non
     want = case.run(Backend(TorchOps(), flash))
     slots = torch.arange(3, dtype=torch.int32)
     context_lens = torch.tensor([301, 3, 0], dtype=torch.int32)
-    rows = DecodeRows(case.rows.block_table, slots, context_lens, slots, 512)
+    rows = DecodeRows(case.rows.block_table, slots, context_lens, slots)
     plan = flash.decode_plan(rows)
     output = flash.attend(case.queries(), case.cache, plan, case.spec)
     torch.testing.assert_close(output[:2], want[:2])

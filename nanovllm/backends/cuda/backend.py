@@ -17,6 +17,7 @@ from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
+from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
@@ -85,12 +86,12 @@ class CudaBackend:
     def runner(self, eager: EagerForward) -> ModelRunner:
         sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
-            return ModelRunner(eager, eager, sampler)
+            return ModelRunner(eager, eager, sampler, score=token_logprobs)
         graphed = self._graphed_steps(eager, attention, sampler)
         graphed.capture_first()
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(eager, graphed, graphed.sample, check, graphed.note)
+        return ModelRunner(eager, graphed, graphed.sample, check, graphed.note, token_logprobs)
 
     def _every_step(self, eager: EagerForward) -> None:
         if (attention := self._graphed_attention()) is not None:
@@ -99,10 +100,10 @@ class CudaBackend:
     def _graphed_steps(
         self, eager: EagerForward, attention: GraphedAttention, sampler: TritonSampler
     ) -> GraphedSteps:
-        platform, max_model_len, chunks = self.platform, self.config.max_model_len, None
+        platform, chunks = self.platform, None
         if isinstance(attention, TritonAttention):
-            chunks = GraphedChunks(eager, attention, platform, self.max_tokens, max_model_len)
-        return GraphedSteps(eager, attention, sampler, platform, max_model_len, chunks)
+            chunks = GraphedChunks(eager, attention, platform, self.max_tokens)
+        return GraphedSteps(eager, attention, sampler, platform, chunks)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

@@ -76,7 +76,6 @@ class GraphedSteps:
         attention: GraphedAttention,
         sampler: TritonSampler,
         platform: CudaPlatform,
-        max_model_len: int,
         chunks: GraphedChunks | None,
     ) -> None:
         self.eager = eager
@@ -85,8 +84,8 @@ class GraphedSteps:
         self.attention = attention
         self.sampler = sampler
         self.platform = platform
-        self.max_model_len = max_model_len
-        num_slots = self.tables.num_slots
+        num_slots, max_blocks = self.tables.num_slots, self.tables.block_table.shape[1]
+        self.max_context = max_blocks * self.tables.block_size
         self.sizes = graph_sizes(num_slots)
         self._padding = num_slots  # the tables' last row
         self._host_slots = np.full(num_slots, self._padding, np.int32)
@@ -107,20 +106,19 @@ class GraphedSteps:
         # The model for rows that share their first keys, and its logits.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         self._can_share = isinstance(attention, TritonAttention)
-        max_blocks, block_size = self.tables.block_table.shape[1], self.tables.block_size
-        self._shared = SharedPrefixes(platform, num_slots, max_blocks, block_size)
+        self._shared = SharedPrefixes(platform, num_slots, max_blocks, self.tables.block_size)
 
     def run_every_size(self) -> None:
         """Launch every kernel that any size has, so that they can be compiled ahead."""
         for size in self.sizes:
-            for max_context in {self.max_model_len, self.bound_of(size, 1)}:
+            for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_model(size, max_context)
             for sampling in RECORDED_SAMPLING:
                 self.sampler.sample(self._step_logits(logits, size, None), sampling)
             if size == 1 and self.max_whole_context > 0:
                 self._run_whole(logits)
             if size >= MIN_ROWS and self._can_share:
-                self._run_model(size, self.max_model_len, self._shared.rows(size))
+                self._run_model(size, self.max_context, self._shared.rows(size))
         if self.chunks is not None:
             self.chunks.run_every_size()
 
@@ -130,7 +128,7 @@ class GraphedSteps:
         The others are recorded when a step first needs one, which then takes some 40 ms longer.
         """
         for size in (self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)):
-            self.graphs(size, self.max_model_len)
+            self.graphs(size, self.max_context)
         if self.chunks is not None:
             self.chunks.graph(self.chunks.sizes[-1])
 
@@ -184,13 +182,13 @@ class GraphedSteps:
     def bound_of(self, size: int, longest: int) -> int:
         """The longest context that the graph for a batch is recorded for."""
         is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
-        return min(SHORT_CONTEXT, self.max_model_len) if is_short else self.max_model_len
+        return min(SHORT_CONTEXT, self.max_context) if is_short else self.max_context
 
     def _shared_graph(self, size: int) -> tuple[Callable[[], None], Tensor]:
         """Likewise; to run a step's model twice does no harm."""
         if size not in self._shared_graphs:
             rows = self._shared.rows(size)
-            run = partial(self._run_model, size, self.max_model_len, rows)
+            run = partial(self._run_model, size, self.max_context, rows)
             replay, logits = self.platform.record(run)
             self._shared_graphs[size] = replay, self.platform.borrow(logits)
         return self._shared_graphs[size]

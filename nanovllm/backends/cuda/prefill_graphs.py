@@ -86,12 +86,10 @@ class GraphedChunks:
         attention: TritonAttention,
         platform: CudaPlatform,
         max_tokens: int,
-        max_model_len: int,
     ) -> None:
         self.eager = eager
         self.attention = attention
         self.platform = platform
-        self.max_model_len = max_model_len
         self.num_slots = eager.tables.num_slots
         self.sizes = chunk_sizes(max_tokens, self.num_slots)
         self._places = torch.arange(MAX_CHANGES, device=platform.device)
@@ -149,13 +147,12 @@ class GraphedChunks:
         parts = self._split(size)
         slots, positions = parts[0].long().view(2, -1)
         input_ids, cache_offsets = look_up(tables, slots, positions)
-        table, max_context = tables.block_table, self.max_model_len
         plan = self.attention.chunk_plan(
-            table, parts[1].view(3, -1), parts[2].view(4, -1), max_context, size.num_tokens
+            tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.num_tokens
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
         last = self.attention.decode_plan(
-            DecodeRows(table, sampled_slots, context_lens, None, max_context)
+            DecodeRows(tables.block_table, sampled_slots, context_lens, None)
         )
         cache_offsets = torch.where(slots == self.num_slots, -1, cache_offsets)
         sampled = SampledTokens(index.long(), last)

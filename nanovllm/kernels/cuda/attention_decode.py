@@ -11,22 +11,25 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda.attention_splits import (
     MAX_SPLITS,
-    join_parts,
-    load_part,
-    partial_size,
+    Parts,
+    allocate_parts,
+    find_split,
+    join_splits,
+    load_parts,
     power_of_two_below,
-    split_size,
-    store_part,
 )
 from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
-    MIN_LINES,
+    MIN_Q_ROWS,
+    PagedCache,
     attend_tiles,
     begin_softmax,
     find_blocks,
+    head_dims,
     kernel_shape,
     store_softmax,
+    strides,
     window_start,
 )
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
@@ -34,6 +37,24 @@ from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 MIN_SPLIT = 64  # keys that are worth a program of their own
 PROGRAMS_PER_SM = 5  # decode programs that a multiprocessor should get
 SHORT_CONTEXT = 512  # keys, up to which a second split gains less than joining both costs
+
+
+@dataclass(frozen=True, slots=True)
+class SingleRows:
+    """Rows of one token; all columns are [rows] on the device."""
+
+    slots: Tensor
+    context_lens: Tensor  # the keys each row attends to; 0 is padding
+    query_index: Tensor | None = None  # each row's token in the batch; None: row i is token i
+    order: Tensor | None = None  # to start them in, the longest first is best; None: as they come
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """What `attend_shared` found, which rows of one token are to begin with."""
+
+    lens: Tensor  # [rows], the keys that are in it, fewer than there are
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,79 +88,66 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
 
 def paged_decode(
     q: Tensor,  # [tokens, heads, head_dim]; stride(0) is free
-    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
-    v_cache: Tensor,
-    block_table: Tensor,  # [num_slots, max_blocks]; unused entries may hold anything
-    slots: Tensor,  # [rows], each row's line of block_table
-    context_lens: Tensor,  # [rows], the keys each row attends to; 0 is padding
-    query_index: Tensor | None,  # [rows], each row's token in q and out; None: row i is token i
+    cache: PagedCache,
+    rows: SingleRows,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
     scale: float,
     window: int | None,
-    num_splits: int,
-    partial: Tensor | None,  # float32 [>= partial_size(...)]; unused when num_splits is 1
-    order: Tensor | None = None,  # [rows], the order to start them in: the longest first is best
-    shared_lens: Tensor | None = None,  # [rows], keys that `shared` has, fewer than there are
-    shared: Tensor | None = None,  # float32: what `attend_shared` found, for q's tokens
+    num_splits: int,  # a power of two
+    shared: SharedPart | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Attend from the last token of each row's context (none: zeros), also inside a CUDA graph."""
-    assert shared is None or (window is None and query_index is None)
-    num_rows, num_heads, head_dim = slots.shape[0], *q.shape[1:]
+    assert shared is None or (window is None and rows.query_index is None)
+    num_rows, num_heads, head_dim = len(rows.slots), *q.shape[1:]
     config = config or decode_config(head_dim, q.dtype)
     assert config.min_split % config.tile == 0
-    size = partial_size(num_rows, num_heads, head_dim, num_splits)
-    assert size == 0 or (partial is not None and partial.numel() >= size)
-    shape = kernel_shape(q, k_cache, v_cache, block_table, out, window)
-    split = {"TILE": config.tile, "SPLITS": num_splits, "MIN_SPLIT": config.min_split}
-    num_kv_heads = k_cache.shape[2]
+    shape = kernel_shape(q, cache, out, window)
     if num_rows == 0:
         return
+    parts = allocate_parts(q, num_rows, num_splits) if num_splits > 1 else None
+    split = {"TILE": config.tile, "SPLITS": num_splits, "MIN_SPLIT": config.min_split}
+    num_kv_heads, options = cache.k.shape[2], launch_options(q, len(q))
+    shared_lens = None if shared is None else shared.lens
     _decode_kernel[num_kv_heads, num_rows, num_splits](
-        *(q, k_cache, v_cache, block_table, slots, context_lens, query_index, order, out, partial),
-        *(shared_lens, shared),
-        *(scale * LOG2_E, q.stride(0), block_table.stride(0), k_cache.stride(0)),
+        (q, cache.k, cache.v, cache.block_table, out),
+        *(rows.slots, rows.context_lens, shared_lens, rows.query_index, rows.order),
+        *(parts, None if shared is None else shared.parts),
+        *(strides(q, cache), scale * LOG2_E),
         **(shape | split),
-        LINES=max(MIN_LINES, triton.next_power_of_2(num_heads // num_kv_heads)),
+        Q_ROWS=max(MIN_Q_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(q, len(q)),
+        **options,
     )
-    if num_splits > 1:
+    if parts is not None:
         _combine_kernel[num_rows, num_heads](
-            *(partial, context_lens, shared_lens, query_index, out),
+            *(parts, rows.context_lens, shared_lens, rows.query_index, out),
             **split,
-            SPLITS_PAD=triton.next_power_of_2(num_splits),
-            **{name: shape[name] for name in ("WINDOW", "HEAD_DIM", "DIM_PAD")},
-            **launch_options(q, len(q)),
+            WINDOW=window,
+            HEAD_DIM=head_dim,
+            **options,
         )
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q,
-    k_cache,
-    v_cache,
-    block_table,
+    tensors,
     slots,
     context_lens,
+    shared_lens,
     query_index,
     order,
-    out,
-    partial,
-    shared_lens,
+    parts,
     shared,
+    strides,
     scale,
-    q_stride,
-    table_stride,
-    block_stride,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -147,15 +155,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """One query over one split of its row's keys, for the heads of one kv head."""
     row, kv_head = tl.program_id(1), tl.program_id(0)
+    q, k_cache, v_cache, block_table, out = tensors
+    q_stride, table_stride, block_stride = strides
     if order is not None:
         row = tl.load(order + row)
     length = tl.load(context_lens + row)
     first = _first_key(length, shared_lens, row, WINDOW)
-    lo, hi = first // TILE * TILE, length
-    if SPLITS > 1:
-        size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
-        lo += tl.program_id(2) * size
-        hi = tl.minimum(lo + size, hi)
+    lo, hi = find_split(first, length, SPLITS, TILE, MIN_SPLIT)
     token = _token_of(query_index, row)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
@@ -163,65 +169,53 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if SPLITS > 1:  # noqa: SIM102 - one is known when compiling, the other is not
         if lo >= hi:
             return
-    lines, dims = tl.arange(0, LINES), tl.arange(0, DIM_PAD)
-    is_real = (lines < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    heads = kv_head * GROUP + lines
-    q += token * q_stride
-    k_cache += kv_head * HEAD_DIM
-    v_cache += kv_head * HEAD_DIM
-    q_tile = tl.load(q + (heads * HEAD_DIM)[:, None] + dims, mask=is_real, other=0.0)
-    if shared is None:
-        acc, line_max, line_sum = begin_softmax(LINES, DIM_PAD)
-    else:
-        places, num_places = row * KV_HEADS * GROUP + heads, tl.num_programs(1) * KV_HEADS * GROUP
-        is_begun = (lines < GROUP) & (first > 0) & (tl.program_id(2) == 0)
-        acc, line_max, line_sum = load_part(shared, places, num_places, dims, is_begun, HEAD_DIM)
-    acc, line_max, line_sum, _ = attend_tiles(
-        *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
-        *(lo, hi, first, hi, first, hi, first + 0 * lines, hi - 1 + 0 * lines, block_stride, scale),
-        *(HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK_SIZE, TILE, False),
+    members, dims = tl.arange(0, Q_ROWS), head_dims(HEAD_DIM)
+    is_head = members < GROUP
+    heads = kv_head * GROUP + members
+    is_real = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tile = tl.load(
+        q + token * q_stride + (heads * HEAD_DIM)[:, None] + dims, mask=is_real, other=0.0
     )
-    if SPLITS == 1:
-        line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a row without context: zeros
-        out_lines = token * (KV_HEADS * GROUP) + heads
-        store_softmax(out, out_lines, dims, acc, line_sum, is_real, HEAD_DIM)
+    if shared is None:
+        softmax = begin_softmax(Q_ROWS, HEAD_DIM)
     else:
-        places = (row * KV_HEADS * GROUP + heads) * SPLITS + tl.program_id(2)
-        num_places = tl.num_programs(1) * KV_HEADS * GROUP * SPLITS
-        is_line = lines < GROUP
-        store_part(partial, places, num_places, dims, acc, line_max, line_sum, is_line, HEAD_DIM)
+        is_begun = is_head & (first > 0) & (tl.program_id(2) == 0)
+        softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
+    caches = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    seen = first + 0 * members, hi - 1 + 0 * members
+    softmax, _ = attend_tiles(
+        *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),
+        *((first, hi), seen, block_stride, scale),
+        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
+    )
+    out_rows = (token if parts is None else row) * (KV_HEADS * GROUP) + heads
+    store_softmax(out, parts, out_rows, dims, softmax, is_head, HEAD_DIM, SPLITS)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    partial,
+    parts,
     context_lens,
     shared_lens,
     query_index,
     out,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the splits of one query head; those that got no keys wrote nothing."""
+    """Join the splits of one query head."""
     row, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     length = tl.load(context_lens + row)
     wait_for_inputs(OVERLAP)
-    lo = _first_key(length, shared_lens, row, WINDOW) // TILE * TILE
-    size = split_size(length - lo, SPLITS, TILE, MIN_SPLIT)
-    splits, dims = tl.arange(0, SPLITS_PAD), tl.arange(0, DIM_PAD)
-    is_used = (splits < SPLITS) & (lo + splits * size < length)
-    places = (row * num_heads + head) * SPLITS + splits
-    num_places = tl.num_programs(0) * num_heads * SPLITS
-    acc, maxima, sums = load_part(partial, places, num_places, dims, is_used, HEAD_DIM)
-    values = join_parts(acc, maxima, sums).to(out.dtype.element_ty)
-    out_row = _token_of(query_index, row) * num_heads + head
-    tl.store(out + out_row * HEAD_DIM + dims, values, mask=dims < HEAD_DIM)
+    first, dims = _first_key(length, shared_lens, row, WINDOW), head_dims(HEAD_DIM)
+    values = join_splits(
+        *(parts, row * num_heads + head, dims, first, length, HEAD_DIM, SPLITS, TILE, MIN_SPLIT)
+    )
+    offsets = (_token_of(query_index, row) * num_heads + head) * HEAD_DIM + dims
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit

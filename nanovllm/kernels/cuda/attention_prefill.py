@@ -11,34 +11,49 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda.attention_splits import (
     MAX_SPLITS,
-    join_parts,
-    load_part,
-    partial_size,
+    Parts,
+    allocate_parts,
+    find_split,
+    join_splits,
     power_of_two_below,
-    split_size,
-    store_part,
 )
 from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
-    attend_tiles,
+    PagedCache,
+    attend_keys,
     begin_softmax,
     find_blocks,
+    head_dims,
     kernel_shape,
     store_softmax,
+    strides,
     window_start,
 )
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
-MAX_SMALL = 2048  # lines for which small tiles are best, because they occupy more of the device
+MAX_SMALL = (
+    2048  # rows of tiles for which small tiles are best, because they occupy more of the device
+)
 MIN_SPLIT = 256  # keys that are worth a program of their own
 MIN_SPLITS = 4  # fewer gain less than joining them costs
 PROGRAMS_PER_SM = 2  # that a multiprocessor should get
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """Rows of any number of tokens; all columns are [rows] on the device."""
+
+    slots: Tensor
+    query_starts: Tensor  # each row's first token in the batch
+    query_lens: Tensor  # its queries: the last tokens of its context; 0 is padding
+    context_lens: Tensor  # the keys that its last query attends to
+    max_query_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    lines: int  # queries times query heads per kv head in one program
+    q_rows: int  # queries times query heads per kv head in one program
     tile: int  # keys per step of the loop
     num_warps: int
     num_stages: int
@@ -47,24 +62,23 @@ class PrefillConfig:
     min_split: int = MIN_SPLIT
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, num_lines: int) -> PrefillConfig:
-    """Choose what measured fastest, for rows of up to num_lines lines."""
+def prefill_config(head_dim: int, dtype: torch.dtype, num_q_rows: int) -> PrefillConfig:
+    """Choose what measured fastest, for up to that many queries times heads per kv head."""
     is_wide = head_dim > 128
     if dtype == torch.float32:
-        return PrefillConfig(lines=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
-    if num_lines <= (64 if is_wide else MAX_SMALL):
-        lines = 16 if num_lines <= 16 else 64
-        return PrefillConfig(lines, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
+        return PrefillConfig(q_rows=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
+    if num_q_rows <= (64 if is_wide else MAX_SMALL):
+        return PrefillConfig(q_rows=64, tile=32 if is_wide else 64, num_warps=4, num_stages=3)
     if is_wide:
-        return PrefillConfig(lines=128, tile=32, num_warps=8, num_stages=3)
-    return PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
+        return PrefillConfig(q_rows=128, tile=32, num_warps=8, num_stages=3)
+    return PrefillConfig(q_rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
 
 def choose_prefill_splits(
-    num_lines: int, num_kv_heads: int, config: PrefillConfig, max_context: int, num_sms: int
+    num_q_rows: int, num_kv_heads: int, config: PrefillConfig, max_context: int, num_sms: int
 ) -> int:
-    """Into how many programs to split the keys of a kv head's few lines: a power of two."""
-    num_programs = triton.cdiv(num_lines, config.lines) * num_kv_heads
+    """Into how many programs to split the keys of a kv head's few queries: a power of two."""
+    num_programs = triton.cdiv(num_q_rows, config.q_rows) * num_kv_heads
     wanted = PROGRAMS_PER_SM * num_sms // num_programs
     most = min(wanted, MAX_SPLITS, triton.cdiv(max_context, config.min_split))
     return power_of_two_below(most) if most >= MIN_SPLITS else 1
@@ -72,14 +86,8 @@ def choose_prefill_splits(
 
 def paged_prefill(
     q: Tensor,  # [tokens, heads, head_dim]; stride(0) is free
-    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
-    v_cache: Tensor,
-    block_table: Tensor,  # [num_slots, max_blocks]; unused entries may hold anything
-    slots: Tensor,  # [rows], each row's line of block_table
-    query_starts: Tensor,  # [rows], each row's first token in q and out
-    query_lens: Tensor,  # [rows], its queries: the last tokens of its context; 0 is padding
-    context_lens: Tensor,  # [rows], the keys each row's last query attends to
-    max_query_len: int,
+    cache: PagedCache,
+    rows: PrefillRows,
     out: Tensor,  # [tokens, heads, head_dim], contiguous
     scale: float,
     window: int | None,
@@ -88,92 +96,77 @@ def paged_prefill(
 ) -> None:
     """Attend causally from the last query_lens tokens of each row's context."""
     num_tokens, num_heads, head_dim = q.shape
-    group = num_heads // k_cache.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, max_query_len * group)
-    if len(slots) * max_query_len == 0:
+    group = num_heads // cache.k.shape[2]
+    config = config or prefill_config(head_dim, q.dtype, rows.max_query_len * group)
+    if len(rows.slots) * rows.max_query_len == 0:
         return
-    columns = slots, context_lens, query_starts, query_lens
-    partial = None
-    if num_splits > 1:
-        size = partial_size(num_tokens, num_heads, head_dim, num_splits)
-        partial = torch.empty(size, device=q.device, dtype=torch.float32)
-    _launch(
-        *(q, (k_cache, v_cache), block_table, columns, None, max_query_len),
-        *(out, partial, num_splits, scale, window, config),
-    )
-    if partial is not None:
+    parts = allocate_parts(q, num_tokens, num_splits) if num_splits > 1 else None
+    _launch(q, cache, rows, None, out, parts, num_splits, scale, window, config)
+    if parts is not None:
         _join_kernel[num_tokens, num_heads](
-            *(partial, context_lens, query_starts, query_lens, len(slots), out),
+            *(parts, rows.context_lens, rows.query_starts, rows.query_lens, len(rows.slots), out),
             WINDOW=window,
             HEAD_DIM=head_dim,
-            DIM_PAD=triton.next_power_of_2(head_dim),
-            QUERIES=tile_lines(config, group) // group,
+            QUERIES=tile_rows(config, group) // group,
             TILE=config.tile,
             SPLITS=num_splits,
             MIN_SPLIT=config.min_split,
-            ROWS_PAD=triton.next_power_of_2(len(slots)),
+            ROWS_PAD=triton.next_power_of_2(len(rows.slots)),
             **launch_options(q, num_tokens),
         )
 
 
 def attend_shared(
     q: Tensor,  # [rows, heads, head_dim]; stride(0) is free
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    groups: Tensor,  # [4, groups]: a member's slot, shared keys, first place in members, members
+    cache: PagedCache,
+    groups: Tensor,  # [4, groups]: a member's slot, shared keys, index of its first member, members
     members: Tensor,  # the rows of each group
-    partial: Tensor,  # float32 [rows * heads * (head_dim + 2)]
     scale: float,
     config: PrefillConfig | None = None,
-) -> None:
+) -> Parts:
     """Attend from rows of one token to the keys that they share, which are read once for all.
 
-    What `paged_decode` is to begin with is left in `partial`.
+    Return what `paged_decode` is to begin with.
     """
     num_rows, num_heads, head_dim = q.shape
-    num_lines = num_rows * num_heads // k_cache.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, min(num_lines, MAX_SMALL))
+    num_q_rows = num_rows * num_heads // cache.k.shape[2]
+    config = config or prefill_config(head_dim, q.dtype, min(num_q_rows, MAX_SMALL))
     assert groups.is_contiguous()
-    columns = tuple(groups.unbind())
-    _launch(
-        *(q, (k_cache, v_cache), block_table, columns, members, num_rows),
-        *(None, partial, 1, scale, None, config),
-    )
+    slots, context_lens, first_members, num_members = groups.unbind()
+    rows = PrefillRows(slots, first_members, num_members, context_lens, num_rows)
+    parts = allocate_parts(q, num_rows, 1)
+    _launch(q, cache, rows, members, None, parts, 1, scale, None, config)
+    return parts
 
 
-def tile_lines(config: PrefillConfig, group: int) -> int:
-    """Lines of a program: some queries of every head of a group."""
-    return max(config.lines, triton.next_power_of_2(group))
+def tile_rows(config: PrefillConfig, group: int) -> int:
+    """Rows of a program's tile: some queries of every head of a group."""
+    return max(config.q_rows, triton.next_power_of_2(group))
 
 
 def _launch(
     q: Tensor,
-    caches: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    columns: tuple[Tensor, ...],
+    cache: PagedCache,
+    rows: PrefillRows,
     members: Tensor | None,
-    max_query_len: int,
     out: Tensor | None,
-    partial: Tensor | None,
+    parts: Parts | None,
     num_splits: int,
     scale: float,
     window: int | None,
     config: PrefillConfig,
 ) -> None:
     num_tokens, num_heads, _ = q.shape
-    num_kv_heads, block_stride = caches[0].shape[2], caches[0].stride(0)
-    num_lines = tile_lines(config, num_heads // num_kv_heads)
-    num_queries = num_lines * num_kv_heads // num_heads
-    num_tiles = triton.cdiv(max_query_len, num_queries)
-    _prefill_kernel[len(columns[0]) * num_kv_heads, num_tiles, num_splits](
-        *(q, *caches, block_table, *columns, members, out, partial),
-        *(scale * LOG2_E, q.stride(0), block_table.stride(0), block_stride),
-        num_tokens * num_heads * num_splits,
-        **kernel_shape(q, *caches, block_table, out, window),
+    num_kv_heads = cache.k.shape[2]
+    num_q_rows = tile_rows(config, num_heads // num_kv_heads)
+    num_tiles = triton.cdiv(rows.max_query_len, num_q_rows * num_kv_heads // num_heads)
+    _prefill_kernel[len(rows.slots) * num_kv_heads, num_tiles, num_splits](
+        (q, cache.k, cache.v, cache.block_table, out),
+        *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, members),
+        *(parts, strides(q, cache), scale * LOG2_E),
+        **kernel_shape(q, cache, out, window),
+        Q_ROWS=num_q_rows,
         TILE=config.tile,
-        QUERIES=num_queries,
-        LINES=num_lines,
         PAIRS=config.pairs,
         SPLITS=num_splits,
         MIN_SPLIT=config.min_split,
@@ -186,39 +179,32 @@ def _launch(
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    q,
-    k_cache,
-    v_cache,
-    block_table,
+    tensors,
     slots,
     context_lens,
     query_starts,
     query_lens,
     members,
-    out,
-    partial,
+    parts,
+    strides,
     scale,
-    q_stride,
-    table_stride,
-    block_stride,
-    num_places,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    LINES: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     PAIRS: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """QUERIES queries of one row over one split of their keys, for the heads of one kv head."""
+    """Some queries of one row over one split of their keys, for the heads of one kv head."""
     wait_for_inputs(OVERLAP)  # a grid of programs that all return would not have waited
-    row, kv_head, skipped = find_queries(QUERIES, KV_HEADS, PAIRS)
+    most_queries: tl.constexpr = Q_ROWS // GROUP
+    q, k_cache, v_cache, block_table, out = tensors
+    row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if skipped >= num_queries:
         return
@@ -226,55 +212,36 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     lowest = length - num_queries + skipped  # position of the first query
     if members is not None:  # of which each is the last token of another row
         lowest = length - 1
-    highest = tl.minimum(lowest + QUERIES, length) - 1
+    highest = tl.minimum(lowest + most_queries, length) - 1
     first = window_start(lowest, WINDOW)
-    lo, hi = first // TILE * TILE, highest + 1
-    if SPLITS > 1:
-        size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
-        lo += tl.program_id(2) * size
-        hi = tl.minimum(lo + size, hi)
-    blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
+    lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
+    blocks = block_table + tl.load(slots + row).to(tl.int64) * strides[1]
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
-    dims = tl.arange(0, DIM_PAD)
-    queries, heads, is_line = find_lines(kv_head, num_queries - skipped, QUERIES, GROUP, LINES)
-    is_real = is_line[:, None] & (dims < HEAD_DIM)[None, :]
+    dims = head_dims(HEAD_DIM)
+    queries, heads, is_row = find_rows(kv_head, num_queries - skipped, GROUP, Q_ROWS)
     tokens = tl.load(query_starts + row).to(tl.int64) + skipped + queries
     if members is not None:
-        tokens = tl.load(members + tokens, mask=is_line, other=0).to(tl.int64)
-    q_places = q + (tokens * q_stride + heads * HEAD_DIM)[:, None] + dims
-    q_tile = tl.load(q_places, mask=is_real, other=0.0)
+        tokens = tl.load(members + tokens, mask=is_row, other=0).to(tl.int64)
+    q_offsets = (tokens * strides[0] + heads * HEAD_DIM)[:, None] + dims
+    q_tile = tl.load(q + q_offsets, mask=is_row[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     positions = tl.minimum(lowest + queries, highest)
-    firsts = window_start(positions, WINDOW)
-    acc, line_max, line_sum = begin_softmax(LINES, DIM_PAD)
-    full_lo, full_hi = window_start(highest, WINDOW), lowest + 1
-    k_cache += kv_head * HEAD_DIM
-    v_cache += kv_head * HEAD_DIM
-    whole = lo
-    if WINDOW is None:  # first the tiles whose keys are all there
-        whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
-        acc, line_max, line_sum, block_ids = attend_tiles(
-            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
-            *(lo, whole, first, hi, full_lo, full_hi, firsts, positions, block_stride, scale),
-            *(HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK_SIZE, TILE, True),
-        )
-    acc, line_max, line_sum, _ = attend_tiles(
-        *(acc, line_max, line_sum, q_tile, k_cache, v_cache, blocks, block_ids, length, dims),
-        *(whole, hi, first, hi, full_lo, full_hi, firsts, positions, block_stride, scale),
-        *(HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK_SIZE, TILE, False),
+    seen = window_start(positions, WINDOW), positions
+    seen_by_all = window_start(highest, WINDOW), lowest + 1
+    caches = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    softmax, _ = attend_keys(
+        begin_softmax(Q_ROWS, HEAD_DIM),
+        *(q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),
+        *(seen_by_all, seen, strides[2], scale, WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE),
     )
-    out_lines = tokens * (KV_HEADS * GROUP) + heads
-    if partial is None:
-        line_sum = tl.where(line_sum == 0.0, 1.0, line_sum)  # a line that is padding
-        store_softmax(out, out_lines, dims, acc, line_sum, is_real, HEAD_DIM)
-    else:
-        places = out_lines * SPLITS + tl.program_id(2)
-        is_line = is_line & (lo < hi)
-        store_part(partial, places, num_places, dims, acc, line_max, line_sum, is_line, HEAD_DIM)
+    if SPLITS > 1:
+        is_row = is_row & (lo < hi)
+    out_rows = tokens * (KV_HEADS * GROUP) + heads
+    store_softmax(out, parts, out_rows, dims, softmax, is_row, HEAD_DIM, SPLITS)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _join_kernel(  # type: ignore[no-untyped-def]
-    partial,
+    parts,
     context_lens,
     query_starts,
     query_lens,
@@ -282,7 +249,6 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     out,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -290,7 +256,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     ROWS_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Join the splits of one line, if its token is one of a row's queries."""
+    """Join the splits of one head of a token, if the token is one of a row's queries."""
     token, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     rows = tl.arange(0, ROWS_PAD)
     counts = tl.load(query_lens + rows, mask=rows < num_rows, other=0)
@@ -304,15 +270,11 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     # The keys of the program that had this query, and how it split them.
     skipped = index // QUERIES * QUERIES
     lowest = tl.sum(tl.where(is_row, lengths - counts + skipped, 0), 0)
-    lo, hi = window_start(lowest, WINDOW) // TILE * TILE, tl.minimum(lowest + QUERIES, length)
-    size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM_PAD)
-    line = token.to(tl.int64) * num_heads + head
-    places, num_places = line * SPLITS + splits, tl.num_programs(0) * num_heads * SPLITS
-    is_used = lo + splits * size < hi
-    acc, maxima, sums = load_part(partial, places, num_places, dims, is_used, HEAD_DIM)
-    values = join_parts(acc, maxima, sums).to(out.dtype.element_ty)
-    tl.store(out + line * HEAD_DIM + dims, values, mask=dims < HEAD_DIM)
+    first, end = window_start(lowest, WINDOW), tl.minimum(lowest + QUERIES, length)
+    out_row, dims = token.to(tl.int64) * num_heads + head, head_dims(HEAD_DIM)
+    values = join_splits(*(parts, out_row, dims, first, end, HEAD_DIM, SPLITS, TILE, MIN_SPLIT))
+    offsets = out_row * HEAD_DIM + dims
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit
@@ -333,11 +295,9 @@ def find_queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_lines(  # type: ignore[no-untyped-def]
-    kv_head, num_left, QUERIES: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr
-):
-    """Return the query and the head of every line of a tile, and whether there is such a query."""
-    lines = tl.arange(0, LINES)
-    queries = lines // GROUP
-    is_line = (queries < QUERIES) & (queries < num_left)
-    return queries, kv_head * GROUP + lines % GROUP, is_line
+def find_rows(kv_head, num_left, GROUP: tl.constexpr, Q_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the query and the head of every row of a tile, and whether there is such a query."""
+    rows = tl.arange(0, Q_ROWS)
+    queries = rows // GROUP
+    is_row = (queries < Q_ROWS // GROUP) & (queries < num_left)
+    return queries, kv_head * GROUP + rows % GROUP, is_row

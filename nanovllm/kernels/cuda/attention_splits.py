@@ -1,24 +1,44 @@
-"""Softmax over a part of the keys: what a program keeps of its part, and how parts are joined.
+"""Softmax over a part of the keys: which part a program has, what it keeps, how parts are joined.
 
-A part of a line (a query of one head) is the sum of its weighted values, the largest score, which
+A part of a row (one query of one head) is the sum of its weighted values, the largest score, which
 the weights are relative to, and the sum of the weights.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MAX_SPLITS = 32
 
+Parts = tuple[Tensor, Tensor, Tensor]  # sums of values [parts, head_dim], maxima, sums of weights
 
-def partial_size(num_queries: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Floats that the parts of all lines take; what is not split needs none."""
-    return 0 if num_splits == 1 else num_queries * num_heads * num_splits * (head_dim + 2)
+
+def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
+    """Return room for the parts of some rows' heads, which are those of q."""
+    num_heads, head_dim = q.shape[1:]
+    num_parts = num_rows * num_heads * num_splits
+    values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
+    return values, values.new_empty(num_parts), values.new_empty(num_parts)
 
 
 def power_of_two_below(count: int) -> int:
     return 1 << (count.bit_length() - 1)
+
+
+@triton.jit
+def find_split(  # type: ignore[no-untyped-def]
+    first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
+):
+    """Return where a program's share of the keys from first to end begins and ends."""
+    lo, hi = first // TILE * TILE, end
+    if SPLITS > 1:
+        size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
+        lo += tl.program_id(2) * size
+        hi = tl.minimum(lo + size, hi)
+    return lo, hi
 
 
 @triton.jit
@@ -30,28 +50,43 @@ def split_size(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_part(  # type: ignore[no-untyped-def]
-    partial, places, num_places, dims, acc, line_max, line_sum, is_line, HEAD_DIM: tl.constexpr
-):
-    is_real = is_line[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(partial + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
-    tl.store(partial + num_places * HEAD_DIM + places, line_max, mask=is_line)
-    tl.store(partial + num_places * (HEAD_DIM + 1) + places, line_sum, mask=is_line)
+def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    values, maxima, sums = parts
+    acc, row_max, row_sum = softmax
+    is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(values + indices[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
+    tl.store(maxima + indices, row_max, mask=is_row)
+    tl.store(sums + indices, row_sum, mask=is_row)
 
 
 @triton.jit
-def load_part(partial, places, num_places, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the parts at some places; what is not used is a part without keys."""
+def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some parts; what is not used is a part without keys."""
+    values, maxima, sums = parts
     is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.load(partial + places[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
-    maxima = partial + num_places * HEAD_DIM + places
-    line_max = tl.load(maxima, mask=is_used, other=float("-inf"))
-    return acc, line_max, tl.load(maxima + num_places, mask=is_used, other=0.0)
+    acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
+    row_max = tl.load(maxima + indices, mask=is_used, other=float("-inf"))
+    return acc, row_max, tl.load(sums + indices, mask=is_used, other=0.0)
 
 
 @triton.jit
-def join_parts(acc, maxima, sums):  # type: ignore[no-untyped-def]
-    """Return the weighted mean of a line's values, from all its parts; without keys zeros."""
+def join_splits(  # type: ignore[no-untyped-def]
+    parts,
+    row,
+    dims,
+    first,
+    end,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Return the weighted mean of a row's values over its keys, from first to end; none: zeros."""
+    lo = first // TILE * TILE
+    size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
+    splits = tl.arange(0, SPLITS)
+    is_used = lo + splits * size < end  # those that got no keys stored nothing
+    acc, maxima, sums = load_parts(parts, row * SPLITS + splits, dims, is_used, HEAD_DIM)
     highest = tl.max(maxima, 0)
     weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(sums * weights, 0)

@@ -1,17 +1,22 @@
 """What the kernels of paged attention share.
 
-The query heads that share a kv head are lines of one tile, so each key is read once for them all.
-Keys outside a row's context or window are never used: their blocks may hold anything, or be gone.
+The query heads that share a kv head are rows of one tile, so each key is read once for them all:
+a row of a tile is one query of one head. Keys outside a sequence's context or window are never
+used: their blocks may hold anything, or be gone.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.cuda.attention_splits import store_parts
+
 LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
-MIN_LINES = 16  # tl.dot takes no fewer
+MIN_Q_ROWS = 16  # tl.dot takes no fewer
 # They may begin anywhere in an upload: a kernel for every alignment would be compiled anew.
 COLUMNS = (
     *("slots", "context_lens", "query_starts", "query_lens", "query_index", "order"),
@@ -19,35 +24,55 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A layer's keys and values, and the blocks of every slot."""
+
+    k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
+    v: Tensor  # likewise
+    block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
+
+    @property
+    def max_context(self) -> int:
+        """What a slot has room for in the table."""
+        return self.block_table.shape[1] * self.k.shape[1]
+
+
 def kernel_shape(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    out: Tensor | None,
-    window: int | None,
+    q: Tensor, cache: PagedCache, out: Tensor | None, window: int | None
 ) -> dict[str, int | None]:
     """Collect what a kernel is compiled for, and check the layouts that it takes for granted."""
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    block_size, num_kv_heads = cache.k.shape[1:3]
     assert num_heads % num_kv_heads == 0
     assert block_size % 16 == 0
     assert q.stride()[1:] == (head_dim, 1)
     assert out is None or (out.shape == q.shape and out.is_contiguous())
-    assert k_cache.stride() == v_cache.stride()
-    assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
-    assert table.stride(1) == 1
-    sizes = {"GROUP": num_heads // num_kv_heads, "KV_HEADS": num_kv_heads, "BLOCK_SIZE": block_size}
-    padded = triton.next_power_of_2(head_dim)
-    return {"WINDOW": window, "HEAD_DIM": head_dim, "DIM_PAD": padded, **sizes}
+    assert cache.k.stride() == cache.v.stride()
+    assert cache.k.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
+    assert cache.block_table.stride(1) == 1
+    group = num_heads // num_kv_heads
+    sizes = {"GROUP": group, "KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
+    return {"WINDOW": window, **sizes, "BLOCK_SIZE": block_size}
+
+
+def strides(q: Tensor, cache: PagedCache) -> tuple[int, int, int]:
+    """Return those of tokens in q, of slots in the block table and of blocks in the cache."""
+    return q.stride(0), cache.block_table.stride(0), cache.k.stride(0)
+
+
+@triton.jit
+def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of a head, and beyond them up to a power of two."""
+    return tl.arange(0, triton.next_power_of_2(HEAD_DIM))
 
 
 @triton.jit
 def load_tile(  # type: ignore[no-untyped-def]
-    heads, places, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
+    heads, offsets, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
 ):
-    """Load keys or values [TILE, DIM_PAD]; what is not a key is zeros, whatever is there."""
-    tile = heads + (places[:, None] + dims[None, :])
+    """Load keys or values [TILE, dims]; what is not a key is zeros, whatever is there."""
+    tile = heads + (offsets[:, None] + dims[None, :])
     is_dim = (dims < HEAD_DIM)[None, :]
     if not IS_WHOLE:
         values = tl.load(tile, mask=is_key[:, None] & is_dim, other=0.0)
@@ -59,80 +84,118 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def begin_softmax(LINES: tl.constexpr, DIM_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sums of values, the maxima and the sums of weights of lines without keys yet."""
-    line_max = tl.full((LINES,), float("-inf"), tl.float32)
-    return tl.zeros((LINES, DIM_PAD), tl.float32), line_max, tl.zeros((LINES,), tl.float32)
+def begin_softmax(Q_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of values, the maxima and the sums of weights of rows without keys yet."""
+    acc = tl.zeros((Q_ROWS, triton.next_power_of_2(HEAD_DIM)), tl.float32)
+    return acc, tl.full((Q_ROWS,), float("-inf"), tl.float32), tl.zeros((Q_ROWS,), tl.float32)
 
 
 @triton.jit
-def store_softmax(out, out_lines, dims, acc, line_sum, is_real, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    values = (acc / line_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + out_lines[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
+def store_softmax(  # type: ignore[no-untyped-def]
+    out, parts, out_rows, dims, softmax, is_row, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Store rows of out [tokens * heads, head_dim], or the parts of them that a program has."""
+    if parts is None:
+        acc, _, row_sum = softmax
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # padding, or no context: zeros
+        values = (acc / row_sum[:, None]).to(out.dtype.element_ty)
+        is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
+    else:
+        indices = out_rows * SPLITS + tl.program_id(2)
+        store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM)
 
 
 @triton.jit
-def attend_tiles(  # type: ignore[no-untyped-def]
-    acc,
-    line_max,
-    line_sum,
+def attend_keys(  # type: ignore[no-untyped-def]
+    softmax,
     q_tile,
-    k_cache,
-    v_cache,
+    caches,
     blocks,
     block_ids,
     length,
     dims,
-    lo,
-    hi,
-    first,
-    end,
-    full_lo,
-    full_hi,
-    firsts,
-    lasts,
+    span,
+    seen_by_all,
+    seen,
+    block_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Like `attend_tiles`, but without a window the tiles whose keys are all there come first."""
+    lo, hi, first = span
+    whole = lo
+    if WINDOW is None:
+        whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
+        softmax, block_ids = attend_tiles(
+            *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, whole, first)),
+            *(seen_by_all, seen, block_stride, scale),
+            *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, True),
+        )
+    return attend_tiles(
+        *(softmax, q_tile, caches, blocks, block_ids, length, dims, (whole, hi, first)),
+        *(seen_by_all, seen, block_stride, scale),
+        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
+    )
+
+
+@triton.jit
+def attend_tiles(  # type: ignore[no-untyped-def]
+    softmax,
+    q_tile,
+    caches,
+    blocks,
+    block_ids,
+    length,
+    dims,
+    span,
+    seen_by_all,
+    seen,
     block_stride,
     scale,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ARE_WHOLE: tl.constexpr,
 ):
-    """Take the tiles from lo to hi in, whose keys from first to end are there, or all of them.
+    """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
 
-    Every line sees the keys from full_lo to full_hi; only tiles that reach beyond need a mask.
+    The span is from where to where, and the first key that is there: the first tile may begin
+    before it. Every row sees the keys of seen_by_all, from the first to before the end, and each
+    one those of seen, from the first to the last: only tiles that reach beyond need a mask.
     Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     """
+    lo, hi, first = span
     for tile_start in tl.range(lo, hi, TILE):
         keys = tile_start + tl.arange(0, TILE)
-        is_key = (keys >= first) & (keys < end)
-        places = block_ids * block_stride + keys % BLOCK_SIZE * WIDTH
+        is_key = (keys >= first) & (keys < hi)
+        offsets = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
         block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
-        is_partial = tile_start + TILE > full_hi
+        is_partial = tile_start + TILE > seen_by_all[1]
         if not ARE_WHOLE:
-            is_partial = (tile_start < full_lo) | is_partial
-        acc, line_max, line_sum = attend_tile(
-            *(acc, line_max, line_sum, q_tile, k_cache, v_cache, places, dims, keys, is_key),
-            *(firsts, lasts, is_partial, scale, HEAD_DIM, ARE_WHOLE),
+            is_partial = (tile_start < seen_by_all[0]) | is_partial
+        softmax = attend_tile(
+            *(softmax, q_tile, caches, offsets, dims, keys, is_key, seen, is_partial, scale),
+            *(HEAD_DIM, ARE_WHOLE),
         )
-    return acc, line_max, line_sum, block_ids
+    return softmax, block_ids
 
 
 @triton.jit
 def attend_tile(  # type: ignore[no-untyped-def]
-    acc,
-    line_max,
-    line_sum,
+    softmax,
     q_tile,
-    k_cache,
-    v_cache,
-    places,
+    caches,
+    offsets,
     dims,
     keys,
     is_key,
-    firsts,
-    lasts,
+    seen,
     is_partial,
     scale,
     HEAD_DIM: tl.constexpr,
@@ -140,28 +203,29 @@ def attend_tile(  # type: ignore[no-untyped-def]
 ):
     """Take a tile of keys and values into the softmax so far.
 
-    A line sees the keys from its first to its last; is_partial: not all of the tile's.
+    A row sees the keys from seen's first to its last; is_partial: not all of the tile's.
     """
-    k = load_tile(k_cache, places, dims, is_key, HEAD_DIM, IS_WHOLE)
+    acc, row_max, row_sum = softmax
+    k = load_tile(caches[0], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
     scores = tl.dot(q_tile, k.T, input_precision="ieee")
     if is_partial:
-        is_seen = (keys[None, :] >= firsts[:, None]) & (keys[None, :] <= lasts[:, None])
+        is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
-    weights, alpha, line_max, line_sum = weigh(scores, line_max, line_sum, scale)
-    v = load_tile(v_cache, places, dims, is_key, HEAD_DIM, IS_WHOLE)
+    weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
+    v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
     acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, line_max, line_sum
+    return acc, row_max, row_sum
 
 
 @triton.jit
-def weigh(scores, line_max, line_sum, scale):  # type: ignore[no-untyped-def]
+def weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
     """Return a tile's weights, the factor for what came before, and the new maximum and sum."""
-    new_max = tl.maximum(line_max, tl.max(scores, 1) * scale)
-    # A line that has seen nothing yet: -inf minus -inf would be NaN.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet: -inf minus -inf would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - shift[:, None])
-    alpha = tl.exp2(line_max - shift)
-    return weights, alpha, new_max, line_sum * alpha + tl.sum(weights, 1)
+    alpha = tl.exp2(row_max - shift)
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
 
 
 @triton.jit

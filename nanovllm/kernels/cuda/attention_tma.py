@@ -15,61 +15,55 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.cuda.attention_prefill import (
     MAX_SMALL,
     PrefillConfig,
-    find_lines,
+    PrefillRows,
     find_queries,
+    find_rows,
 )
 from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
+    PagedCache,
     begin_softmax,
     kernel_shape,
     store_softmax,
     weigh,
 )
 
-CONFIG = PrefillConfig(lines=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
+CONFIG = PrefillConfig(q_rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
 
-def suits_tma(q: Tensor, k_cache: Tensor, max_query_len: int, window: int | None) -> bool:
+def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | None) -> bool:
     """Whether the kernel takes these tensors, and there are enough queries for it."""
-    group, head_dim = q.shape[1] // k_cache.shape[2], q.shape[2]
-    is_whole = k_cache.shape[1] % CONFIG.tile == 0  # a tile lies in one block
-    is_long = len(q) * group > MAX_SMALL and max_query_len * group >= CONFIG.lines >= group
+    group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
+    is_whole = cache.k.shape[1] % CONFIG.tile == 0  # a tile lies in one block
+    is_long = len(q) * group > MAX_SMALL and max_query_len * group >= CONFIG.q_rows >= group
     return is_whole and is_long and head_dim in (64, 128) and window is None and q.itemsize == 2
 
 
 def tma_prefill(
-    q: Tensor,  # as for paged_prefill
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    query_starts: Tensor,
-    query_lens: Tensor,
-    context_lens: Tensor,
-    max_query_len: int,
+    q: Tensor,  # all as for paged_prefill
+    cache: PagedCache,
+    rows: PrefillRows,
     out: Tensor,
     scale: float,
-    window: int | None = None,  # must be None: see suits_tma
-    config: PrefillConfig | None = None,
+    config: PrefillConfig = CONFIG,
 ) -> None:
     """Attend causally from the last query_lens tokens of each row's context."""
-    config = config or CONFIG
-    num_rows, group = slots.shape[0], q.shape[1] // k_cache.shape[2]
-    assert k_cache.shape[1] % config.tile == 0
-    assert window is None
-    assert k_cache.stride(0) % k_cache.stride(1) == 0
-    shape = kernel_shape(q, k_cache, v_cache, block_table, out, window)
-    num_tiles = triton.cdiv(max_query_len, config.lines // group)
+    num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
+    block_stride, key_stride = cache.k.stride()[:2]
+    assert cache.k.shape[1] % config.tile == 0
+    assert block_stride % key_stride == 0
+    shape = kernel_shape(q, cache, out, window=None)
+    num_tiles = triton.cdiv(rows.max_query_len, config.q_rows * num_kv_heads // q.shape[1])
     if num_rows * num_tiles == 0:
         return
-    columns = slots, context_lens, query_starts, query_lens
-    _prefill_kernel[num_rows * k_cache.shape[2], num_tiles](
-        *(q, describe(k_cache, config.tile), describe(v_cache, config.tile), block_table),
-        *(*columns, out, scale * LOG2_E, q.stride(0), block_table.stride(0)),
-        k_cache.stride(0) // k_cache.stride(1),
+    _prefill_kernel[num_rows * num_kv_heads, num_tiles](
+        *(q, describe(cache.k, config.tile), describe(cache.v, config.tile), cache.block_table),
+        *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens),
+        *(out, scale * LOG2_E, q.stride(0), cache.block_table.stride(0)),
+        block_stride // key_stride,
         **{name: shape[name] for name in ("GROUP", "KV_HEADS", "HEAD_DIM", "BLOCK_SIZE")},
-        LINES=config.lines,
+        Q_ROWS=config.q_rows,
         TILE=config.tile,
         PAIRS=config.pairs,
         num_warps=config.num_warps,
@@ -105,12 +99,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """Some queries of one row over all their keys, for the heads of one kv head."""
-    most_queries: tl.constexpr = LINES // GROUP
+    most_queries: tl.constexpr = Q_ROWS // GROUP
     row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if skipped >= num_queries:
@@ -121,16 +115,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     token = tl.load(query_starts + row).to(tl.int64) + skipped
     blocks = block_table + tl.load(slots + row).to(tl.int64) * table_stride
     dims = tl.arange(0, HEAD_DIM)
-    queries, heads, is_line = find_lines(kv_head, num_queries - skipped, most_queries, GROUP, LINES)
+    queries, heads, is_row = find_rows(kv_head, num_queries - skipped, GROUP, Q_ROWS)
     q = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
-    q_tile = tl.load(q, mask=is_line[:, None], other=0.0)
+    q_tile = tl.load(q, mask=is_row[:, None], other=0.0)
     positions = lowest + queries
-    acc, line_sum = _attend(
+    softmax = _attend(
         *(q_tile, k_rows, v_rows, blocks, kv_head * HEAD_DIM, positions, lowest, highest, length),
-        *(block_stride, scale, HEAD_DIM, BLOCK_SIZE, LINES, TILE),
+        *(block_stride, scale, HEAD_DIM, BLOCK_SIZE, Q_ROWS, TILE),
     )
-    out_lines = (token + queries) * (KV_HEADS * GROUP) + heads
-    store_softmax(out, out_lines, dims, acc, line_sum, is_line[:, None], HEAD_DIM)
+    out_rows = (token + queries) * (KV_HEADS * GROUP) + heads
+    store_softmax(out, None, out_rows, dims, softmax, is_row, HEAD_DIM, 1)
 
 
 @triton.jit
@@ -148,14 +142,14 @@ def _attend(  # type: ignore[no-untyped-def]
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LINES: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the weighted sums of values, and the sums of weights, of queries at some positions.
+    """Return the softmax of queries at some positions, as `begin_softmax` does.
 
     Their head begins at a column of the cache; the positions are from lowest to highest.
     """
-    acc, line_max, line_sum = begin_softmax(LINES, HEAD_DIM)
+    acc, row_max, row_sum = begin_softmax(Q_ROWS, HEAD_DIM)
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
     scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
@@ -167,7 +161,7 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = _hide_later(scores, tile_start + offsets, positions)
         later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
-        weights, alpha, line_max, line_sum = weigh(scores, line_max, line_sum, scale)
+        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
         cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
@@ -175,11 +169,11 @@ def _attend(  # type: ignore[no-untyped-def]
         block_id = later_id
     if whole <= highest:
         scores = _hide_later(scores, whole + offsets, positions)
-        weights, alpha, line_max, line_sum = weigh(scores, line_max, line_sum, scale)
+        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])
         v = tl.where((whole + offsets < length)[:, None], v, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
-    return acc, line_sum
+    return acc, row_max, row_sum
 
 
 @triton.jit

@@ -79,12 +79,16 @@ def serve() -> None:
         print(flush=True)
 
 
-def compile_kernel(module: str, name: str, target: list[Any], specialization: str) -> None:
+def compile_kernel(
+    module: str, name: str, key: str, target: list[Any], specialization: str
+) -> None:
     """Compile a kernel for a device that need not be here, from what Triton tells its hooks.
 
-    This is `JITFunction.preload`, which needs the device.
+    This is `JITFunction.preload`, which needs the device. The key under which Triton caches what it
+    compiles depends on which keys it computed before, so it comes from where the launch will be.
     """
     kernel, asked = getattr(importlib.import_module(module), name), json.loads(specialization)
+    kernel.hash = key
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {key: _tuples(value) for key, value in asked["signature"].items()},
@@ -140,7 +144,8 @@ def _collect(work: Callable[[], object], kernels: Kernels) -> None:
         specialization = compile["specialization_data"]
         if specialization not in seen:
             seen.add(specialization)
-            kernels.put(json.dumps([fn.module, fn.name, target, specialization]))
+            key = fn.jit_function.cache_key
+            kernels.put(json.dumps([fn.module, fn.name, key, target, specialization]))
         return True  # do not compile, and hence do not launch
 
     before = knobs.runtime.jit_cache_hook

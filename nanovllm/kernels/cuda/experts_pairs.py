@@ -33,7 +33,8 @@ def route(
     The norm of x, where it is given, is written to normed.
     """
     num_tokens, num_experts = logits.shape
-    ids, ranks = torch.empty(2, num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
+    ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
+    ranks = torch.empty_like(ids)  # not behind ids: every alignment would be another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
     dim = 1 if x is None else x.shape[1]
     if num_tokens == 0:

@@ -17,6 +17,7 @@ from nanovllm import sampling_params
 from nanovllm.kernels import torch_sampling
 from nanovllm.kernels.cuda.sampling_cutoff import (
     CAPACITY,
+    COLUMNS,
     GROUP_SIZE,
     LOG2_E,
     find_floors,
@@ -116,7 +117,7 @@ def sample_tokens(
     _draw_kernel[(num_rows, split.num_splits)](
         *(workspace.scores, workspace.ids, logits, logits.stride(0), slots, context_lens),
         *(columns.temperature, columns.min_p, columns.seed),
-        workspace.peaks if has_min_p else None,
+        workspace.peaks if has_min_p or has_top else None,
         workspace.floors if has_top else None,
         *(vocab_size, split.num_tiles, split.num_splits),
         **sizes,
@@ -150,7 +151,7 @@ def advance(out: Tensor, slots: Tensor, tokens: Tensor, lengths: Tensor) -> None
         )
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_splits"])
+@triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
 def _draw_kernel(  # type: ignore[no-untyped-def]
     scores,
     best_ids,
@@ -211,7 +212,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     tl.store(best_ids + offset, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=COLUMNS)
 def _combine_kernel(  # type: ignore[no-untyped-def]
     out,
     scores,
@@ -241,7 +242,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         _append(token, tl.load(slots + row), row >= 0, tokens, lengths, stride, num_slots, width)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=COLUMNS)
 def _advance_kernel(  # type: ignore[no-untyped-def]
     out, slots, tokens, stride, lengths, num_rows, num_slots, width, BLOCK: tl.constexpr
 ):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.torch_sampling import SamplingColumns
 
 GROUP_SIZE = 32  # neighbouring ids whose largest logit helps to choose the candidates
+COLUMNS = ("slots", "context_lens")  # which may begin anywhere in an upload
 CAPACITY = 4096  # candidates of a row
 NUM_WANTED = 2048  # of them: what is left is room for ties and for groups that hold several
 # Bits of a float32 that can differ between two logits, rounded up to whole base-4 digits.
@@ -125,7 +126,7 @@ def _peaks_kernel(  # type: ignore[no-untyped-def]
     tl.store(peaks + row * MAX_SPLITS + split, tl.max(peak, 0))
 
 
-@triton.jit(do_not_specialize=["num_wanted"])
+@triton.jit(do_not_specialize=["num_wanted"], do_not_specialize_on_alignment=COLUMNS)
 def _pivot_kernel(  # type: ignore[no-untyped-def]
     pivots,
     num_candidates,
@@ -158,7 +159,7 @@ def _pivot_kernel(  # type: ignore[no-untyped-def]
         tl.store(pivots + row, tl.maximum(pivot, _lowest(tl.max(peaks, 0), row_temperature)))
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_splits"])
+@triton.jit(do_not_specialize=["num_tiles", "num_splits"], do_not_specialize_on_alignment=COLUMNS)
 def _gather_kernel(  # type: ignore[no-untyped-def]
     candidates,
     num_candidates,
@@ -205,7 +206,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
                 offset += (value >= pivot).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=COLUMNS)
 def _floor_kernel(  # type: ignore[no-untyped-def]
     floors,
     candidates,

@@ -50,7 +50,7 @@ class ReferenceChunks(SdpaAttention):
     """The attention kernels' reference over the rows of a chunk, padding and all."""
 
     def chunk_plan(
-        self, block_table: Tensor, singles: Tensor, prompts: Tensor, *limits: int
+        self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
     ) -> ChunkRows:
         return ChunkRows(block_table, singles, prompts)
 
@@ -155,7 +155,7 @@ def test_padded_steps_equal_transformers(
         platform: Any = GraphedPlatform()
         attention: Any = eager.attention
         with torch.inference_mode():
-            chunks = GraphedChunks(eager, attention, platform, max_tokens, 128)
+            chunks = GraphedChunks(eager, attention, platform, max_tokens)
             for size in chunks.sizes[::-1]:
                 chunks.graph(size)
         num_chunks = 0

@@ -9,9 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.cuda.attention_decode import choose_splits, decode_config, paged_decode
+from nanovllm.kernels.cuda.attention_decode import (
+    SingleRows,
+    choose_splits,
+    decode_config,
+    paged_decode,
+)
 from nanovllm.kernels.cuda.attention_prefill import choose_prefill_splits, prefill_config
-from nanovllm.kernels.cuda.attention_splits import partial_size
 from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
@@ -56,19 +60,14 @@ def test_splits_of_a_few_queries() -> None:
     assert [splits(32, n) for n in (100, 1000, 4096)] == [1, 4, 16]
 
 
-def test_only_splits_need_a_workspace() -> None:
-    assert partial_size(256, 16, 128, 1) == 0
-    assert partial_size(2, 16, 128, 4) == 2 * 16 * 4 * 130
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
 def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> None:
     decode = decode_config(head_dim, dtype)
     sizes = [decode.tile, decode.num_warps]
-    for num_lines in (1, 16, 17, 64, 65, 100_000):
-        prefill = prefill_config(head_dim, dtype, num_lines)
-        sizes += [prefill.lines, prefill.tile, prefill.num_warps]
+    for num_q_rows in (1, 64, 65, 100_000):
+        prefill = prefill_config(head_dim, dtype, num_q_rows)
+        sizes += [prefill.q_rows, prefill.tile, prefill.num_warps]
     assert all(size & (size - 1) == 0 for size in sizes)
     assert decode.min_split % decode.tile == 0
 
@@ -122,13 +121,10 @@ def test_a_graph_reads_lengths_and_blocks_on_the_device(num_splits: int) -> None
     rows = ((700, 1), (0, 0), (0, 1), (63, 1), (300, 1))
     case = cases.Case(rows, head_dim=128, dtype=torch.bfloat16)
     step = cases.make_step(case, "cuda")
-    num_heads, head_dim = step.q.shape[1:]
-    partial = torch.empty(partial_size(len(rows), num_heads, head_dim, num_splits), device="cuda")
-    tables = step.q, step.k_cache, step.v_cache, step.block_table, step.slots
-    columns = step.context_lens, step.query_starts, step.out
+    singles = SingleRows(step.slots, step.context_lens, step.query_starts)
 
     def attend() -> None:
-        paged_decode(*tables, *columns, step.scale, None, num_splits, partial)
+        paged_decode(step.q, step.cache, singles, step.out, step.scale, None, num_splits)
 
     lengths = step.context_lens.clone()
     step.context_lens.zero_()

@@ -35,9 +35,11 @@ ADVANCE = {  # what Triton tells of a launch of the kernel that advances the tab
 def launch(specialization: dict[str, Any]) -> bool | None:
     """Tell the hook what Triton tells it; True: nothing is compiled or launched."""
     hook: Any = knobs.runtime.jit_cache_hook
-    name, module = sampling._advance_kernel.fn.__qualname__, sampling.__name__
+    kernel = sampling._advance_kernel
+    name, module = kernel.fn.__qualname__, sampling.__name__
+    fn = SimpleNamespace(module=module, name=name, jit_function=kernel)
     told = {"specialization_data": json.dumps(specialization)}
-    is_left_out: bool | None = hook(fn=SimpleNamespace(module=module, name=name), compile=told)
+    is_left_out: bool | None = hook(fn=fn, compile=told)
     return is_left_out
 
 
@@ -63,6 +65,20 @@ def test_what_work_would_launch_is_compiled_once(cache: Path) -> None:
     assert told == [True, True, True, False]
     assert [path.name for path in cache.rglob("*.cubin")] == ["_advance_kernel.cubin"]
     assert knobs.runtime.jit_cache_hook is None
+
+
+def test_kernels_are_found_by_the_key_of_this_process(cache: Path, monkeypatch: Any) -> None:
+    """Which differs from the other process's if Triton computed keys in another order there."""
+    monkeypatch.setattr(sampling._advance_kernel, "hash", "another key")
+    compile_ahead.compile_ahead(lambda: launch(ADVANCE), num_processes=1)
+    hits = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)
+    )
+    for key in ("another key", "a third"):
+        told = [sampling.__name__, "_advance_kernel", key, ["cuda", 90, 32], json.dumps(ADVANCE)]
+        compile_ahead.compile_kernel(*told)
+    assert hits == [True, False]
 
 
 def test_a_process_that_fails_holds_nobody_up(cache: Path, capfd: Any) -> None:

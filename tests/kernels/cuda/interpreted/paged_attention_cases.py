@@ -11,15 +11,24 @@ import random
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.attention_decode import DecodeConfig, paged_decode
-from nanovllm.kernels.cuda.attention_prefill import PrefillConfig, attend_shared, paged_prefill
-from nanovllm.kernels.cuda.attention_splits import partial_size
-from nanovllm.kernels.cuda.attention_tma import tma_prefill
+from nanovllm.kernels.cuda.attention_decode import (
+    DecodeConfig,
+    SharedPart,
+    SingleRows,
+    paged_decode,
+)
+from nanovllm.kernels.cuda.attention_prefill import (
+    PrefillConfig,
+    PrefillRows,
+    attend_shared,
+    paged_prefill,
+)
+from nanovllm.kernels.cuda.attention_tiles import PagedCache
+from nanovllm.kernels.cuda.attention_tma import CONFIG, tma_prefill
 from nanovllm.kernels.torch_ops import reference_attention
 
 KINDS = ("decode", "prefill", "tma", "shared")
@@ -64,6 +73,10 @@ class Step:
     context_lens: Tensor
     out: Tensor
     scale: float
+
+    @property
+    def cache(self) -> PagedCache:
+        return PagedCache(self.k_cache, self.v_cache, self.block_table)
 
 
 def make_step(case: Case, device: str) -> Step:
@@ -134,44 +147,32 @@ def share(case: Case, step: Step) -> tuple[Tensor, Tensor, Tensor]:
 
 def run_shared(case: Case, step: Step) -> None:
     assert case.config is None or isinstance(case.config, PrefillConfig)
-    tables = step.q, step.k_cache, step.v_cache, step.block_table
     groups, members, lens = share(case, step)
-    num_rows, num_heads, head_dim = len(case.rows), *step.q.shape[1:]
-    sizes = num_rows * num_heads * (head_dim + 2), partial_size(*step.q.shape, case.num_splits)
-    begun, partial = (torch.full((size,), math.nan, device=step.q.device) for size in sizes)
-    attend_shared(*tables, groups, members, begun, step.scale, case.config)
-    paged_decode(
-        *(*tables, step.slots, step.context_lens, None, step.out, step.scale, None),
-        *(case.num_splits, partial, None, lens, begun),
-    )
+    parts = attend_shared(step.q, step.cache, groups, members, step.scale, case.config)
+    rows = SingleRows(step.slots, step.context_lens)
+    shared = SharedPart(lens, parts)
+    paged_decode(step.q, step.cache, rows, step.out, step.scale, None, case.num_splits, shared)
 
 
 def run(case: Case, step: Step, kind: str) -> None:
-    tables = step.q, step.k_cache, step.v_cache, step.block_table, step.slots
     if kind == "shared":
         run_shared(case, step)
-        return
-    if kind != "decode":
+    elif kind == "decode":
+        assert case.config is None or isinstance(case.config, DecodeConfig)
+        longest_first = step.context_lens.argsort(descending=True).int()
+        order = longest_first if case.is_ordered else None
+        singles = SingleRows(step.slots, step.context_lens, step.query_starts, order)
+        options = case.window, case.num_splits, None, case.config
+        paged_decode(step.q, step.cache, singles, step.out, step.scale, *options)
+    else:
         assert case.config is None or isinstance(case.config, PrefillConfig)
         lens = step.query_starts, step.query_lens, step.context_lens
-        longest = max(count for _, count in case.rows)
-        attend: Any = tma_prefill if kind == "tma" else paged_prefill
-        tail = step.out, step.scale, case.window
-        splits = {} if kind == "tma" else {"num_splits": case.num_splits}
-        attend(*tables, *lens, longest, *tail, **splits, config=case.config)
-        return
-    assert case.config is None or isinstance(case.config, DecodeConfig)
-    size = partial_size(len(case.rows), *step.q.shape[1:], case.num_splits)
-    partial = torch.full((size,), math.nan, device=step.q.device)
-    longest_first = step.context_lens.argsort(descending=True).int()
-    paged_decode(
-        *tables,
-        *(step.context_lens, step.query_starts, step.out, step.scale, case.window),
-        case.num_splits,
-        partial if size else None,
-        order=longest_first if case.is_ordered else None,
-        config=case.config,
-    )
+        rows = PrefillRows(step.slots, *lens, max(count for _, count in case.rows))
+        tensors = step.q, step.cache, rows, step.out
+        if kind == "tma":
+            tma_prefill(*tensors, step.scale, case.config or CONFIG)
+        else:
+            paged_prefill(*tensors, step.scale, case.window, case.num_splits, case.config)
 
 
 def check(case: Case, step: Step, kind: str) -> None:
@@ -205,14 +206,14 @@ class Limits:
 
     num_rows: int
     stretch: int  # lengths are multiplied by up to this
-    num_lines: int  # queries x heads of a prefill row
+    num_q_rows: int  # queries x heads of a prefill row
     num_kv_heads: int
     num_splits: tuple[int, ...]
 
 
-SMALL = Limits(num_rows=3, stretch=1, num_lines=100, num_kv_heads=2, num_splits=(1, 1, 2, 3, 8))
+SMALL = Limits(num_rows=3, stretch=1, num_q_rows=100, num_kv_heads=2, num_splits=(1, 1, 2, 4, 8))
 LARGE = Limits(
-    num_rows=9, stretch=8, num_lines=3000, num_kv_heads=4, num_splits=(1, 2, 3, 8, 16, 32)
+    num_rows=9, stretch=8, num_q_rows=3000, num_kv_heads=4, num_splits=(1, 2, 4, 8, 16, 32)
 )
 
 
@@ -242,12 +243,11 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
 
 
 def as_prefill(case: Case, seed: int) -> Case:
-    """Splits of 32 keys; their number is a power of two."""
+    """Splits of 32 keys."""
     config = PrefillConfig((16, 32)[seed % 4 // 2], 32, num_warps=4, num_stages=2, min_split=32)
-    num_splits = 1 << (case.num_splits.bit_length() - 1)
-    if num_splits == 1 or seed % 2:
+    if case.num_splits == 1 or seed % 2:
         return replace(case, num_splits=1)
-    return replace(case, num_splits=num_splits, config=config)
+    return replace(case, config=config)
 
 
 def as_shared(case: Case, seed: int) -> Case:
@@ -269,7 +269,7 @@ def draw_row(draw: random.Random, kind: str, limits: Limits, group: int) -> tupl
     if kind in ("decode", "shared"):
         return length - 1, 1
     count = draw.choice((1, length, draw.randint(1, length)))
-    count = min(count, -(-limits.num_lines // group))
+    count = min(count, -(-limits.num_q_rows // group))
     return length - count, count
 
 
@@ -283,7 +283,7 @@ def edge_cases(kind: str) -> list[Case]:
             replace(whole, block_size=16),
             replace(whole, block_size=48, num_splits=4, config=tiny),
             replace(whole, block_size=48, num_splits=2, config=wide, window=33),
-            replace(whole, dtype=torch.float16, num_splits=5),
+            replace(whole, dtype=torch.float16, num_splits=8),
             Case(((600, 1),), num_splits=32),
             Case(((0, 0),) * 3, num_splits=4),
             Case(((0, 0), (0, 1))),
@@ -291,7 +291,7 @@ def edge_cases(kind: str) -> list[Case]:
     if kind == "shared":
         rows = (*((length - 1, 1) for length in EDGES[::2]), (0, 0))
         several = Case(rows, num_kv_heads=1, block_size=16, num_shared=2)
-        small = PrefillConfig(lines=16, tile=16, num_warps=4, num_stages=2, pairs=1)
+        small = PrefillConfig(q_rows=16, tile=16, num_warps=4, num_stages=2, pairs=1)
         return [
             several,
             replace(several, block_size=48, num_splits=4),
@@ -301,7 +301,7 @@ def edge_cases(kind: str) -> list[Case]:
     chunks = Case(((0, 33), (31, 1), (17, 30), (0, 0), (64, 2), (0, 16)))
     if kind == "tma":
         half = replace(chunks, dtype=torch.float16, block_size=64)
-        narrow = PrefillConfig(lines=16, tile=16, num_warps=4, num_stages=2, pairs=3)
+        narrow = PrefillConfig(q_rows=16, tile=16, num_warps=4, num_stages=2, pairs=3)
         return [
             half,
             replace(half, config=narrow, block_size=16),
@@ -310,8 +310,8 @@ def edge_cases(kind: str) -> list[Case]:
             Case(((0, 64), (64, 64), (0, 65), (63, 66)), dtype=torch.float16, block_size=64),
             Case(((0, 0),) * 2, dtype=torch.float16, block_size=64),
         ]
-    small = PrefillConfig(lines=16, tile=16, num_warps=2, num_stages=2, pairs=3)
-    wide = PrefillConfig(lines=64, tile=64, num_warps=4, num_stages=2, pairs=1)
+    small = PrefillConfig(q_rows=16, tile=16, num_warps=2, num_stages=2, pairs=3)
+    wide = PrefillConfig(q_rows=64, tile=64, num_warps=4, num_stages=2, pairs=1)
     return [
         replace(chunks, config=small),
         replace(chunks, config=small, window=5, group=3, block_size=48),
@@ -319,7 +319,7 @@ def edge_cases(kind: str) -> list[Case]:
         replace(chunks, config=wide, dtype=torch.float16, group=7),
         replace(chunks, config=small, num_kv_heads=1, group=20),
         # The last tile of a program's keys is all there, but its queries see only a part of it.
-        Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, lines=16), is_nan=True),
+        Case(((0, 70), (40, 90)), block_size=16, config=replace(wide, q_rows=16), is_nan=True),
         Case(((0, 0),) * 2),
         replace(chunks, config=replace(small, min_split=16), num_splits=4, block_size=16),
         replace(chunks, config=replace(small, min_split=32), num_splits=2, window=40, group=3),

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda import sampling
+from nanovllm.kernels import torch_sampling
+from nanovllm.kernels.cuda import logprobs, sampling
 from nanovllm.kernels.cuda.sampling import (
     SamplingWorkspace,
     Split,
@@ -319,6 +320,22 @@ def check_no_rows(device: str) -> None:
 
 
 FLOAT16, FLOAT32 = torch.float16, torch.float32
+
+
+def check_logprobs(vocab_size: int, num_best: int, dtype: torch.dtype, device: str) -> None:
+    """Some logits are minus infinity, also all those of a block."""
+    logits = KINDS["usual"](5, vocab_size).to(dtype).to(device)
+    logits[1, 4096:8200] = logits[2, ::3] = -torch.inf
+    tokens = torch.tensor([0, 1, vocab_size - 1, 7, 2], dtype=torch.int32, device=device)
+    ids, values, ranks = logprobs.token_logprobs(logits, tokens, num_best)
+    _, right, right_ranks = torch_sampling.token_logprobs(logits, tokens, num_best)
+    torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
+    assert ranks.tolist() == right_ranks.tolist()
+    own = logits.double().log_softmax(-1).gather(1, ids.long())
+    torch.testing.assert_close(values.double(), own, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == len(row) for row in ids[:, 1:].tolist())
+
+
 CASES: list[partial[None]] = [
     *(
         partial(check_kind, kind, 1000, 5, FLOAT32 if i % 2 else FLOAT16, "cpu")
@@ -338,6 +355,9 @@ CASES: list[partial[None]] = [
     partial(check_advance, "cpu"),
     partial(check_sampled_tokens_are_appended, "cpu"),
     partial(check_no_rows, "cpu"),
+    partial(check_logprobs, 9001, 5, FLOAT32, "cpu"),
+    partial(check_logprobs, 9001, 0, FLOAT16, "cpu"),
+    partial(check_logprobs, 160, 20, torch.bfloat16, "cpu"),
 ]
 LONG_CASES: list[partial[None]] = [
     partial(check_both_searches, torch.bfloat16, "cpu"),

@@ -1,0 +1,81 @@
+"""Log-probabilities of tokens on CUDA: one pass over the logits finds nearly all they need."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # logits of a program
+GROUP_SIZE = 32  # neighbouring ids of which the largest logit is noted
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what torch_sampling.token_logprobs does."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    num_blocks, num_groups = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, GROUP_SIZE)
+    maxima, sums, counts = logits.new_empty(3, num_rows, num_blocks, dtype=torch.float32)
+    peaks = logits.new_empty(num_rows, num_groups, dtype=torch.float32)
+    if num_rows > 0:
+        _blocks_kernel[num_rows, num_blocks](
+            *(maxima, sums, counts, peaks, logits, logits.stride(0), tokens, vocab_size),
+            *(num_groups, GROUP_SIZE, BLOCK),
+            num_warps=8,
+        )
+    highest = maxima.amax(-1, keepdim=True)
+    total = highest + (sums * (maxima - highest).exp()).sum(-1, keepdim=True).log()
+    best = _best_ids(logits, peaks, min(num_best, vocab_size))
+    ids = torch.cat((tokens.long()[:, None], best), 1)
+    values = logits.gather(1, ids).float() - total
+    return ids.int(), values, counts.sum(-1).int() + 1
+
+
+def _best_ids(logits: Tensor, peaks: Tensor, num_best: int) -> Tensor:
+    """Return the ids of each row's largest logits, the largest first.
+
+    They are all in as many groups, those with the largest logits.
+    """
+    num_rows, vocab_size = logits.shape
+    if peaks.shape[1] <= num_best:
+        return logits.topk(num_best).indices
+    groups = peaks.topk(num_best, sorted=False).indices
+    members = torch.arange(GROUP_SIZE, device=logits.device)
+    ids = (groups[:, :, None] * GROUP_SIZE + members).view(num_rows, -1)
+    values = logits.gather(1, ids.clamp(max=vocab_size - 1))
+    values = values.masked_fill_(ids >= vocab_size, -torch.inf)
+    return ids.gather(1, values.topk(num_best).indices)
+
+
+@triton.jit
+def _blocks_kernel(  # type: ignore[no-untyped-def]
+    maxima,
+    sums,
+    counts,
+    peaks,
+    logits,
+    stride,
+    tokens,
+    vocab_size,
+    num_groups,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a block of a row: the largest logit, the sum of what softmax makes of all relative to it,
+    how many are larger than the row's token's, and the largest of every group."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * stride
+    own = tl.load(logits + tl.load(tokens + row)).to(tl.float32)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    highest = tl.max(values, 0)
+    weights = tl.exp(values - tl.where(highest == -float("inf"), 0.0, highest))
+    index = row * tl.num_programs(1) + block
+    tl.store(maxima + index, highest)
+    tl.store(sums + index, tl.sum(weights, 0))
+    tl.store(counts + index, tl.sum((values > own).to(tl.float32), 0))
+    NUM_GROUPS: tl.constexpr = BLOCK // GROUP_SIZE
+    groups = block * NUM_GROUPS + tl.arange(0, NUM_GROUPS)
+    group_peaks = tl.max(tl.reshape(values, (NUM_GROUPS, GROUP_SIZE)), 1)
+    tl.store(peaks + row * num_groups + groups, group_peaks, mask=groups < num_groups)

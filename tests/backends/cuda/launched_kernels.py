@@ -1,0 +1,97 @@
+"""What engines would launch, on a CPU: nothing that was not to be compiled ahead.
+
+    python -m tests.backends.cuda.launched_kernels
+
+Every launch is noted and left out, so the answers are garbage; what is launched does not depend on
+them. A process of its own, since Triton keeps what it was told of the device.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cuda.backend import CudaBackend
+from nanovllm.kernels.cuda.ops import TritonOps
+from tests.backends.cuda.interpreted_engine import interpreted
+from tests.checkpoints import shared_checkpoint
+
+OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512}
+
+
+class NoDevice:
+    """As much of a driver as Triton needs to know what it would compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Launches:
+    """Notes kernels, those of the steps that are to be compiled ahead apart."""
+
+    def __init__(self) -> None:
+        self.ahead: set[tuple[str, str]] = set()
+        self.own: set[tuple[str, str]] = set()
+        self.noted = self.own
+
+    def note(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        self.noted.add((fn.name, compile["specialization_data"]))
+        return True
+
+    def compile_ahead(self, backend: CudaBackend, largest_step: Callable[[], Any]) -> None:
+        self.noted = self.ahead
+        backend._every_step(largest_step())
+        self.noted = self.own
+
+
+def check(path: Path, **options: Any) -> None:
+    """Many short prompts, and prompts of all lengths, some beside answers."""
+    launches, rng = Launches(), random.Random(0)
+    with (
+        interpreted(),
+        mock.patch.object(knobs.runtime, "jit_cache_hook", launches.note),
+        mock.patch.object(
+            CudaBackend, "compile_ahead", lambda *args: launches.compile_ahead(*args)
+        ),
+        mock.patch.object(TritonOps, "pack_step", return_value=None),
+        LLM(path, **OPTIONS, **options) as llm,
+    ):
+        for longest in (3, 9, 100, 500):
+            prompts = [[1] * rng.randint(1, longest) for _ in range(45)]
+            kinds = [
+                {"max_tokens": rng.randint(1, 5), "top_p": rng.choice((1.0, 0.9))} for _ in prompts
+            ]
+            params = [SamplingParams(ignore_eos=True, **kind) for kind in kinds]
+            llm.generate(prompts, params, use_tqdm=False)
+    assert len(launches.own) > 20
+    assert sorted(name for name, _ in launches.own - launches.ahead) == []
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    driver.set_active(NoDevice())
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in ("qwen3", "qwen3-moe", "gemma3"):
+            path = shared_checkpoint(Path(folder), variant).path
+            check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
+        check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
+
+
+if __name__ == "__main__":
+    main()
