@@ -233,6 +233,27 @@ print(planner.schedule().counts.tolist())
     assert run_script(script) == "[3]\n"
 
 
+def test_a_server_is_made_without_torch() -> None:
+    script = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from nanovllm.server import run
+print(run.make_server.__name__)
+"""
+    assert run_script(script) == "make_server\n"
+
+
+def test_the_engine_needs_no_server() -> None:
+    script = """
+import sys
+sys.modules.update(dict.fromkeys(["fastapi", "uvicorn", "prometheus_client", "pydantic", "yaml"]))
+from nanovllm import LLM, AsyncLLM
+from nanovllm.cli import parse
+print(parse(["serve"]).port)
+"""
+    assert run_script(script) == "8000\n"
+
+
 def test_nothing_happens_at_import() -> None:
     script = """
 import logging, os, signal, torch
