@@ -15,13 +15,16 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 	--target-processes all --padding 512
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow endurance test-gpu sanitize report lint format lock clean
+.PHONY: help demo serve test test-slow endurance test-gpu sanitize report lint format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## Answer a batch of prompts with the default model
 	$(BIN)/python example.py
+
+serve: $(VENV)/.installed ## Answer requests over HTTP with the default model
+	$(BIN)/nanovllm serve
 
 test: lint ## Lint, type-check and run the tests (all but gpu and slow)
 	$(BIN)/python -m pytest -m "not gpu and not slow" $(IN_PROCESSES)

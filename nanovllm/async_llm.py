@@ -48,6 +48,7 @@ class AsyncLLM:
         try:
             found = self._core.wait_until_found()
             self.config, self.model_config = found.config, found.model_config
+            self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
             ready = self._core.wait_until_ready()
         except BaseException:
@@ -162,6 +163,8 @@ class AsyncLLM:
         assert update.stats is not None
         self.stats = update.stats
         with self._lock:
+            if not self._streams:  # an idle core may say so before there is a front
+                return
             output = self.front.collect(update.step, self._finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
             whole = [

@@ -9,6 +9,7 @@ from typing import Literal
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.validation import check_types
 
+WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size")
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")

@@ -52,6 +52,7 @@ class RequestOutput(Mapping[str, Any]):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
     pooled: list[float] | None = None  # what `LLM.embed` makes an embedding of
+    queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 when there was none
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)

@@ -69,7 +69,8 @@ BESIDE = {
     "grammar": ((), "worker.tables"),
     "serving": ((), "engine.core"),
     "server.parsing": (("errors",), "server"),
-    "__init__": (("llm", "outputs", "sampling_params", "errors"), "cli"),  # cli prints __version__
+    # Whose __version__ is told.
+    "__init__": (("llm", "outputs", "sampling_params", "errors"), "server"),
 }
 # What runs where neither of these is installed.
 PARSING = tuple(

@@ -137,6 +137,7 @@ class EngineCore:
             seq.output_token_ids,
             seq.finish_reason,
             seq.num_cached,
+            seq.start_time,
             seq.first_token_time,
             time.perf_counter(),
             list(seq.prompt_logprobs),  # a step in flight may still add to them

@@ -229,6 +229,7 @@ class Front:
             token_ids=best.token_ids,
             finish_reason=best.finish_reason,
             num_cached_tokens=own.num_cached_tokens,
+            queue_time=max(own.start_time - request.arrival_time, 0.0),
             time_to_first_token=max(own.first_token_time - request.arrival_time, 0.0),
             duration=ending.end_time - request.arrival_time,
             error=(broken[0].error or why_broken(request)) if broken else None,

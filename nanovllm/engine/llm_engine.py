@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import FoundModel, make_front
@@ -183,5 +183,6 @@ def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineCo
     limit = model_config.max_position_embeddings
     if config.max_model_len <= limit:
         return config
-    logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+    if config.max_model_len != WHOLE_CONTEXT:
+        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
     return replace(config, max_model_len=limit)

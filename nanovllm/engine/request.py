@@ -69,6 +69,7 @@ class Ending:
     token_ids: list[int]
     finish_reason: FinishReason
     num_cached_tokens: int
+    start_time: float  # of its first step; 0.0 when there was none
     first_token_time: float  # 0.0 when there was no token
     end_time: float
     prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, if asked for

@@ -223,6 +223,7 @@ class Scheduler:
 
     def _enter_running(self, seq: Sequence, draft: _Draft) -> None:
         seq.slot = self._free_slots.pop()
+        seq.start_time = seq.start_time or time.perf_counter()
         is_last = not self.running or seq.priority >= self._last_running.priority
         self.running[seq.seq_id] = seq
         if not is_last:

@@ -37,6 +37,7 @@ class Sequence:
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None  # of a processor of its own
+    start_time: float = 0.0  # of its first step
     first_token_time: float = 0.0
     newest_logprobs: TokenLogprobs | None = None  # of its newest token, if it asks for them
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all but its first token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar
 
 from nanovllm.errors import ConfigError
@@ -80,6 +80,14 @@ class ReasoningFormat(Format):
 class Formats:
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
+
+    def markup(self) -> str:
+        """All that marks a call or reasoning."""
+        frames = self.tools.frames if self.tools is not None else ()
+        texts = [getattr(frame, field.name) for frame in frames for field in fields(frame)]
+        if self.reasoning is not None:
+            texts += [self.reasoning.begin, self.reasoning.end]
+        return "\n".join(filter(None, map(str, texts)))
 
 
 T = TypeVar("T", bound=Format)

@@ -1,0 +1,253 @@
+"""`nanovllm serve`: an HTTP server with the APIs of OpenAI and Anthropic, and vLLM's flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
+from nanovllm.cli.options import HELP_FORMAT, at_least
+from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
+from nanovllm.errors import ConfigError
+
+DESCRIPTION = """\
+Answer requests over HTTP, many at once: OpenAI's API (chat completions, completions, responses,
+embeddings) and Anthropic's messages. Flags have the names that they have in vLLM."""
+
+EXAMPLES = """\
+examples:
+  nanovllm serve
+  nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
+  nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
+  nanovllm serve --config server.yaml"""
+
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP",
+        usage="nanovllm serve [MODEL] [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=HELP_FORMAT,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model_tag", nargs="?", metavar="MODEL", help="as for --model")
+    add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
+    add("-v", "--verbose", action="store_true", help="log every request (default: at a terminal)")
+    _add_model_options(parser)
+    _add_engine_options(parser)
+    _add_api_options(parser)
+    _add_operating_options(parser)
+    add_foreign_flags(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_foreign_flags(args)
+    config = engine_config(args)
+    from nanovllm.async_llm import AsyncLLM
+    from nanovllm.server.options import ServerOptions
+    from nanovllm.server.run import listen, make_server
+
+    with listen(args.host, args.port) as listener:
+        llm = AsyncLLM(**asdict(config))
+        try:
+            options = ServerOptions(
+                model_names=tuple(args.served_model_name or [config.model]),
+                api_keys=tuple(args.api_key),
+                max_body_bytes=args.max_body_bytes,
+                max_queued_requests=args.max_queued_requests,
+                request_timeout=args.request_timeout,
+                shutdown_timeout=args.shutdown_timeout,
+                chat_template=_chat_template(args.chat_template),
+                tool_parser=args.tool_call_parser,
+                reasoning_parser=args.reasoning_parser,
+                sampling_defaults=_sampling_defaults(args.generation_config, llm.generation_config),
+                metrics_prefix=args.metrics_prefix,
+                root_path=args.root_path,
+            )
+            server = make_server(llm, options, args.ssl_keyfile, args.ssl_certfile)
+            scheme = "https" if args.ssl_certfile else "http"
+            host, port = listener.getsockname()[:2]
+            print(f"{options.model_names[0]} is at {scheme}://{host}:{port}/v1", file=sys.stderr)
+            server.run(sockets=[listener])
+        finally:
+            llm.close()
+    return 0
+
+
+def with_config_file(arguments: list[str]) -> list[str]:
+    """Put the options of a --config file before those of the command line, which then win."""
+    for position, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--config" and (equals or len(arguments) > position + 1):
+            path = value if equals else arguments[position + 1]
+            first = 2 if len(arguments) > 1 and not arguments[1].startswith("-") else 1
+            return [*arguments[:first], *_options_in_file(path), *arguments[first:]]
+    return arguments
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    if args.model_tag is not None and args.model is not None:
+        raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
+    names = (
+        *("revision", "dtype", "load_format", "max_model_len", "tensor_parallel_size", "seed"),
+        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "device"),
+        *("kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching", "enforce_eager"),
+        *("attention_backend", "target_inter_token_ms"),
+    )
+    model = args.model_tag or args.model or "smollm2"
+    return EngineConfig(model, **{name: getattr(args, name) for name in names})
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="a folder, a .gguf file, a hub id or a short name (default: smollm2)")
+    add("--revision", metavar="NAME", help="a branch, tag or commit of a model on the hub")
+    add("--dtype", type=_dtype, default="auto", help="float32, bfloat16, float16 or auto")
+    add("--load-format", default="auto", metavar="NAME", help="'dummy' makes random weights")
+    add(
+        "--max-model-len",
+        type=_length,
+        default=WHOLE_CONTEXT,
+        metavar="N",
+        help="longest prompt plus answer, in tokens, as in 32768 or 32k (default: the model's own)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of requests that have none of their own")
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what requests call the model; the first is shown in answers (default: MODEL)",
+    )
+    add(
+        "--chat-template", metavar="FILE", help="a Jinja file, or its text, in place of the model's"
+    )
+    add(
+        "--generation-config",
+        default="auto",
+        metavar="WHERE",
+        help="defaults for sampling: 'auto' for the model's own, 'vllm' for none, or a folder with "
+        "a generation_config.json (default: %(default)s)",
+    )
+    add("--tool-call-parser", metavar="NAME", help="how tool calls are written (default: by the "
+        "chat template)")  # fmt: skip
+    add("--reasoning-parser", metavar="NAME", help="how reasoning is written (default: likewise)")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--device", default="auto", help="cuda, cpu, or auto: what there is")
+    add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
+        help="devices to split the model over")  # fmt: skip
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
+        help="share of a GPU's memory to use (default: %(default)s)")  # fmt: skip
+    add("--max-num-seqs", type=at_least(1), default=512, metavar="N",
+        help="most answers under way at once; others wait (default: %(default)s)")  # fmt: skip
+    add("--max-num-batched-tokens", type=_length, default=16384, metavar="N",
+        help="most tokens in one step (default: %(default)s)")  # fmt: skip
+    add("--block-size", "--kvcache-block-size", dest="kvcache_block_size", type=int, default=64,
+        metavar="N", help="tokens of a block of the KV cache (default: %(default)s)")  # fmt: skip
+    add("--num-gpu-blocks-override", "--num-kvcache-blocks", dest="num_kvcache_blocks", type=int,
+        default=-1, metavar="N", help="blocks of the KV cache (default: by memory)")  # fmt: skip
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="compute what prompts share once (default: on)")  # fmt: skip
+    add("--enforce-eager", action="store_true", help="run without recorded steps or graphs")
+    add("--attention-backend", default="auto", metavar="NAME", help="auto: what is fastest")
+    add("--target-inter-token-ms", type=float, metavar="X",
+        help="read prompts in pieces, so that tokens come no more than this apart")  # fmt: skip
+
+
+def _add_api_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("network").add_argument
+    add("--host", default="127.0.0.1", help="0.0.0.0 for all of the machine (default: %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
+    add("--api-key", nargs="+", default=[], metavar="KEY", help="what clients must show, but for "
+        "/health and /ping (default: nothing)")  # fmt: skip
+    add("--root-path", default="", metavar="PATH", help="where a proxy shows this server")
+    add("--ssl-keyfile", metavar="FILE", help="with --ssl-certfile: serve HTTPS")
+    add("--ssl-certfile", metavar="FILE")
+
+
+def _add_operating_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("operation").add_argument
+    add("--max-body-bytes", type=at_least(1), default=32 * 2**20, metavar="N",
+        help="of a request (default: %(default)s)")  # fmt: skip
+    add("--max-queued-requests", type=at_least(1), default=2048, metavar="N",
+        help="that wait; more are refused with status 429 (default: %(default)s)")  # fmt: skip
+    add("--request-timeout", type=float, metavar="SECONDS", help="for a whole answer "
+        "(default: any time)")  # fmt: skip
+    add("--shutdown-timeout", type=float, default=10.0, metavar="SECONDS",
+        help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
+    add("--metrics-prefix", default="vllm:", metavar="TEXT",
+        help="of the names of metrics (default: %(default)s)")  # fmt: skip
+
+
+def _dtype(text: str) -> str:
+    name = DTYPE_NAMES.get(text, text)
+    if name not in ("auto", *DTYPES):
+        raise argparse.ArgumentTypeError(f"must be auto or one of {', '.join(DTYPES)}, got {text}")
+    return name
+
+
+def _length(text: str) -> int:
+    """As vLLM takes it: 1k is 1000 and 1K is 1024 tokens."""
+    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
+    if text == "auto":
+        return WHOLE_CONTEXT
+    if text[-1:] in factors:
+        return round(float(text[:-1]) * factors[text[-1]])
+    return int(text)
+
+
+def _chat_template(option: str | None) -> str | None:
+    """A file; or the template itself, which no file name looks like."""
+    if option is None or "{" in option:
+        return option
+    return _read(option)
+
+
+def _sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
+    if where == "vllm":
+        return {}
+    config = of_model
+    if where != "auto":
+        config = json.loads(_read(str(Path(where, "generation_config.json"))))
+    return {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
+
+
+def _options_in_file(path: str) -> list[str]:
+    import yaml
+
+    options = yaml.safe_load(_read(path))
+    if not isinstance(options, dict):
+        raise ConfigError(f"{path} must map options to values")
+    arguments = []
+    for name, value in options.items():
+        flag = f"--{str(name).replace('_', '-')}"
+        if value is False:
+            flag = flag.replace("--", "--no-", 1)
+        arguments.append(flag)
+        if not isinstance(value, bool):
+            values = value if isinstance(value, list) else [value]
+            arguments += [
+                json.dumps(each) if isinstance(each, dict) else str(each) for each in values
+            ]
+    return arguments
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

@@ -1,0 +1,152 @@
+"""The HTTP application: which path is answered by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import Response
+from starlette.types import ASGIApp
+
+from nanovllm import __version__
+from nanovllm.server.answer import StreamedAnswer, StreamResponse, WholeResponse
+from nanovllm.server.chat_completions import answer_chat
+from nanovllm.server.completions import answer_completion
+from nanovllm.server.embeddings import answer_embeddings
+from nanovllm.server.errors import ApiError, add_error_handlers, json_response
+from nanovllm.server.guard import Guard
+from nanovllm.server.messages import answer_message, count_tokens
+from nanovllm.server.messages_records import CountRequest, MessagesRequest
+from nanovllm.server.metrics import CONTENT_TYPE
+from nanovllm.server.openai_records import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from nanovllm.server.responses import answer_response
+from nanovllm.server.responses_records import ResponsesRequest
+from nanovllm.server.service import Service
+from nanovllm.server.tokens import detokenize, tokenize
+
+R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
+
+
+def make_app(service: Service) -> ASGIApp:
+    """Everything behind one guard, the documentation too."""
+    app = FastAPI(title="nanovllm", version=__version__, root_path=service.options.root_path)
+    add_error_handlers(app)
+    app.include_router(_generating_routes(service))
+    app.include_router(_text_routes(service))
+    app.include_router(_model_routes(service))
+    app.include_router(_operating_routes(service))
+    return Guard(app, service.options)
+
+
+def _generating_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    timeout = service.options.request_timeout
+
+    async def respond(
+        answer: Callable[[Service, R], Awaitable[StreamedAnswer]], request: R
+    ) -> Response:
+        service.check_queue()
+        made = await answer(service, request)
+        return StreamResponse(made, timeout) if request.stream else WholeResponse(made, timeout)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: ChatRequest) -> Response:
+        return await respond(answer_chat, request)
+
+    @router.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> Response:
+        return await respond(answer_completion, request)
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: EmbeddingRequest) -> Response:
+        service.check_queue()
+        return WholeResponse(await answer_embeddings(service, request), timeout)
+
+    @router.post("/v1/responses")
+    async def responses(request: ResponsesRequest) -> Response:
+        return await respond(answer_response, request)
+
+    @router.post("/v1/messages")
+    async def messages(request: MessagesRequest) -> Response:
+        return await respond(answer_message, request)
+
+    return router
+
+
+def _text_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_message_tokens(request: CountRequest) -> Response:
+        return json_response(await count_tokens(service, request))
+
+    @router.post("/tokenize")
+    async def tokenize_text(request: TokenizeRequest) -> Response:
+        return json_response(await tokenize(service, request))
+
+    @router.post("/detokenize")
+    async def detokenize_ids(request: DetokenizeRequest) -> Response:
+        return json_response(await detokenize(service, request))
+
+    return router
+
+
+def _model_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    def describe(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "nanovllm",
+            "root": service.llm.config.model,
+            "max_model_len": service.llm.max_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        names = service.options.model_names
+        return json_response({"object": "list", "data": [describe(name) for name in names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return json_response(describe(name))
+
+    return router
+
+
+def _operating_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    @router.get("/ping")
+    @router.post("/ping")
+    async def health() -> Response:
+        error = service.llm.error
+        if error is not None:
+            raise ApiError(str(error), 503)
+        return Response()
+
+    @router.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": service.llm.num_requests})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    return router

@@ -1,0 +1,103 @@
+"""An answer as blocks of reasoning, text and calls, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Literal
+from uuid import uuid4
+
+from nanovllm.server.chat import Chat, chat_updates
+from nanovllm.server.generation import Finish, Usage
+from nanovllm.server.parsing.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Event,
+    Reasoning,
+)
+from nanovllm.server.service import Service
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    index: int
+    kind: Kind
+    id: str  # of a call: the one that its result will name
+    name: str = ""  # of the tool that is called
+    text: str = ""  # so far; of a call, its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    block: Block
+    piece: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    block: Block
+
+
+BlockEvent = Opened | Grew | Closed | Finish
+
+
+async def blocks(service: Service, chat: Chat, usage: Usage) -> AsyncGenerator[BlockEvent, None]:
+    """Yield what happens to the blocks of an answer, and last of all how it ended."""
+    writer = _Writer()
+    async with contextlib.aclosing(chat_updates(service, chat)) as updates:
+        async for each in updates:
+            usage.add(each.update)
+            for event in each.events:
+                for happening in writer.write(event):
+                    yield happening
+            if each.update.finish is not None:
+                for happening in writer.close():
+                    yield happening
+                yield each.update.finish
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._num_blocks = 0
+        self._block: Block | None = None  # that is open
+
+    def write(self, event: Event) -> Iterator[BlockEvent]:
+        match event:
+            case Content(text):
+                yield from self._grow("text", text)
+            case Reasoning(text):
+                yield from self._grow("reasoning", text)
+            case CallBegun(id=call_id, name=name):
+                yield from self._open("call", call_id, name)
+            case CallArguments(text=text):
+                yield from self._grow("call", text)
+            case CallEnded():
+                yield from self.close()
+
+    def close(self) -> Iterator[BlockEvent]:
+        if self._block is not None:
+            yield Closed(self._block)
+            self._block = None
+
+    def _open(self, kind: Kind, block_id: str, name: str = "") -> Iterator[BlockEvent]:
+        yield from self.close()
+        self._block = Block(self._num_blocks, kind, block_id, name)
+        self._num_blocks += 1
+        yield Opened(self._block)
+
+    def _grow(self, kind: Kind, piece: str) -> Iterator[BlockEvent]:
+        if self._block is None or self._block.kind != kind:
+            yield from self._open(kind, uuid4().hex)
+        assert self._block is not None
+        self._block.text += piece
+        yield Grew(self._block, piece)

@@ -1,0 +1,128 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+from nanovllm.outputs import Logprob
+from nanovllm.server.answer import Event
+from nanovllm.server.chat import Chat, ChatUpdate, chat_updates, prepare_chat
+from nanovllm.server.generation import Logprobs
+from nanovllm.server.openai_records import ChatRequest
+from nanovllm.server.openai_stream import OpenAIStream
+from nanovllm.server.parsing import events as parsed
+from nanovllm.server.service import Service
+
+CHUNK, WHOLE = "chat.completion.chunk", "chat.completion"
+
+
+async def answer_chat(service: Service, request: ChatRequest) -> ChatAnswer:
+    return ChatAnswer(service, await prepare_chat(service, request), request)
+
+
+class ChatAnswer(OpenAIStream):
+    request: ChatRequest
+
+    def __init__(self, service: Service, chat: Chat, request: ChatRequest) -> None:
+        super().__init__(service, chat.job, request, "chatcmpl")
+        self._chat = chat
+        self._is_begun = [False] * chat.job.num_choices
+        self._has_calls = [False] * chat.job.num_choices
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async with contextlib.aclosing(chat_updates(self.service, self._chat)) as updates:
+            async for each in updates:
+                self.usage.add(each.update)
+                choice = self._choice(each)
+                if choice["delta"] or choice["logprobs"] or each.update.finish is not None:
+                    yield self.chunk(CHUNK, [choice])
+        for event in self.last_chunk(CHUNK):
+            yield event
+
+    def whole(self, events: list[Event]) -> Event:
+        choices = [_whole(choice) for event in events for choice in event["choices"]]
+        return self.body(WHOLE, sorted(choices, key=lambda choice: choice["index"]))
+
+    def _choice(self, each: ChatUpdate) -> dict[str, Any]:
+        update, finish = each.update, each.update.finish
+        index = update.choice
+        delta = delta_of(each.events)
+        if not self._is_begun[index]:
+            delta = {"role": "assistant", "content": "", **delta}
+            self._is_begun[index] = True
+        self._has_calls[index] |= "tool_calls" in delta
+        reason = None if finish is None else finish.reason
+        if reason == "stop" and self._has_calls[index]:
+            reason = "tool_calls"
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": None if finish is None else finish.stop_reason,
+        }
+        if self.request.logprobs:
+            choice["logprobs"] = self._logprobs(update.token_ids, update.logprobs or [])
+        if self.request.return_token_ids:
+            choice["token_ids"] = list(update.token_ids)
+        return choice
+
+    def _logprobs(self, token_ids: Iterable[int], logprobs: Logprobs) -> dict[str, Any]:
+        num_best = self.request.top_logprobs or 0
+        content = []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            best = [_logprob(each) for each in entry.values() if each.rank <= num_best]
+            content.append({**_logprob(entry[token_id]), "top_logprobs": best})
+        return {"content": content}
+
+
+def delta_of(events: list[parsed.Event]) -> dict[str, Any]:
+    """Write what a piece of text means as a message, or a part of one."""
+    content = "".join(each.text for each in events if isinstance(each, parsed.Content))
+    reasoning = "".join(each.text for each in events if isinstance(each, parsed.Reasoning))
+    calls: dict[int, dict[str, Any]] = {}
+    for each in events:
+        if isinstance(each, parsed.CallBegun):
+            function = {"name": each.name, "arguments": ""}
+            calls[each.index] = {
+                "index": each.index,
+                "id": each.id,
+                "type": "function",
+                "function": function,
+            }
+        elif isinstance(each, parsed.CallArguments):
+            continued = {"index": each.index, "function": {"arguments": ""}}
+            call = calls.setdefault(each.index, continued)
+            call["function"]["arguments"] += each.text
+    delta: dict[str, Any] = {}
+    if content:
+        delta["content"] = content
+    if reasoning:
+        delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def _whole(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice that came in one piece, as a message."""
+    delta = choice.pop("delta")
+    calls = [
+        {name: value for name, value in call.items() if name != "index"}
+        for call in delta.get("tool_calls", ())
+    ]
+    delta = {"refusal": None, **delta, "tool_calls": calls} if calls else {"refusal": None, **delta}
+    if calls and not delta["content"]:
+        delta["content"] = None
+    return {"index": choice.pop("index"), "message": delta, **choice}
+
+
+def _logprob(logprob: Logprob) -> dict[str, Any]:
+    token = logprob.decoded_token or ""
+    return {
+        "token": token,
+        "logprob": logprob.logprob,
+        "bytes": list(token.encode("utf-8", "replace")),
+    }

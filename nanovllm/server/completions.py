@@ -1,0 +1,145 @@
+"""/v1/completions: texts or token ids go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from nanovllm.outputs import Logprob
+from nanovllm.server.answer import Event
+from nanovllm.server.generation import Job, Logprobs, Update
+from nanovllm.server.openai_records import CompletionRequest
+from nanovllm.server.openai_stream import OpenAIStream
+from nanovllm.server.service import Service
+
+KIND = "text_completion"
+DEFAULT_MAX_TOKENS = 16
+
+
+async def answer_completion(service: Service, request: CompletionRequest) -> CompletionAnswer:
+    """Check everything that can be checked before the answer begins."""
+    service.check_model(request.model)
+    special = request.add_special_tokens
+    options = {} if special is None else {"add_special_tokens": special}
+    prompts = await service.all_token_ids(request.prompt, "prompt", **options)
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
+        prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
+    params = []
+    for prompt in prompts:
+        length = service.answer_length(
+            len(prompt), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
+        )
+        prompt_logprobs = request.prompt_logprobs
+        if request.echo and (request.logprobs is not None or not length):
+            prompt_logprobs = max(request.logprobs or 0, prompt_logprobs or 0)
+        given = {
+            "max_tokens": length,
+            "logprobs": request.logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": request.constraint(),
+        }
+        params.append(request.sampling_params(service.options.sampling_defaults, **given))
+    # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
+    is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
+    return CompletionAnswer(
+        service, Job(prompts, params, request.cache_salt, is_streaming), request
+    )
+
+
+class CompletionAnswer(OpenAIStream):
+    request: CompletionRequest
+
+    def __init__(self, service: Service, job: Job, request: CompletionRequest) -> None:
+        super().__init__(service, job, request, "cmpl")
+        self._offsets = [0] * job.num_choices  # characters of each choice so far
+        self._is_begun = [False] * job.num_choices
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async for update in self.updates():
+            self.usage.add(update)
+            yield self.chunk(KIND, [self._choice(update)])
+        for event in self.last_chunk(KIND):
+            yield event
+
+    def whole(self, events: list[Event]) -> Event:
+        choices = [choice for event in events for choice in event["choices"]]
+        return self.body(KIND, sorted(choices, key=lambda choice: choice["index"]))
+
+    def _choice(self, update: Update) -> dict[str, Any]:
+        index, finish, request = update.choice, update.finish, self.request
+        text, token_ids, logprobs = update.text, list(update.token_ids), update.logprobs
+        columns = None
+        prompt = self.job.prompts[index // self.job.params[0].n]
+        is_first, self._is_begun[index] = not self._is_begun[index], True
+        if request.echo and is_first:
+            echo = self.service.tokenizer.decode(prompt, skip_special_tokens=False)
+            text = str(echo) + text
+        if request.logprobs is not None:
+            prompt_logprobs = finish.prompt_logprobs if finish and request.echo else None
+            columns = self._columns(index, prompt, prompt_logprobs or [], token_ids, logprobs or [])
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": columns,
+            "finish_reason": None if finish is None else finish.reason,
+            "stop_reason": None if finish is None else finish.stop_reason,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = token_ids
+            choice["prompt_token_ids"] = prompt if is_first else None
+        if request.prompt_logprobs is not None and finish is not None:
+            choice["prompt_logprobs"] = _by_id(finish.prompt_logprobs)
+        return choice
+
+    def _columns(
+        self,
+        choice: int,
+        prompt: Sequence[int],
+        prompt_logprobs: Sequence[dict[int, Logprob] | None],
+        token_ids: Sequence[int],
+        logprobs: Logprobs,
+    ) -> dict[str, list[Any]]:
+        """A column for each thing that is known of a token, the echoed ones first."""
+        texts, numbers, best, offsets = [], [], [], []
+        ids = [*(prompt if prompt_logprobs else ()), *token_ids]
+        for token_id, entry in zip(ids, [*prompt_logprobs, *logprobs], strict=True):
+            own = entry[token_id] if entry else None
+            text = own.decoded_token if own else None
+            if text is None:
+                text = str(self.service.tokenizer.decode([token_id]))
+            texts.append(text)
+            numbers.append(own.logprob if own else None)
+            best.append(_best(entry) if entry else None)
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": numbers,
+            "top_logprobs": best,
+            "text_offset": offsets,
+        }
+
+
+def _best(entry: dict[int, Logprob]) -> dict[str, float]:
+    """The likeliest tokens and the one that was taken, by text; of equal texts the likelier."""
+    best: dict[str, float] = {}
+    for logprob in sorted(entry.values(), key=lambda each: each.rank):
+        best.setdefault(logprob.decoded_token or "", logprob.logprob)
+    return best
+
+
+def _by_id(entries: Sequence[dict[int, Logprob] | None] | None) -> list[Any] | None:
+    if entries is None:
+        return None
+    return [
+        entry
+        and {
+            str(token_id): {
+                "logprob": each.logprob,
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token_id, each in entry.items()
+        }
+        for entry in entries
+    ]

@@ -1,0 +1,89 @@
+"""What stands before every route: keys, the size of bodies, and the ids of requests."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+from collections.abc import Iterator
+from uuid import uuid4
+
+from fastapi.exceptions import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.server.errors import ApiError, error_response
+from nanovllm.server.options import ServerOptions
+
+OPEN_PATHS = ("/health", "/ping")
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Wraps an application; a request that may not pass is answered here."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in options.api_keys]
+        self._max_body_bytes = options.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+        start, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                answer_headers = MutableHeaders(scope=message)
+                answer_headers["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            if self._is_allowed(scope["path"], headers):
+                await self._app(scope, self._bounded(receive), send_with_id)
+            else:
+                error = ApiError("a valid API key is needed", 401, code="invalid_api_key")
+                await error_response(scope["path"], error)(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - start
+            line = "%s %s %s: %s after %.3f s"
+            outcome = status or "the client hung up"
+            logger.info(line, request_id, scope["method"], scope["path"], outcome, seconds)
+
+    def _is_allowed(self, path: str, headers: Headers) -> bool:
+        """Compare with every key, in the same time whatever is given."""
+        if not self._keys or path in OPEN_PATHS:
+            return True
+        matches = [
+            hmac.compare_digest(given, key) for given in _given_keys(headers) for key in self._keys
+        ]
+        return any(matches)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            return message
+
+        return bounded
+
+
+def _given_keys(headers: Headers) -> Iterator[bytes]:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield token.strip().encode()
+    yield headers.get("x-api-key", "").encode()

@@ -1,0 +1,152 @@
+"""What Prometheus reads, under vLLM's names: the engine's counts, and histograms of requests."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from nanovllm.outputs import RequestOutput, StreamPiece
+
+if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
+
+LABELS = ("model_name",)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# fmt: off
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)
+TOKENS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
+)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
+    "inter_token_latency_seconds": ("Between the tokens of an answer", SECONDS),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token", SECONDS),
+    "request_queue_time_seconds": ("From a request's arrival to its first step", SECONDS),
+    "request_prefill_time_seconds": ("From a request's first step to its first token", SECONDS),
+    "request_decode_time_seconds": ("From a request's first token to its last", SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt", TOKENS),
+    "request_generation_tokens": ("Tokens of an answer", TOKENS),
+}
+# fmt: on
+
+
+class Metrics:
+    """Observes requests; what the engine counts itself is read when Prometheus asks."""
+
+    def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model_name = model_name
+        self._histograms = {
+            name: Histogram(
+                prefix + name, text, LABELS, buckets=buckets, registry=self._registry
+            ).labels(model_name)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        labels = (*LABELS, "finished_reason")
+        text = "Requests that ended, by the reason"
+        self._ended = Counter(prefix + "request_success", text, labels, registry=self._registry)
+        self._tokens = {
+            name: Counter(prefix + name, text, LABELS, registry=self._registry).labels(model_name)
+            for name, text in (
+                ("prompt_tokens", "Tokens of all prompts"),
+                ("generation_tokens", "Tokens of all answers"),
+            )
+        }
+        self._registry.register(EngineCounts(llm, prefix, model_name))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    async def observed(
+        self, pieces: AsyncGenerator[StreamPiece, None]
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Hand on the pieces of a request, and note when they came."""
+        last = 0.0
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                now = time.perf_counter()
+                num_tokens = len(piece.token_ids)
+                if last and num_tokens:
+                    gap = (now - last) / num_tokens
+                    for _ in range(num_tokens):
+                        self._histograms["inter_token_latency_seconds"].observe(gap)
+                last = now
+                if piece.output is not None:
+                    self._end(piece.output)
+                yield piece
+
+    def _end(self, output: RequestOutput) -> None:
+        num_prompt = len(output.prompt_token_ids)
+        num_generated = sum(len(each.token_ids) for each in output.outputs)
+        first = output.time_to_first_token
+        seconds = {
+            "e2e_request_latency_seconds": output.duration,
+            "request_queue_time_seconds": output.queue_time,
+        }
+        if first:
+            seconds |= {
+                "time_to_first_token_seconds": first,
+                "request_prefill_time_seconds": first - output.queue_time,
+                "request_decode_time_seconds": output.duration - first,
+            }
+        numbers = {"request_prompt_tokens": num_prompt, "request_generation_tokens": num_generated}
+        for name, value in (seconds | numbers).items():
+            self._histograms[name].observe(value)
+        self._tokens["prompt_tokens"].inc(num_prompt)
+        self._tokens["generation_tokens"].inc(num_generated)
+        for each in output.outputs:
+            self._ended.labels(self._model_name, each.finish_reason).inc()
+
+
+class EngineCounts:
+    """A collector, in prometheus-client's words: `collect` is called when somebody asks."""
+
+    def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
+        self._llm, self._prefix, self._labels = llm, prefix, [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._llm.stats
+        num_used = stats.num_blocks - stats.num_free_blocks
+        gauges = {
+            "num_requests_running": ("Sequences that run", stats.num_running),
+            "num_requests_waiting": ("Sequences that wait", stats.num_waiting),
+            "kv_cache_usage_perc": (
+                "Share of the KV cache that sequences hold, from 0 to 1",
+                num_used / max(stats.num_blocks, 1),
+            ),
+        }
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up", stats.num_cache_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the cache", stats.num_cache_hits),
+            "num_preemptions": ("Sequences that made way for others", stats.num_preemptions),
+        }
+        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in metrics.items():
+                metric = family(self._prefix + name, text, labels=LABELS)
+                metric.add_metric(self._labels, value)
+                yield metric
+        yield self._cache_config()
+
+    def _cache_config(self) -> Metric:
+        config = asdict(self._llm.config)
+        wanted = ("enable_prefix_caching", "gpu_memory_utilization")
+        info = {
+            "block_size": config["kvcache_block_size"],
+            "num_gpu_blocks": self._llm.stats.num_blocks,
+            **{name: config[name] for name in wanted},
+        }
+        text = "How the KV cache is set up"
+        metric = GaugeMetricFamily(
+            self._prefix + "cache_config_info", text, labels=(*LABELS, *info)
+        )
+        metric.add_metric([*self._labels, *map(str, info.values())], 1)
+        return metric

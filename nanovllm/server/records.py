@@ -1,0 +1,149 @@
+"""What requests may hold: the fields that several APIs share, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import invalid
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+
+R = TypeVar("R", bound="ApiRecord")
+
+
+class ApiRecord(BaseModel):
+    """Types are taken as they are sent, and a field that is not listed is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+    NOT_BUILT: ClassVar[tuple[str, ...]] = ()  # known, but refused unless null
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_not_built(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        for name in cls.NOT_BUILT:
+            if fields.get(name) is not None:
+                raise ValueError(f"{name} is not supported by this server")
+        return {name: value for name, value in fields.items() if name not in cls.NOT_BUILT}
+
+
+class Harmless(ApiRecord):
+    """Fields without a meaning for this server, accepted since no answer depends on them."""
+
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    include: Any = None
+    cache_control: Any = None
+    user: Any = None
+
+
+class JsonSchema(ApiRecord):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiRecord):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (
+            not self.json_schema or self.json_schema.schema_ is None
+        ):
+            raise ValueError("json_schema must have a schema")
+        return self
+
+    def structured(self) -> dict[str, Any] | None:
+        if self.type == "json_object":
+            return {"json_object": True}
+        return {"json": self.json_schema.schema_} if self.json_schema is not None else None
+
+
+class StreamOptions(ApiRecord):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # of the lengths of pieces: there is none
+
+
+class SamplingFields(Harmless):
+    """The fields of SamplingParams, and how its answer is sent."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    priority: int | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for stream=true alone")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("give one of response_format and structured_outputs, not both")
+        return self
+
+    def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+        """What is not in the request comes from the model's own defaults."""
+        own = {name: getattr(self, name) for name in _SAMPLING_NAMES}
+        own = {name: value for name, value in own.items() if value is not None}
+        return SamplingParams(**{**defaults, **own, **given})
+
+    def constraint(self) -> dict[str, Any] | None:
+        """What the answer must be; None when it may be anything."""
+        if self.response_format is not None:
+            return self.response_format.structured()
+        return self.structured_outputs
+
+
+_SAMPLING_NAMES = tuple(
+    name
+    for name in SamplingFields.model_fields
+    if name in SamplingParams.__dataclass_fields__ and name != "structured_outputs"
+)
+
+
+def as_record(kind: type[R], fields: dict[str, Any]) -> R:
+    """A request of one API as one of another; what is left out is null."""
+    try:
+        return kind(**{name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise invalid(
+            [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        ) from error

@@ -1,0 +1,161 @@
+"""The requests of OpenAI's responses API, and how they read as chats."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from nanovllm.errors import RequestError
+from nanovllm.server.openai_records import ChatRequest, Effort
+from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, as_record
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class FunctionTool(ApiRecord):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        return {
+            "type": "function",
+            "function": self.model_dump(exclude_none=True, exclude={"type"}),
+        }
+
+
+class NamedFunctionTool(ApiRecord):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(ApiRecord):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def as_response_format(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"schema": self.schema_}}
+
+
+class TextOptions(ApiRecord):
+    NOT_BUILT: ClassVar[tuple[str, ...]] = ("verbosity",)
+
+    format: TextFormat | None = None
+
+
+class StreamOptions(ApiRecord):
+    include_obfuscation: bool | None = None  # of the lengths of pieces: there is none
+
+
+class ReasoningOptions(ApiRecord):
+    effort: Effort | None = None
+    summary: str | None = None  # reasoning is given whole
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(Harmless):
+    NOT_BUILT: ClassVar[tuple[str, ...]] = (
+        *("previous_response_id", "conversation", "prompt", "max_tool_calls"),
+        "context_management",
+    )
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def chat(self) -> ChatRequest:
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*self._instructions(), *_messages(self.input)],
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "user": self.user,
+            "stream": self.stream,
+        }
+        if self.top_logprobs is not None:
+            raise RequestError("top_logprobs is not supported in responses; use chat completions")
+        if self.tools is not None:
+            fields["tools"] = [tool.as_function() for tool in self.tools]
+        if isinstance(self.tool_choice, NamedFunctionTool):
+            function = {"name": self.tool_choice.name}
+            fields["tool_choice"] = {"type": "function", "function": function}
+        else:
+            fields["tool_choice"] = self.tool_choice
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.as_response_format()
+        return as_record(ChatRequest, fields)
+
+    def _instructions(self) -> list[dict[str, Any]]:
+        if self.instructions is None:
+            return []
+        return [{"role": "system", "content": self.instructions}]
+
+
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reasoning, text and calls of one answer come as items, and become one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        message = _message(item)
+        before = messages[-1] if messages else {}
+        if message["role"] == before.get("role") == "assistant":
+            for name in message.keys() - {"role"}:
+                before[name] = before[name] + message[name] if name in before else message[name]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind == "message":
+        return {"role": item.get("role"), "content": _text(item.get("content"))}
+    if kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        return {"role": "assistant", "reasoning": _text(parts, ("reasoning_text", "summary_text"))}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"type": "function", "id": item.get("call_id"), "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "function_call_output":
+        output = _text(item.get("output"))
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    raise RequestError(f"input: items of type {kind!r} are not supported")
+
+
+def _text(content: Any, kinds: tuple[str, ...] = TEXT_PARTS) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise RequestError(f"input: only text parts are supported, got {part!r:.80}")
+        texts.append(text)
+    return "\n".join(texts)

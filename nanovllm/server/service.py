@@ -1,0 +1,102 @@
+"""What all routes share: the model, how its text is read, and who may use it now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.errors import RequestError
+from nanovllm.server.errors import ApiError, TooLong
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.parsing.formats import choose_formats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nanovllm.async_llm import AsyncLLM
+
+MAX_PROMPTS = 2048  # of one request
+
+
+class Service:
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        self.llm, self.options = llm, options
+        self.created = int(time.time())
+        self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)
+        self.chat_template = options.chat_template or self.tokenizer.chat_template
+        template = self.chat_template or ""
+        texts = template if isinstance(template, str) else "".join(template.values())
+        self.template_text = texts
+        self.formats = choose_formats(texts, options.tool_parser, options.reasoning_parser)
+        tokens = self.tokenizer.added_tokens_decoder
+        self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
+        markup = self.formats.markup()
+        self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
+        self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
+
+    @property
+    def model_name(self) -> str:
+        return self.options.model_names[0]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = self.llm.front.tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.options.model_names:
+            known = ", ".join(self.options.model_names)
+            raise ApiError(
+                f"the model {name!r} does not exist; this server has {known}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_queue(self) -> None:
+        """Refuse a request when too many wait already."""
+        most = self.options.max_queued_requests
+        is_full = self.llm.stats.num_waiting >= most
+        if is_full or self.llm.num_requests >= self.llm.config.max_num_seqs + most:
+            raise ApiError(
+                f"{most} requests are waiting already; try again later",
+                429,
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+
+    async def token_ids(self, prompt: str | list[int], **options: Any) -> list[int]:
+        """Check and tokenise a prompt in another thread: a long one takes a while."""
+        ids = await asyncio.to_thread(self.llm.front.token_ids_of, prompt, **options)
+        return ids.tolist()
+
+    async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
+        """Tokenise one prompt or several of them, texts or token ids."""
+        items = prompts if isinstance(prompts, list) else [prompts]
+        if items and isinstance(items[0], int):
+            items = [items]
+        if not 1 <= len(items) <= MAX_PROMPTS:
+            raise ApiError(f"{param} must hold 1 to {MAX_PROMPTS} prompts", param=param)
+        token_ids = []
+        for index, item in enumerate(items):
+            try:
+                token_ids.append(await self.token_ids(item, **options))
+            except RequestError as error:
+                where = f"{param}[{index}]: " if len(items) > 1 else ""
+                raise ApiError(f"{where}{error}", param=param) from error
+        return token_ids
+
+    def answer_length(
+        self, num_prompt: int, asked: int | None, default: int | None, param: str
+    ) -> int:
+        """How many tokens an answer may have; refuse more than there is room for."""
+        room = self.llm.max_len - num_prompt
+        if room < (1 if asked is None else asked):
+            raise TooLong(num_prompt, asked or 0, self.llm.max_len, param)
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)

@@ -1,0 +1,76 @@
+"""Which tools a model may call in an answer, and what its answer is constrained to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.grammar.json_schema import enforceable
+from nanovllm.server.errors import ApiError
+from nanovllm.server.openai_records import ChatRequest, NamedTool
+from nanovllm.server.parsing.formats import ReasoningFormat
+from nanovllm.server.parsing.grammar import CallRules, tool_grammar
+from nanovllm.server.parsing.tools import Tool, read_tools
+from nanovllm.server.service import Service
+
+
+def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
+    """Check the tools of a request; return those that may be called."""
+    choice = request.tool_choice or ("auto" if request.tools else "none")
+    if choice == "none":
+        return []
+    if not request.tools:
+        raise ApiError("tool_choice needs tools", param="tool_choice")
+    if service.formats.tools is None:
+        raise ApiError(
+            "this model's chat template writes no tool calls that are known here; name their "
+            "format with --tool-call-parser, or leave out tools",
+            param="tools",
+        )
+    tools = read_tools(request.tools)
+    if not isinstance(choice, NamedTool):
+        return tools
+    name = choice.function.name
+    named = [tool for tool in tools if tool.name == name]
+    if not named:
+        raise ApiError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
+    return named
+
+
+def answer_constraint(
+    service: Service, request: ChatRequest, tools: list[Tool], prompt: str
+) -> Mapping[str, Any] | None:
+    """What the answer must be, as `structured_outputs` has it: the calls, or what was asked for."""
+    reasoning = service.formats.reasoning
+    if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
+        reasoning = None  # the prompt has ended it
+    asked = request.constraint()
+    must_call = request.tool_choice not in (None, "auto", "none")
+    is_parallel = request.parallel_tool_calls is not False
+    if not tools or (is_parallel and not must_call and not any(tool.is_strict for tool in tools)):
+        if asked is None or reasoning is None:
+            return asked
+        return {"after": reasoning.end, **asked}
+    if asked is not None:
+        raise ApiError("an answer cannot be held to a format and to calls of tools at once")
+    return {"grammar": _call_grammar(service, tools, reasoning, prompt, must_call, is_parallel)}
+
+
+def _call_grammar(
+    service: Service,
+    tools: list[Tool],
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    must_call: bool,
+    is_parallel: bool,
+) -> str:
+    assert service.formats.tools is not None
+    rules = CallRules(
+        must_call,
+        is_parallel,
+        reasoning,
+        reasoning is not None and reasoning.is_open(prompt),
+        service.special_ids,
+        enforceable,
+    )
+    return tool_grammar(service.formats.tools, tools, rules)

@@ -1,0 +1,164 @@
+"""`nanovllm serve`: vLLM's flags, YAML files, and how a server ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm.cli import parse
+from nanovllm.cli.serve import _sampling_defaults, engine_config
+from nanovllm.config import WHOLE_CONTEXT
+from tests.server.byte_model import make_byte_model
+
+ROOT = Path(__file__).parent.parent.parent
+ENGINE = ["--device", "cpu", "--dtype", "float", "--max-model-len", "1k", "--block-size", "16"]
+
+
+def config_of(*arguments: str) -> Any:
+    return engine_config(parse(["serve", *arguments]))
+
+
+def test_flags_have_the_names_of_vllms() -> None:
+    config = config_of(
+        *("org/name", "-tp", "2", "--max-model-len", "16K", "--dtype", "half", "--seed", "3"),
+        *("--no-enable-prefix-caching", "--block-size", "32", "--num-gpu-blocks-override", "7"),
+        *("--max-num-seqs=4", "--gpu-memory-utilization", "0.5", "--enforce-eager"),
+    )
+    assert (config.model, config.tensor_parallel_size, config.max_model_len) == (
+        "org/name",
+        2,
+        16384,
+    )
+    assert (config.dtype, config.seed, config.enable_prefix_caching) == ("float16", 3, False)
+    assert (config.kvcache_block_size, config.num_kvcache_blocks) == (32, 7)
+    assert (config.max_num_seqs, config.gpu_memory_utilization) == (4, 0.5)
+    assert config.enforce_eager
+
+
+def test_without_a_model_the_built_in_one_is_served() -> None:
+    config = config_of()
+    assert (config.model, config.max_model_len) == ("smollm2", WHOLE_CONTEXT)
+
+
+def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model: org/name\nmax_num_seqs: 9\nenable-prefix-caching: false\nenforce-eager: true\n"
+        "served-model-name: [one, two]\nport: 1\n"
+    )
+    for arguments in (["--config", str(file), "--port", "2"], ["--port=2", f"--config={file}"]):
+        args = parse(["serve", *arguments])
+        assert (args.port, args.served_model_name) == (2, ["one", "two"])
+        config = engine_config(args)
+        assert (config.model, config.max_num_seqs) == ("org/name", 9)
+        assert (config.enable_prefix_caching, config.enforce_eager) == (False, True)
+    file.write_text("api-key: secret\n")
+    args = parse(["serve", "org/name", "--config", str(file)])
+    assert (args.model_tag, args.api_key) == ("org/name", ["secret"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quantization", "fp8"], "--quantization fp8 is not supported"),
+        (["-q", "awq"], "--quantization awq is not supported"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
+        (["--speculative-config", "{}"], "--speculative-config {} is not supported"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--config", "/no/such/file"], "cannot read /no/such/file"),
+        (["a", "--model", "b"], "give the model once"),
+        (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "nanovllm", "serve", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_sampling_defaults_come_from_where_they_are_asked_for(tmp_path: Path) -> None:
+    of_model = {"temperature": 0.6, "top_k": 20, "eos_token_id": 5, "top_p": None}
+    assert _sampling_defaults("auto", of_model) == {"temperature": 0.6, "top_k": 20}
+    assert _sampling_defaults("vllm", of_model) == {}
+    (tmp_path / "generation_config.json").write_text('{"min_p": 0.1}')
+    assert _sampling_defaults(str(tmp_path), of_model) == {"min_p": 0.1}
+
+
+class ServeProcess:
+    """The command in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "nanovllm", "serve", *arguments, "--port", "0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.process.stderr is not None
+        self.lines: list[str] = []
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.search(r"is at (http\S+)/v1", line):
+                self.url = found.group(1)
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+
+    def stream(self, into: list[str], **body: Any) -> threading.Thread:
+        """Read a stream in a thread, line by line."""
+
+        def read() -> None:
+            options: dict[str, Any] = {"json": {**body, "stream": True}, "timeout": 60}
+            try:
+                with httpx.stream("POST", f"{self.url}/v1/completions", **options) as response:
+                    for line in response.iter_lines():
+                        into.append(line)
+            except httpx.RemoteProtocolError:
+                into.append("broken off")
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        return thread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_signal_lets_answers_end_and_another_does_not(tmp_path: Path, num_signals: int) -> None:
+    server = ServeProcess(
+        *(str(make_byte_model(tmp_path)), *ENGINE, "--trust-remote-code"),
+        *("--served-model-name", "tiny", "--shutdown-timeout", "30"),
+    )
+    try:
+        assert any("--trust-remote-code changes nothing" in line for line in server.lines)
+        models = httpx.get(f"{server.url}/v1/models").json()
+        assert [model["id"] for model in models["data"]] == ["tiny"]
+        lines: list[str] = []
+        num_tokens = 900 if num_signals == 2 else 200
+        thread = server.stream(lines, prompt="x", max_tokens=num_tokens, ignore_eos=True)
+        while len(lines) < 5:
+            time.sleep(0.01)
+            assert thread.is_alive(), lines
+        for _ in range(num_signals):
+            os.kill(server.process.pid, signal.SIGTERM)
+            httpx_refused(server.url)
+        thread.join(60)
+        assert server.process.wait(20) == 0
+        assert ("data: [DONE]" in lines) == (num_signals == 1)
+    finally:
+        server.process.kill()
+
+
+def httpx_refused(url: str) -> None:
+    """Wait until no new connection is taken."""
+    while True:
+        try:
+            httpx.get(f"{url}/health", timeout=1)
+        except httpx.TransportError:
+            return

@@ -1,0 +1,76 @@
+"""An AsyncLLM without a model: it says what it is told to, in pieces of a few characters."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.front import Front
+from nanovllm.errors import NanovllmError
+from nanovllm.grammar.matching import Vocabulary
+from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats
+from tests.server.byte_model import byte_tokenizer
+
+
+@dataclass
+class FakeLLM:
+    text: str = "Hello!"
+    failure: NanovllmError | None = None  # raised after the first piece of a stream
+    is_silent: bool = False  # never says a thing
+    reason: str = "stop"
+    seed: int = 0
+    max_len: int = 1024
+    num_requests: int = 0
+    error: NanovllmError | None = None
+    stats: CoreStats = field(default_factory=CoreStats)
+    config: EngineConfig = field(default_factory=lambda: EngineConfig("fake"))
+    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    num_aborted: int = 0
+
+    def __post_init__(self) -> None:
+        self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
+
+    async def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = True,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        if self.error is not None:
+            raise self.error
+        self.asked.append((prompt, params))
+        is_over = False
+        try:
+            if self.is_silent:
+                await asyncio.sleep(600)
+            for piece in self._cut() if is_streaming else ():
+                yield StreamPiece(0, piece, self.front.encode(piece), None)
+                await asyncio.sleep(0)
+                if self.failure is not None:
+                    raise self.failure
+            is_over = True
+            yield StreamPiece(0, "", [], self._output(prompt))
+        finally:
+            self.num_aborted += not is_over
+
+    def _cut(self) -> list[str]:
+        chance, pieces, rest = random.Random(self.seed), [], self.text
+        while rest:
+            size = chance.randint(1, 5)
+            pieces.append(rest[:size])
+            rest = rest[size:]
+        return pieces
+
+    def _output(self, prompt: list[int]) -> RequestOutput:
+        ids = self.front.encode(self.text)
+        best = CompletionOutput(0, self.text, ids, None, None, self.reason, None)
+        own: dict[str, Any] = {"time_to_first_token": 0.1, "duration": 0.2, "outputs": [best]}
+        return RequestOutput(0, None, prompt, self.text, ids, self.reason, 3, **own)

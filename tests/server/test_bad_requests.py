@@ -1,0 +1,230 @@
+"""Whatever is wrong with a request is said in a body of its API, with the status 400."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.running import Running
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+JSON = {"content-type": "application/json"}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
+UNIQUE = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": UNIQUE}}
+NAMED = {"type": "function", "function": {"name": "g"}}
+REGEX = {"regex": "x"}
+NESTED: Any = "x"
+for _ in range(300):
+    NESTED = [NESTED]
+
+
+def said(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **fields}]}
+
+
+COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["x", ""]}, "prompt"),
+    ({"prompt": [[1], [-1]]}, "prompt"),
+    ({"prompt": [1, "x"]}, "prompt"),
+    ({"prompt": [True, False]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [288]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": {"prompt": "x"}}, "prompt"),
+    ({"prompt": "x", "model": 5}, "model"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    ({"prompt": "x", "temperature": 2.1}, "temperature"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "temperature": 1e400}, "temperature"),
+    ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "x", "top_p": 0}, "top_p"),
+    ({"prompt": "x", "top_k": -2}, "top_k"),
+    ({"prompt": "x", "max_tokens": 0}, None),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 10**18}, "prompt"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "x", "min_tokens": 99, "max_tokens": 3}, "min_tokens"),
+    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": "x", "n": 129}, "n"),
+    ({"prompt": "x", "seed": 2**70}, "seed"),
+    ({"prompt": "x", "stop": ""}, "stop"),
+    ({"prompt": "x", "stop": [5]}, "stop"),
+    ({"prompt": "x", "stop_token_ids": [288]}, "stop_token_ids"),
+    ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"288": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+    ({"prompt": "x", "bad_words": ["\ud800"]}, None),
+    ({"prompt": "x", "cache_salt": "\udfff"}, "cache_salt"),
+    ({"prompt": "x", "best_of": 2}, None),
+    ({"prompt": "x", "suffix": "y"}, None),
+    ({"prompt": "x", "stream": "yes"}, "stream"),
+    ({"prompt": "x", "stream_options": {}}, None),
+    ({"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"prompt": "x", "no_such_field": None}, "no_such_field"),
+    ({"prompt": "x", "logits_processors": ["os:system"]}, "logits_processors"),
+    ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+]
+CHATS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "x"}, "messages"),
+    ({"messages": ["x"]}, "messages.0"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    (said(None), None),
+    (said(5), None),
+    (said([{"type": "image_url", "image_url": {"url": "data:"}}]), None),
+    (said([{"type": "text", "text": None}]), None),
+    (said(NESTED), None),
+    (said("\ud800"), None),
+    (said("x", no_such_field=1), "messages.0.no_such_field"),
+    (said("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]), None),
+    (said("x", tool_calls=[{"function": {"name": "f", "arguments": "[]"}}]), None),
+    ({**CHAT, "top_logprobs": 2}, None),
+    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({**CHAT, "tools": "x"}, "tools"),
+    ({**CHAT, "tools": [{}]}, "tools"),
+    ({**CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({**CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({**CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({**CHAT, "chat_template": "x"}, None),
+    ({**CHAT, "add_generation_prompt": True, "continue_final_message": True}, None),
+    ({**CHAT, "reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
+    ({**CHAT, "functions": [{}]}, None),
+    (
+        {**CHAT, "structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+        "structured_outputs",
+    ),
+    ({**CHAT, "structured_outputs": {"regex": "("}}, None),
+    ({**CHAT, "structured_outputs": {"xml": "x"}}, "structured_outputs"),
+    ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({**CHAT, "response_format": {"type": "text"}, "structured_outputs": {"regex": "x"}}, None),
+    ({**CHAT, "tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
+    ({**CHAT, "tools": [TOOL], "tool_choice": "required", "structured_outputs": REGEX}, None),
+    ({**CHAT, "tools": [STRICT]}, "structured_outputs"),
+]
+OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("/v1/embeddings", {"input": ""}, "input"),
+    ("/v1/embeddings", {"input": ["x", []]}, "input"),
+    ("/v1/embeddings", {"input": [1] * 1025}, "input"),
+    ("/v1/embeddings", {"input": "x", "dimensions": 3}, None),
+    ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"),
+    ("/tokenize", {}, None),
+    ("/tokenize", {"prompt": "x", "messages": CHAT["messages"]}, None),
+    ("/tokenize", {"prompt": "\ud800"}, None),
+    ("/detokenize", {"tokens": [288]}, None),
+    ("/detokenize", {"tokens": [-1]}, None),
+    ("/detokenize", {"tokens": "x"}, "tokens"),
+]
+CASES = [
+    *(("/v1/completions", body, param) for body, param in COMPLETIONS),
+    *(("/v1/chat/completions", body, param) for body, param in CHATS),
+    *OTHERS,
+]
+
+
+def case_id(value: Any) -> str:
+    return "nested" if "[[[[" in str(value) else ascii(value)[:70]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), CASES, ids=case_id)
+def test_what_is_wrong_is_named(
+    server: Running, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    response = server.http.post(path, content=json.dumps(body), headers=JSON)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [
+        (b"", "application/json"),
+        (b"{", "application/json"),
+        (b"null", "application/json"),
+        (b"[1]", "application/json"),
+        (b'"prompt"', "application/json"),
+        (b'{"prompt": "x\xff"}', "application/json"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 6000 + b"}", "application/json"),
+        (b"[" * 100_000, "application/json"),
+        (
+            b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}",
+            "application/json",
+        ),
+        (b'{"a":' * 100_000, "application/json"),
+        (b"\x00\x01\x02", "application/octet-stream"),
+        (b'{"prompt": "x"}', "text/plain"),
+        (b"prompt=x", "application/x-www-form-urlencoded"),
+        (b"--x\r\n\r\n", "multipart/form-data; boundary=x"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_what_is_no_json_object_is_refused(
+    server: Running, path: str, content: bytes, content_type: str
+) -> None:
+    response = server.http.post(path, content=content, headers={"content-type": content_type})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_paths_and_methods_have_bodies_too(server: Running) -> None:
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+        response = server.http.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+def test_fields_that_cannot_matter_are_accepted(server: Running) -> None:
+    harmless = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "prompt_cache_key": "x",
+        "safety_identifier": "x",
+        "include": [],
+        "cache_control": {"type": "ephemeral"},
+        "user": "me",
+        "suffix": None,
+        "best_of": 1,
+    }
+    response = server.post("/v1/completions", prompt="x\x00y", max_tokens=1, **harmless)
+    assert response.status_code == 200, response.text
+
+
+def test_a_request_that_allows_no_token_is_told_so(server: Running) -> None:
+    """Found out when the token is sampled, in a stream after its beginning or not."""
+    body = {"prompt": [1], "allowed_token_ids": [5], "logit_bias": {"5": -100}, "min_p": 1.0}
+    server.post("/v1/completions", **body, bad_words=[bad_word(server, 5)])
+    for stream in (False, True):
+        response = server.post(
+            "/v1/completions", **body, bad_words=[bad_word(server, 5)], stream=stream
+        )
+        assert response.status_code == 400, response.text
+        assert "no token may be sampled" in response.json()["error"]["message"]
+
+
+def bad_word(server: Running, token_id: int) -> str:
+    return str(server.llm.front.tokenizer.decode([token_id]))

@@ -1,0 +1,182 @@
+"""/v1/chat/completions, with OpenAI's own client: whole answers, streams, tools and reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import APIError, BadRequestError
+
+from nanovllm.errors import EngineError
+from tests.server.fake_llm import FakeLLM
+from tests.server.running import Running, running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Running]:
+    with running(FakeLLM()) as server:
+        yield server
+
+
+def ask(server: Running, **options: Any) -> Any:
+    options = {"model": "tiny", "messages": MESSAGES, **options}
+    return server.openai.chat.completions.create(**options)
+
+
+def gather(stream: Any) -> tuple[dict[int, dict[str, Any]], list[Any]]:
+    """The message and ending of each choice of a stream, and the usage of its chunks."""
+    choices: dict[int, dict[str, Any]] = defaultdict(lambda: defaultdict(str))
+    usages = []
+    for chunk in stream:
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            found = choices[choice.index]
+            for name, value in choice.delta.to_dict().items():
+                if name != "tool_calls":
+                    found[name] += value
+            for call in choice.delta.tool_calls or []:
+                calls = found.setdefault("calls", {})
+                name, arguments = calls.get(call.index, ("", ""))
+                new = call.function
+                calls[call.index] = (name + (new.name or ""), arguments + (new.arguments or ""))
+            if choice.finish_reason:
+                found["finish_reason"] = choice.finish_reason
+    return choices, usages
+
+
+def as_gathered(choice: Any) -> dict[str, Any]:
+    message = choice.message.to_dict()
+    calls = message.pop("tool_calls", None)
+    found = {name: value or "" for name, value in message.items() if name != "refusal"}
+    if calls:
+        functions = [call["function"] for call in calls]
+        found["calls"] = dict(enumerate((each["name"], each["arguments"]) for each in functions))
+    return {**found, "finish_reason": choice.finish_reason}
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3, "temperature": 0.9, "seed": 1}], ids=str)
+def test_a_stream_says_what_a_whole_answer_says(server: Running, options: Any) -> None:
+    request = {"temperature": 0, "max_tokens": 20, "extra_body": {"ignore_eos": True}, **options}
+    whole = ask(server, **request)
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    choices, usages = gather(ask(server, **request, stream=True, stream_options=usage))
+    assert {**choices} == {choice.index: as_gathered(choice) for choice in whole.choices}
+    counts = [each.completion_tokens for each in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == whole.usage.completion_tokens == 20 * options.get("n", 1)
+    assert whole.usage.prompt_tokens == usages[0].prompt_tokens == len(
+        "<|im_start|>user\nWeather in Rome?<|im_end|>\n<|im_start|>assistant\n"
+    ) - len("|im_start||im_end||im_start|<><><>") + 3  # fmt: skip
+
+
+def test_log_probabilities_come_with_every_token(server: Running) -> None:
+    sampling = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+    answer = ask(server, max_tokens=5, logprobs=True, top_logprobs=4, **sampling)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 5
+    for token in content:
+        assert len(token.top_logprobs) == 4
+        assert token.logprob == max(best.logprob for best in token.top_logprobs) <= 0
+        assert bytes(token.bytes).decode() == token.token
+
+
+def test_answers_have_the_rest_of_the_context(server: Running) -> None:
+    messages = [{"role": "user", "content": "x" * 960}]
+    answer = ask(server, messages=messages, temperature=0, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == 1024
+    assert answer.choices[0].finish_reason == "length"
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Just text.", {"content": "Just text.", "finish_reason": "stop"}),
+    (
+        f"<think>\nHm.\n</think>\n\nLooking.\n{CALL}\n{CALL}",
+        {
+            "reasoning": "Hm.",
+            "reasoning_content": "Hm.",
+            "content": "Looking.\n",
+            "calls": dict.fromkeys((0, 1), ("weather", '{"city": "Rome"}')),
+            "finish_reason": "tool_calls",
+        },
+    ),
+    (CALL, {"calls": {0: ("weather", '{"city": "Rome"}')}, "finish_reason": "tool_calls"}),
+    ("<tool_call>no", {"content": "<tool_call>no", "finish_reason": "stop"}),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES, ids=[text[:20] for text, _ in CASES])
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_and_reasoning_whole_and_streamed(
+    fake: Running, text: str, expected: dict[str, Any], seed: int
+) -> None:
+    fake.llm.text, fake.llm.seed = text, seed
+    expected = {"role": "assistant", "content": "", **expected}
+    whole = ask(fake, tools=[TOOL])
+    assert as_gathered(whole.choices[0]) == expected
+    choices, _ = gather(ask(fake, tools=[TOOL], stream=True))
+    assert choices[0] == expected
+
+
+def prompt_of(fake: Running) -> str:
+    return str(fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0]))
+
+
+def test_what_was_said_comes_back_into_the_prompt(fake: Running) -> None:
+    """The very message that the server gave, a tool's answer, and reasoning by either name."""
+    fake.llm.text = f"<think>Hm.</think>{CALL}"
+    message = ask(fake, tools=[TOOL]).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    ask(fake, tools=[TOOL], messages=[*MESSAGES, message, result])
+    prompt = prompt_of(fake)
+    assert "<think>Hm.</think>" + CALL in prompt
+    assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+    for name in ("reasoning", "reasoning_content"):
+        said = {"role": "assistant", "content": [{"type": "text", "text": "Yes"}], name: "So."}
+        ask(fake, messages=[*MESSAGES, said, *MESSAGES])
+        assert "<think>So.</think>Yes<|im_end|>" in prompt_of(fake)
+
+
+def test_templates_are_told_what_requests_say(fake: Running) -> None:
+    ask(fake, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert prompt_of(fake).endswith("<think>\n\n</think>\n\n")
+    ask(fake, reasoning_effort="none")
+    assert prompt_of(fake).endswith("<think>\n\n</think>\n\n")
+    said = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    ask(fake, messages=said, extra_body=options)
+    assert prompt_of(fake).endswith("assistant\nIt is")
+    ask(fake, messages=[{"role": "developer", "content": "Be brief."}, *MESSAGES])
+    assert "<|im_start|>system\nBe brief." in prompt_of(fake)
+    ask(fake, tools=[TOOL], tool_choice="none")
+    assert "weather" not in prompt_of(fake)
+
+
+def test_a_stream_that_breaks_ends_with_an_error() -> None:
+    llm = FakeLLM("Some text that is cut", failure=EngineError("the core died"))
+    with running(llm) as server:
+        with pytest.raises(APIError, match="the core died"):
+            list(ask(server, stream=True))
+        lines = server.post("/v1/completions", prompt="x", stream=True).text.split("\n\n")
+    assert json.loads(lines[-3].removeprefix("data: "))["error"]["message"] == "the core died"
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_a_stream_that_cannot_begin_has_a_status(server: Running) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        ask(server, max_tokens=1025, stream=True)
+    assert caught.value.code == "context_length_exceeded"

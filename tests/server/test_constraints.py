@@ -1,0 +1,99 @@
+"""Answers that must have a form: a schema, a choice, a call of a tool."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.running import Running
+
+MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}, "number": {"enum": [1, 22]}},
+    "required": ["yes", "number"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("one", "two")
+]
+NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def ask(server: Running, **fields: Any) -> Any:
+    extra = {**NO_THOUGHTS, **fields.pop("extra_body", {})}
+    fields = {"model": "tiny", "messages": MESSAGES, "max_tokens": 150, **fields}
+    return server.openai.chat.completions.create(**fields, extra_body=extra).choices[0]
+
+
+def fits(text: str) -> bool:
+    value = json.loads(text)
+    return value.keys() == {"yes", "number"} and value["number"] in (1, 22)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_schema_is_kept(server: Running, seed: int) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    choice = ask(server, response_format=form, seed=seed)
+    assert choice.finish_reason == "stop"
+    assert fits(choice.message.content)
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    answer = server.openai.responses.create(
+        model="tiny", input="x", text=text, reasoning={"effort": "none"}
+    )
+    assert fits(answer.output_text)
+
+
+def test_completions_have_constraints_too(server: Running) -> None:
+    constraint = {"structured_outputs": {"choice": ["red", "blue"]}}
+    answer = server.openai.completions.create(model="tiny", prompt="x", extra_body=constraint)
+    assert answer.choices[0].text in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ("one", "two")),
+        ({"type": "function", "function": {"name": "two"}}, ("two",)),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_is_made_by_its_schema(
+    server: Running, choice: Any, names: tuple[str, ...], stream: bool
+) -> None:
+    options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "seed": 5}
+    if stream:
+        request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 150, **options}
+        with server.openai.chat.completions.stream(**request, extra_body=NO_THOUGHTS) as events:
+            answer = events.get_final_completion().choices[0]
+    else:
+        answer = ask(server, **options)
+    (call,) = answer.message.tool_calls
+    assert call.function.name in names
+    assert fits(call.function.arguments)
+    assert answer.finish_reason == "tool_calls"
+    assert not answer.message.content
+
+
+def test_a_tool_of_messages_may_be_forced(server: Running) -> None:
+    tools = [{"name": "one", "input_schema": SCHEMA}]
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    body = {"messages": MESSAGES, "max_tokens": 150, "tools": tools, "tool_choice": choice}
+    answer = server.post("/v1/messages", **body, thinking={"type": "disabled"}).json()
+    (block,) = answer["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "one")
+    assert fits(json.dumps(block["input"]))
+
+
+def test_reasoning_comes_before_what_is_constrained(server: Running) -> None:
+    """A model that may think does so freely; without the end of it there is no answer."""
+    choice = ask(
+        server,
+        max_tokens=20,
+        extra_body={"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {}},
+    )
+    assert choice.finish_reason == "length"
+    assert choice.message.content != "yes"

@@ -1,0 +1,217 @@
+"""What operators rely on: keys, limits, health, metrics, and clients that go away."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from openai import AuthenticationError, RateLimitError
+
+from nanovllm import __version__
+from nanovllm.errors import EngineError
+from nanovllm.serving.core_records import CoreStats
+from tests.server.fake_llm import FakeLLM
+from tests.server.running import Running, running
+
+PATHS = [
+    ("GET", "/v1/models"),
+    ("GET", "/metrics"),
+    ("GET", "/load"),
+    ("GET", "/version"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+]
+METRICS = """
+num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
+prefix_cache_hits_total prompt_tokens_total generation_tokens_total num_preemptions_total
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
+request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
+request_prompt_tokens_bucket request_generation_tokens_bucket request_success_total
+cache_config_info
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    with running(FakeLLM(), api_keys=("first", "second"), max_body_bytes=1000) as server:
+        yield server
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_every_route_needs_a_key(guarded: Running, method: str, path: str) -> None:
+    wrong = (
+        {},
+        {"authorization": b"Bearer firs"},
+        {"authorization": b"first"},
+        {"x-api-key": b"\xff"},
+    )
+    for headers in wrong:
+        response = guarded.http.request(method, path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
+
+
+def test_either_key_opens_either_way(guarded: Running) -> None:
+    for headers in ({"authorization": "bearer second"}, {"x-api-key": "first"}):
+        assert guarded.http.get("/v1/models", headers=headers).status_code == 200
+    for path in ("/health", "/ping"):
+        assert guarded.http.get(path).status_code == 200
+    with pytest.raises(AuthenticationError):
+        guarded.openai.models.list()
+    assert guarded.openai.with_options(api_key="first").models.list().data[0].id == "tiny"
+
+
+def test_bodies_are_bounded_however_they_come(guarded: Running) -> None:
+    def in_chunks() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(200):
+            yield b"x" * 10
+
+    headers = {"x-api-key": "first", "content-type": "application/json"}
+    for content in (b'{"prompt": "' + b"x" * 1000 + b'"}', in_chunks()):
+        response = guarded.http.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    llm = FakeLLM()
+    with running(llm, max_queued_requests=3) as server:
+        for stats in (CoreStats(num_waiting=3), CoreStats(num_waiting=2)):
+            llm.stats = stats
+            if stats.num_waiting < 3:
+                assert server.openai.completions.create(model="tiny", prompt="x").choices
+                continue
+            with pytest.raises(RateLimitError) as caught:
+                server.openai.completions.create(model="tiny", prompt="x")
+            assert caught.value.response.headers["retry-after"] == "1"
+        llm.num_requests = llm.config.max_num_seqs + 3
+        assert server.post("/v1/embeddings", input="x").status_code == 429
+
+
+def test_answers_that_take_too_long_end() -> None:
+    llm = FakeLLM(is_silent=True)
+    with running(llm, request_timeout=0.1) as server:
+        for stream in (False, True):
+            response = server.post("/v1/completions", prompt="x", stream=stream)
+            assert response.status_code == 504
+            assert response.json()["error"]["type"] == "timeout_error"
+        assert llm.num_aborted == 2
+
+
+def test_a_dead_engine_is_known_everywhere() -> None:
+    llm = FakeLLM(error=EngineError("the core died"))
+    with running(llm) as server:
+        for response in (
+            server.http.get("/health"),
+            server.http.get("/ping"),
+            server.post("/v1/completions", prompt="x"),
+            server.post("/v1/completions", prompt="x", stream=True),
+            server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}]),
+        ):
+            assert response.status_code == 503
+            assert response.json()["error"]["message"] == "the core died"
+
+
+def test_request_ids_come_back(guarded: Running) -> None:
+    for given, is_kept in (("abc-123", True), ("x" * 129, False), ("a b", False)):
+        answer = guarded.http.get("/health", headers={"x-request-id": given})
+        assert (answer.headers["x-request-id"] == given) == is_kept
+    refused = guarded.http.get("/v1/models", headers={"x-request-id": "mine"})
+    assert refused.headers["x-request-id"] == "mine"
+
+
+def test_other_sites_are_not_let_in(guarded: Running) -> None:
+    headers = {"origin": "https://else.where", "x-api-key": "first"}
+    response = guarded.http.get("/v1/models", headers=headers)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> None:
+    """Its sequences end and its blocks come back, whatever the answer was to be."""
+    body = {"prompt": "x", "max_tokens": 500, "n": 4, "ignore_eos": True, "stream": stream}
+    before = server.llm.stats.num_free_blocks
+    with httpx.Client(base_url=server.url, timeout=0.3 if not stream else 5) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body)
+    wait_until(lambda: server.llm.num_requests == 0)
+    server.post("/v1/completions", prompt="y", max_tokens=1)
+    wait_until(lambda: server.llm.stats.num_running == 0)
+    assert server.llm.stats.num_free_blocks >= before
+
+
+def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
+    stream = server.openai.completions.create(
+        model="tiny", prompt=[7] * 40, max_tokens=3, stream=True, extra_body={"ignore_eos": True}
+    )
+    list(stream)
+    text = server.http.get("/metrics").text
+    for name in METRICS.split():
+        assert re.search(rf'^vllm:{name}{{[^}}]*model_name="tiny"[^}}]*}} \d', text, re.M), name
+    assert 'request_success_total{finished_reason="length"' in text
+    assert 'cache_config_info{block_size="16"' in text
+    number = re.search(r"^vllm:inter_token_latency_seconds_count.* (\d+)", text, re.M)
+    assert number is not None
+    assert int(number.group(1)) >= 2
+
+
+def test_metrics_may_be_renamed() -> None:
+    with running(FakeLLM(), metrics_prefix="ours_") as server:
+        assert "ours_num_requests_running{" in server.http.get("/metrics").text
+
+
+def test_models_are_listed_and_described(server: Running) -> None:
+    assert [model.id for model in server.openai.models.list()] == ["tiny", "org/tiny"]
+    assert server.openai.models.retrieve("org/tiny").to_dict()["max_model_len"] == 1024
+    assert server.http.get("/v1/models/other").status_code == 404
+    assert server.http.get("/version").json() == {"version": __version__}
+    assert server.http.get("/load").json() == {"server_load": 0}
+    assert "/v1/chat/completions" in server.http.get("/openapi.json").json()["paths"]
+
+
+def test_texts_become_tokens_and_back(server: Running) -> None:
+    ids = server.post("/tokenize", prompt="héllo", return_token_strs=True).json()
+    assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"]) == 6
+    assert server.post("/detokenize", tokens=ids["tokens"]).json() == {"prompt": "héllo"}
+    messages = [{"role": "user", "content": "x"}]
+    chat = server.post("/tokenize", messages=messages).json()["tokens"]
+    text = server.post("/detokenize", tokens=chat).json()["prompt"]
+    assert text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_embeddings_in_both_encodings(server: Running) -> None:
+    create = server.openai.embeddings.create
+    floats = create(model="tiny", input=["one", "two"], encoding_format="float")
+    vectors = [item.embedding for item in floats.data]
+    assert [sum(x * x for x in vector) for vector in vectors] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert vectors[0] != vectors[1]
+    assert floats.usage.prompt_tokens == 6
+    raw = server.post("/v1/embeddings", input=["one", "two"], encoding_format="base64").json()
+    decoded = [base64.b64decode(item["embedding"]) for item in raw["data"]]
+    assert [struct.unpack(f"<{len(vectors[0])}f", each) for each in decoded] == [
+        pytest.approx(vector) for vector in vectors
+    ]
