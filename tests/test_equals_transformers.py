@@ -65,7 +65,12 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+FAST = ("plain", "chunked", "preempted-chunked", "few-slots", "block-48", "eager", "many-rows")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in FAST else pytest.mark.slow) for mode in MODES]
+)
 def test_equals_transformers(case: Case, mode: str) -> None:
     """Neighbouring models run a mode with the other depth."""
     check(case, mode, depth=(case.number + list(MODES).index(mode)) % 2)

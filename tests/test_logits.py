@@ -136,7 +136,10 @@ def native_products(device: str, dtype: str) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "dtype", "mode", "device"),
     [
-        *((*case, "cpu") for case in CASES),
+        *(
+            pytest.param(*case, "cpu", marks=() if case[0] == "wide" or i % 2 else pytest.mark.slow)
+            for i, case in enumerate(CASES)
+        ),
         *(pytest.param(*case, "cuda", marks=NEEDS_GPU) for case in CASES + CUDA_CASES),
     ],
 )

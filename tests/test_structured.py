@@ -157,6 +157,7 @@ def test_two_processes(path: Path, wanted: Any) -> None:
         assert [output.token_ids for output in generate(llm, batch())] == wanted
 
 
+@pytest.mark.slow
 def test_a_core_in_another_process(path: Path, wanted: Any) -> None:
     """It compiles the grammars for itself, without those that need none waiting for them."""
     llm = AsyncLLM(str(path), device="cpu", **OPTIONS)
@@ -187,7 +188,9 @@ def test_others_get_what_they_get_alone(path: Path, depth: int) -> None:
 
 
 @pytest.mark.endurance
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize(
+    "temperature", [1.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.0, 0.7, 5.0))]
+)
 def test_every_seed_and_temperature(
     llm: LLM, temperature: float, count: Callable[[int], int]
 ) -> None:

@@ -100,7 +100,10 @@ def one_worker(root: Path, name: str) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(CONFIGS)],
+)
 def test_every_family(checkpoint_root: Path, name: str) -> None:
     check(checkpoint_root, name, size=2, depth=0, **CROWDED)
 

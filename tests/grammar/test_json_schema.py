@@ -198,6 +198,7 @@ class Walker:
         return int(some[np.searchsorted(shares, rng.random() * shares[-1])])
 
 
+@pytest.mark.slow
 @pytest.mark.endurance
 def test_every_random_text_is_valid(grammars: Grammars, count: Callable[[int], int]) -> None:
     walker, num_schemas = Walker(grammars), count(2000)

@@ -207,14 +207,15 @@ def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
     assert "nowhere" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "message"),
     [
         (signal.SIGKILL, "killed by signal 9"),
-        pytest.param(signal.SIGSTOP, "no sign of life", marks=pytest.mark.slow),
+        (signal.SIGSTOP, "no sign of life"),
     ],
 )
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turn", [0, 1])
 def test_everybody_is_told_of_a_core_that_is_gone(
     path: Path, number: signal.Signals, message: str, turn: int
 ) -> None:

@@ -67,6 +67,7 @@ def test_what_work_would_launch_is_compiled_once(cache: Path) -> None:
     assert knobs.runtime.jit_cache_hook is None
 
 
+@pytest.mark.slow
 def test_kernels_are_found_by_the_key_of_this_process(cache: Path, monkeypatch: Any) -> None:
     """Which differs from the other process's if Triton computed keys in another order there."""
     monkeypatch.setattr(sampling._advance_kernel, "hash", "another key")

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.cuda.linear_few_rows import choose_splits
-from tests.devices import run_interpreted
+from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import fused_cases as cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -18,8 +18,9 @@ DTYPES = pytest.mark.parametrize(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
-def test_interpreted_kernels_equal_the_reference() -> None:
-    run_interpreted(cases.__name__)
+@interpreted_cases
+def test_interpreted_kernels_equal_the_reference(which: str) -> None:
+    run_interpreted(cases.__name__, which)
 
 
 def test_splits_are_for_few_rows_and_more_rows_of_small_weights() -> None:
