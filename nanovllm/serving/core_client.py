@@ -8,6 +8,7 @@ import pickle
 import select
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -100,6 +101,14 @@ class CoreClient:
                 return  # the other thread sees that end too, and finds out why
 
     def _receive_all(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # or whoever waits would wait for ever
+            text = f"the engine's answers cannot be read: {error!r}"
+            self._fail(Failure(text, "EngineError", traceback.format_exc()))
+        self._child.channel.close()
+
+    def _listen(self) -> None:
         limit = math.inf  # a model may take any time to load
         last = time.monotonic()
         while self._failure is None:
@@ -124,7 +133,6 @@ class CoreClient:
                         self._on_update(record)
                 else:
                     self._first.put(record)
-        self._child.channel.close()
 
     def _silence(self, limit: float) -> Failure:
         text = f"the engine core (process {self.pid}) gave no sign of life for {limit:.1f} s"

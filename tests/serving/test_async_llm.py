@@ -242,6 +242,23 @@ def test_everybody_is_told_of_a_core_that_is_gone(
 
 
 @pytest.mark.slow
+def test_a_fault_of_the_front_fails_whoever_waits(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(path, **OPTIONS)
+        tasks = [asyncio.create_task(collect(llm, [1, 2, 3], LONG)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        monkeypatch.setattr(llm.front, "collect", None)
+        for task in tasks:
+            with pytest.raises(EngineError, match="cannot be read"):
+                await asyncio.wait_for(task, SECONDS)
+        llm.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_closing_fails_whoever_waits(path: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(path, **OPTIONS)
