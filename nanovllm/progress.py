@@ -11,19 +11,21 @@ from nanovllm.serving.engine_thread import Job
 
 
 class Progress:
-    """A progress bar over the prompts of a job that shows the speed of prefill and decode."""
+    """A progress bar over the prompts of a job that shows the speed of prefill and decode.
+
+    One that is not shown is none: all bars share a lock, which a Ctrl-C may leave taken.
+    """
 
     def __init__(self, job: Job, is_shown: bool) -> None:
         self._job = job
-        self._bar = tqdm(
-            total=len(job.requests),
-            desc="Prompts",
-            dynamic_ncols=True,
-            disable=not is_shown or sys.stderr is None,
-        )
+        self._bar: tqdm | None = None
+        if is_shown and sys.stderr is not None:
+            self._bar = tqdm(total=len(job.requests), desc="Prompts", dynamic_ncols=True)
         self._start = time.perf_counter()
 
     def update(self) -> None:
+        if self._bar is None:
+            return
         job, seconds = self._job, time.perf_counter() - self._start
         prefill, decode = job.num_prefill_tokens / seconds, job.num_decode_tokens / seconds
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", False)
@@ -31,4 +33,5 @@ class Progress:
 
     def close(self) -> None:
         self.update()
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from tqdm import tqdm
 
 from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint
@@ -99,6 +101,7 @@ def engines_of(
     size: int, backend: str = "gloo", make_backend: MakeBackend = create_backend
 ) -> Iterator[None]:
     """Make engines run on several ranks."""
+    tqdm.set_lock(threading.RLock())  # an interrupt of some other test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_backend=make_backend)
     with mock.patch.object(llm_engine, "create_executor", executor):
         yield
