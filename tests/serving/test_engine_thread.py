@@ -252,7 +252,7 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
 LAST_WORDS = """
 import sys, threading, time
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import engine_thread
+from nanovllm.serving import engine_thread
 from nanovllm.errors import EngineError
 engine_thread.CLOSE_SECONDS = 0.1
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", max_model_len=96, max_num_seqs=4)
