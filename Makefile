@@ -14,6 +14,9 @@ IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no \
 	--target-processes all --padding 512
 
+# Tests start many processes: without bytecode on disk each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow endurance test-gpu sanitize report lint format lock clean
 

@@ -120,6 +120,13 @@ def test_plans_of_many_rows_and_of_many_tokens_survive() -> None:
         assert_equal(plan, round_trip(plan))
 
 
+def test_a_decode_row_costs_a_few_bytes() -> None:
+    """`benchmarks/engine/plan_broadcast.py` times the way of a plan; this is what bounds it."""
+    messages = [b"".join(encode_plan(decode_rows(count))) for count in (256, 512)]
+    assert len(messages[0]) < 5000
+    assert len(messages[1]) - len(messages[0]) < 256 * 20
+
+
 def test_arrays_are_aligned_views_that_may_be_written() -> None:
     rng = random.Random(0)
     plan = replace(random_plan(rng), new_rows=[random_new_row(rng) for _ in range(9)])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine.plan_broadcast import decode_rows, long_prompts, measure, start_clocks
+from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
@@ -275,17 +275,6 @@ def test_start_up_can_be_given_up(leftovers: Leftovers) -> None:
     executor.close()
     thread.join(SECONDS)
     assert [type(error) for error in errors] == [EngineError]
-
-
-def test_a_plan_of_256_rows_costs_less_than_a_fifth_of_a_millisecond(
-    leftovers: Leftovers,
-) -> None:
-    executor = start_clocks(2)
-    plan = decode_rows(256)
-    # A busy machine makes single rounds slow; the cost is what a quiet moment shows.
-    rounds = (measure(executor, plan, 50) for _ in range(40))
-    assert any(timing.arrives < 0.2e-3 and timing.returns < 0.2e-3 for timing in rounds)
-    executor.close()
 
 
 @pytest.mark.slow
