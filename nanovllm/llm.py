@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from nanovllm.prompts import (
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.serving.engine_thread import EngineThread, Job
+from nanovllm.serving.growing_job import answers_of
 
 
 class LLM:
@@ -79,6 +81,22 @@ class LLM:
                 if on_step is not None:
                     on_step(step)
                 yield from step.pieces
+
+    def generate_stream(
+        self,
+        prompts: Iterable[Any],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Answer any number of prompts: yield the index and the output of each as it finishes.
+
+        Prompts, and their parameters if each has its own, are read when there is room for more.
+        """
+        self._check_usable()
+        prepare = functools.partial(self._prepare_one, cache_salt=cache_salt)
+        room = 2 * self.engine.config.max_num_seqs  # as many wait as run
+        return answers_of(self._thread, prepare, prompts, sampling_params, room)
 
     def chat(
         self,
@@ -159,8 +177,7 @@ class LLM:
         """Queue one prompt for `step`; returns its seq_id."""
         self._thread.check_process()
         params = SamplingParams() if sampling_params is None else sampling_params
-        one = as_prompt(prompt, cache_salt)
-        live = self.engine.prepare(one.content, params, cache_salt=one.cache_salt)
+        live = self._prepare_one(prompt, params, cache_salt)
         self._thread.add(live)
         return live.seq_id
 
@@ -210,19 +227,20 @@ class LLM:
             zip(items, as_params(params, len(items)), strict=True)
         ):
             try:
-                prompt = as_prompt(item, cache_salt)
-                requests[index] = self.engine.prepare(
-                    prompt.content,
-                    param,
-                    cache_salt=prompt.cache_salt,
-                    is_streaming=is_streaming,
-                    pooling=pooling,
+                requests[index] = self._prepare_one(
+                    item, param, cache_salt, is_streaming=is_streaming, pooling=pooling
                 )
             except RequestError as error:
                 if on_refusal is None:
                     raise at_index(error, "prompts", index, len(items)) from error
                 on_refusal(index, error)
         return Job(requests, is_streaming)
+
+    def _prepare_one(
+        self, item: Any, params: SamplingParams, cache_salt: str | None, **options: Any
+    ) -> Live:
+        prompt = as_prompt(item, cache_salt)
+        return self.engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt, **options)
 
     def _run(self, job: Job, use_tqdm: bool) -> list[RequestOutput]:
         progress = Progress(job, is_shown=use_tqdm)

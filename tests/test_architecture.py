@@ -24,7 +24,8 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
-    < scoring, progress < llm, async_llm < server, bench < cli < __main__
+    < serving.growing_job, scoring, progress < llm, async_llm < server, bench < jobs < cli
+    < __main__
 """
 LEAVES = (
     "errors",
