@@ -21,8 +21,13 @@ VOCAB_SIZE, EOS = 49152, 2
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    vocabulary = Vocabulary(load_tokenizer(find_checkpoint("smollm2")), frozenset({EOS}))
+def tokenizer() -> Any:
+    return load_tokenizer(find_checkpoint("smollm2", need_weights=False))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    vocabulary = Vocabulary(tokenizer, frozenset({EOS}))
     return Grammars(lambda: vocabulary, VOCAB_SIZE)
 
 
@@ -140,13 +145,14 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), TAKEN)
-def test_what_is_taken(grammars: Grammars, schema: Any, valid: Any, invalid: Any) -> None:
+def test_what_is_taken(
+    grammars: Grammars, tokenizer: Any, schema: Any, valid: Any, invalid: Any
+) -> None:
     grammar = grammars.compile({"json": schema})
-    encode = load_tokenizer(find_checkpoint("smollm2")).encode
 
     def is_taken(text: str) -> bool:
         inner = grammars.matcher(grammar, frozenset()).inner
-        token_ids = encode(text, add_special_tokens=False)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
         return inner.try_consume_tokens(token_ids) == len(token_ids) and inner.is_accepting()
 
     assert [text for text in valid if not is_taken(text)] == []
@@ -156,8 +162,7 @@ def test_what_is_taken(grammars: Grammars, schema: Any, valid: Any, invalid: Any
 class Walker:
     """Writes texts at random that a grammar takes, and ends them when it can after a while."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        tokenizer = load_tokenizer(find_checkpoint("smollm2"))
+    def __init__(self, grammars: Grammars, tokenizer: Any) -> None:
         self.grammars, self.decode = grammars, tokenizer.decode
         texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB_SIZE)]
         self.weights = 1.0 / (1 + np.array([len(text) for text in texts])) ** 2
@@ -200,8 +205,10 @@ class Walker:
 
 @pytest.mark.slow
 @pytest.mark.endurance
-def test_every_random_text_is_valid(grammars: Grammars, count: Callable[[int], int]) -> None:
-    walker, num_schemas = Walker(grammars), count(2000)
+def test_every_random_text_is_valid(
+    grammars: Grammars, tokenizer: Any, count: Callable[[int], int]
+) -> None:
+    walker, num_schemas = Walker(grammars, tokenizer), count(2000)
     num_refused = num_texts = 0
     for seed in range(num_schemas):
         schema = random_schema(10_000 + seed)
