@@ -201,7 +201,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_a_request_error(template: str) -> None:
+def test_a_hostile_template_is_a_request_error(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.chat_template.MAX_ROUNDS", MAX_ROUNDS // 20)  # in less time
+    check_refused(template)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loops", "loops over text", "doubling macro"])
+def test_every_round_that_is_allowed_takes_no_minute(name: str) -> None:
+    check_refused(HOSTILE[name])
+
+
+def check_refused(template: str) -> None:
     start = time.perf_counter()
     with pytest.raises(RequestError, match="the chat template") as error:
         ChatTemplate(template, TOKENS).render(HELLO)

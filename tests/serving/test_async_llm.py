@@ -59,7 +59,7 @@ def tokens_of(pieces: list[StreamPiece], sample: int = 0) -> list[int]:
     return [token for piece in pieces if piece.sample == sample for token in piece.token_ids]
 
 
-async def until_idle(llm: AsyncLLM, seconds: float = SECONDS) -> None:
+async def until_idle(llm: AsyncLLM, seconds: float = 60.0) -> None:
     """All sequences and blocks come back."""
     deadline = time.monotonic() + seconds
     stats = llm.stats
@@ -181,6 +181,7 @@ def test_a_reader_who_does_not_read_holds_up_nobody(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_front_needs_no_torch(path: Path) -> None:
     script = """
 import asyncio, json, sys
@@ -199,6 +200,7 @@ asyncio.run(main())
     assert result.stdout.split() == ["3", "False"], result.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
     for make in (LLM, AsyncLLM):
         with pytest.raises(CheckpointError) as caught:
