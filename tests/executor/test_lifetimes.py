@@ -160,13 +160,17 @@ for _ in range(3):
     assert_gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("build_worker", "order"),
-    [("obedient", "Order.SLEEP, 0"), ("meeting", "Order.MEET, 1")],
-    ids=["in-a-long-step", "in-a-collective"],
-)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "build_worker", "order"),
+    [
+        (signal.SIGTERM, "obedient", "Order.SLEEP, 0"),  # in a long step; killed: see below
+        (signal.SIGINT, "obedient", "Order.SLEEP, 0"),
+        (signal.SIGKILL, "meeting", "Order.MEET, 1"),  # in a collective
+        (signal.SIGTERM, "meeting", "Order.MEET, 1"),
+        (signal.SIGINT, "meeting", "Order.MEET, 1"),
+    ],
+)
 def test_workers_go_with_the_program(number: signal.Signals, build_worker: str, order: str) -> None:
     source = START_EXECUTOR.format(build_worker=build_worker)
     source += f"pending = executor.submit(orders({order}))\nprint(0, flush=True)\npending.result()"
@@ -198,16 +202,6 @@ def test_workers_stay_with_the_program_and_not_with_its_children() -> None:
             assert is_alive(child)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_takes_its_workers_along() -> None:
-    source = START_EXECUTOR.format(build_worker="obedient")
-    source += "print(executor.submit(orders(41)).result().tokens[0])"
-    with program("-c", source) as running:
-        pids = running.read_pids()
-        assert (running.wait(), running.output.read()) == (0, "41\n"), running.errors()
-    assert_gone(pids)
 
 
 def test_workers_go_when_a_program_dies_as_they_start() -> None:
