@@ -113,8 +113,8 @@ def test_beside_answers(tiny: Any, device: str, mode: str) -> None:
             thread.join()
         if mode == "preempted":
             assert llm.engine.core.scheduler.num_preemptions > 0
-    for one, other, prompt in zip(alone, beside, prompts, strict=True):
-        assert one.token_ids == other.token_ids == checkpoint.generate(prompt, 16)
+    for one, other, want in zip(alone, beside, checkpoint.answers(prompts, 16), strict=True):
+        assert one.token_ids == other.token_ids == want
         for mine, theirs in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
             [(token_id, entry)] = mine.items()
             assert theirs[token_id].logprob == pytest.approx(entry.logprob, abs=1e-4)
