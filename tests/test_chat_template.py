@@ -210,16 +210,16 @@ def test_a_hostile_template_is_a_request_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["loops", "loops over text", "doubling macro"])
-def test_every_round_that_is_allowed_takes_no_minute(name: str) -> None:
+def test_every_round_that_is_allowed_takes_seconds(name: str) -> None:
     check_refused(HOSTILE[name])
 
 
 def check_refused(template: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(RequestError, match="the chat template") as error:
         ChatTemplate(template, TOKENS).render(HELLO)
     assert not isinstance(error.value.__cause__, MemoryError)
-    assert time.perf_counter() - start < 30
+    assert time.thread_time() - start < 30
 
 
 def test_limits_leave_room_for_long_conversations() -> None:
