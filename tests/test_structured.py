@@ -459,10 +459,10 @@ def test_a_pathological_grammar_holds_up_nobody(llm: LLM, asked: dict[str, Any])
     except RequestError:
         return
     finally:
-        assert time.perf_counter() - start < 30
+        assert time.perf_counter() - start < 5
     outputs = generate(llm, [*plain, params_of(asked, 0, max_tokens=20)])
     assert [output.token_ids for output in outputs[:4]] == want
-    assert time.perf_counter() - start < 60
+    assert time.perf_counter() - start < 10
 
 
 def refusal_of(llm: LLM, schema: Any) -> str | None:

@@ -136,7 +136,7 @@ def everything_is_back(server: Running, num_free_blocks: int) -> bool:
 
 
 def settle(server: Running, num_free_blocks: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 5
     while not everything_is_back(server, num_free_blocks):
         assert time.monotonic() < end, (server.llm.num_requests, server.llm.stats)
         time.sleep(0.05)

@@ -501,7 +501,7 @@ def test_ctrl_c_does_not_wait_for_a_long_step(path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(llm.engine.core.executor, "submit", slow)
         start = time.perf_counter()
         run_interrupted(lambda: generate(llm), 0.1)
-        assert time.perf_counter() - start < 30
+        assert time.perf_counter() - start < 10
         is_released.set()
         assert generate(llm) == want
         assert_idle(llm)
