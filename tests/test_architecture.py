@@ -57,7 +57,14 @@ HOST = (
 # What executors and workers know of the engine.
 WIRE = ("engine.step", "engine.step_clock")
 # What a front may know of a core in another process; imports no torch either.
-CLIENT = ("serving.core_records", "engine.found_model", "serving.core_client")
+CLIENT = (
+    "serving.core_records",
+    "serving.state_records",
+    "serving.observer",
+    "serving.viewers",
+    "engine.found_model",
+    "serving.core_client",
+)
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
     "checkpoint": (("errors",), "worker.tables"),
