@@ -15,6 +15,7 @@ from nanovllm.grammar.matching import Vocabulary
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats
+from nanovllm.serving.viewers import Viewers
 from tests.server.byte_model import byte_tokenizer
 
 
@@ -34,6 +35,7 @@ class FakeLLM:
     num_aborted: int = 0
 
     def __post_init__(self) -> None:
+        self.viewers = Viewers(lambda is_on: None)
         self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
