@@ -24,7 +24,7 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
-    < scoring, progress < llm, async_llm < server, bench < cli < __main__
+    < scoring, progress, client < llm, async_llm < server, bench < cli < __main__
 """
 LEAVES = (
     "errors",

@@ -64,18 +64,19 @@ find("settings").querySelector("form").onsubmit = (event) => {
 find("settings").querySelector("[value=cancel]").onclick = () => find("settings").close();
 find("open-settings").onclick = openSettings;
 
-find("theme").onclick = () => {
-  const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = document.documentElement.dataset.theme ?? (isDark ? "dark" : "light");
-  setTheme(now === "dark" ? "light" : "dark");
-};
+const systemTheme = matchMedia("(prefers-color-scheme: dark)");
 
-function setTheme(theme) {
-  if (!theme) return;
+function showTheme() {
+  const theme = localStorage.getItem(THEME) ?? (systemTheme.matches ? "dark" : "light");
   document.documentElement.dataset.theme = theme;
-  localStorage.setItem(THEME, theme);
   engine.drawSoon();
+  return theme;
 }
+find("theme").onclick = () => {
+  localStorage.setItem(THEME, showTheme() === "dark" ? "light" : "dark");
+  showTheme();
+};
+systemTheme.onchange = showTheme;
 
 function showView(view) {
   document.body.dataset.view = view;
@@ -118,6 +119,6 @@ find("record").onclick = async () => {
   find("record").disabled = false;
 };
 
-setTheme(localStorage.getItem(THEME));
+showTheme();
 startTips();
 begin();
