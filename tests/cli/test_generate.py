@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli import main
+from nanovllm.cli import main, remote
 from tests.cli.fake_llm import FakeLLM
 
 pytestmark = pytest.mark.usefixtures("nothing")

@@ -4,6 +4,7 @@ import { Drawing, pointable } from "./canvas.js";
 import { describeBlock, filled, holders, hue } from "./state.js";
 
 const MAX_HEIGHT = 240;
+const HINT = "Point at a block, or choose one with the arrow keys.";
 
 export class BlockMap {
   constructor(canvas, detail) {
@@ -24,7 +25,7 @@ export class BlockMap {
     const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * MAX_HEIGHT) / numBlocks))));
     const columns = Math.max(1, Math.floor(width / size));
     const rows = Math.ceil(numBlocks / columns);
-    this.grid = { size, columns, rows, gap: size > 8 ? 2 : size > 4 ? 1 : 0.5 };
+    this.grid = { size, columns, rows, width: width / columns, gap: size > 8 ? 2 : size > 4 ? 1 : 0.5 };
   }
 
   draw(state, held = holders(state)) {
@@ -43,22 +44,22 @@ export class BlockMap {
       this.drawCell(context, block, held.get(block), colors);
     }
     if (this.pointed !== null) this.drawPointer(context, colors.mark);
-    this.detail.textContent = this.pointed === null ? "" : describeBlock(state, this.pointed, held);
+    this.detail.textContent = this.pointed === null ? HINT : describeBlock(state, this.pointed, held);
   }
 
   drawCell(context, block, owners, colors) {
     const { size, gap } = this.grid;
-    const [x, y] = this.corner(block);
+    const [x, y, wide] = this.box(block);
     const side = size - gap;
     if (!owners) {
       context.fillStyle = this.state.cached.has(block) ? colors.cached : colors.free;
       context.globalAlpha = this.chosen === null ? 1 : 0.4;
-      context.fillRect(x, y, side, side);
+      context.fillRect(x, y, wide, side);
       context.globalAlpha = 1;
       return;
     }
     const isFaded = this.chosen !== null && owners.every(([sequence]) => sequence.id !== this.chosen);
-    const width = side / Math.min(owners.length, 3);
+    const width = wide / Math.min(owners.length, 3);
     owners.slice(0, 3).forEach((owner, index) => {
       const height = side * filled(this.state, owner);
       context.fillStyle = `oklch(${colors.light} ${colors.chroma} ${hue(owner[0].id)})`;
@@ -68,7 +69,7 @@ export class BlockMap {
       context.fillRect(x + index * width, y + side - height, width, height);
     });
     context.globalAlpha = 1;
-    if (owners.length > 1 && size > 8 && !isFaded) this.drawDot(context, x + side / 2, y + side / 2, colors.mark);
+    if (owners.length > 1 && size > 8 && !isFaded) this.drawDot(context, x + wide / 2, y + side / 2, colors.mark);
   }
 
   drawDot(context, x, y, color) {
@@ -80,21 +81,24 @@ export class BlockMap {
 
   drawPointer(context, color) {
     const { size, gap } = this.grid;
-    const [x, y] = this.corner(this.pointed);
+    const [x, y, wide] = this.box(this.pointed);
     context.strokeStyle = color;
     context.lineWidth = 2;
-    context.strokeRect(x, y, size - gap, size - gap);
+    context.strokeRect(x, y, wide, size - gap);
   }
 
-  corner(block) {
-    const { size, columns } = this.grid;
-    return [(block % columns) * size, Math.floor(block / columns) * size];
+  /** Left, top and width, on whole pixels; together the columns fill the map. */
+  box(block) {
+    const { size, columns, width, gap } = this.grid;
+    const left = Math.round((block % columns) * width);
+    const right = Math.round(((block % columns) + 1) * width);
+    return [left, Math.floor(block / columns) * size, right - left - gap];
   }
 
   blockAt(x, y) {
     if (!this.state) return null;
-    const { size, columns } = this.grid;
-    const column = Math.floor(x / size);
+    const { size, columns, width } = this.grid;
+    const column = Math.floor(x / width);
     const block = Math.floor(y / size) * columns + column;
     return column < columns && block >= 0 && block < this.state.numBlocks ? block : null;
   }

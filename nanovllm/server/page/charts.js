@@ -41,6 +41,7 @@ export class Sparkline {
 const TOP = 64; // pixels for tokens
 const BOTTOM = 44; // for times
 const COLUMN = 7;
+const HINT = "Point at a step, or choose one with the arrow keys.";
 
 export class Timeline {
   constructor(canvas, detail) {
@@ -77,7 +78,7 @@ export class Timeline {
       this.drawTimes(context, step, x, longest);
     });
     context.globalAlpha = 1;
-    this.detail.textContent = this.pointed ? describeStep(this.pointed) : "";
+    this.detail.textContent = this.pointed ? describeStep(this.pointed) : HINT;
   }
 
   /** The height is a logarithm of all tokens, which the two kinds divide among them. */

@@ -90,7 +90,8 @@ export class Engine {
     setText("usage", percent(1 - stats.num_free_blocks / stats.num_blocks));
     setText("num-running", `${stats.num_running} of ${this.state.maxSeqs} places`);
     setText("num-waiting", stats.num_waiting);
-    setText("preemptions", stats.num_preemptions ? `${stats.num_preemptions} preempted` : "");
+    setText("preemptions", `${stats.num_preemptions} preempted so far`);
+    find("preemptions").classList.toggle("warn", stats.num_preemptions > 0);
   }
 
   drawRunning() {
