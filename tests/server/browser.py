@@ -56,7 +56,7 @@ class Tabs:
         unexpected = [
             fault for fault in self.faults if not any(part in fault for part in self.expected)
         ]
-        assert unexpected == []
+        assert not unexpected, unexpected
 
     def _note(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):

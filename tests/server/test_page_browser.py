@@ -185,6 +185,7 @@ def test_a_dead_engine_is_shown_as_such(tabs: Tabs) -> None:
 
 
 def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None:
+    tabs.expected = ("willReadFrequently",)  # this test reads pixels
     page = tabs.open(server.url)
     page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
     bodies = [
