@@ -53,6 +53,7 @@ HOST = (
     "grammar.json_schema",
     "grammar.json_disjoint",
     "grammar.json_formats",
+    "grammar.json_negation",
 )
 # What executors and workers know of the engine.
 WIRE = ("engine.step", "engine.step_clock")
