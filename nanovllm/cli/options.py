@@ -163,7 +163,7 @@ def check_no_engine_options(args: argparse.Namespace) -> None:
     names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
     for name in (*names, "enable_prefix_caching", "enforce_eager"):
         if getattr(args, name) != args.parser.get_default(name):
-            flag = "--" + name.replace("_", "-")
+            flag = "--" + name.replace("enable", "no").replace("_", "-")
             raise ConfigError(
                 f"{flag} is for an engine here, and --url asks another; leave one out"
             )

@@ -164,11 +164,15 @@ def _as_step(piece: StreamPiece) -> StepOutput:
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
     """What a request says of sampling: as little as can be, as servers differ in the rest."""
-    default = SamplingParams()
-    names = [field.name for field in fields(params)]
-    values = {name: getattr(params, name) for name in names}
-    return {
+    default, schema = SamplingParams(), params.structured_outputs
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    del values["structured_outputs"]
+    asked = {
         name: value
         for name, value in values.items()
         if name in OPENAI_NAMES or value != getattr(default, name)
     }
+    if schema is not None:  # of --json-schema
+        named = {"name": "answer", "schema": schema["json"], "strict": True}
+        asked["response_format"] = {"type": "json_schema", "json_schema": named}
+    return asked

@@ -18,7 +18,6 @@ from nanovllm.serving.state_records import (
     EngineChange,
     EngineNews,
     EngineState,
-    Progress,
     SequenceEnd,
     SequenceState,
     Status,
@@ -99,7 +98,7 @@ class Observer:
         self._cached.changes = {}
         self._shown, self._queue = {}, []
         self.timer.steps, self._ended = [], []
-        sequences, _ = self._compare()
+        sequences, _, _ = self._compare()
         return EngineState(
             scheduler.blocks.num_blocks,
             scheduler.blocks.block_size,
@@ -114,7 +113,7 @@ class Observer:
 
     def _change(self, stats: CoreStats, now: float) -> EngineChange | None:
         old_queue = self._queue
-        sequences, progress = self._compare()
+        sequences, progress, grown = self._compare()
         gone = self._forget_gone()
         queue = None if old_queue == self._queue else self._queue
         cached, uncached = self._cached.take_changes()
@@ -124,20 +123,27 @@ class Observer:
         if not has_changed and queue is None and stats == self._stats:
             return None
         return EngineChange(
-            sequences, progress, gone, queue, cached, uncached, steps, ended, stats, _us(now)
+            sequences, progress, grown, gone, queue, cached, uncached, steps, ended, stats, _us(now)
         )
 
-    def _compare(self) -> tuple[list[SequenceState], list[Progress]]:
-        """Note how each sequence is that is to be shown; return those that moved or went on."""
+    def _compare(self) -> tuple[list[SequenceState], list[int], list[tuple[int, list[int]]]]:
+        """Note how each sequence is that is to be shown; return which moved, went on and grew."""
         moved: list[SequenceState] = []
-        progress: list[Progress] = []
+        progress: list[int] = []
+        grown: list[tuple[int, list[int]]] = []
         for seq, status in self._to_show():
             shown = self._shown.get(seq.seq_id)
             if shown is None or shown.block_ids is not seq.block_ids or shown.status != status:
                 moved.append(self._show(seq, status))
-            elif (seq.num_computed, len(seq.token_ids)) != (shown.num_computed, shown.num_tokens):
-                progress.append(_go_on(shown, seq))
-        return moved, progress
+                continue
+            num_computed, num_tokens = seq.num_computed, len(seq.token_ids)
+            if num_computed != shown.num_computed or num_tokens != shown.num_tokens:
+                shown.num_computed, shown.num_tokens = num_computed, num_tokens
+                progress += (seq.seq_id, num_computed, num_tokens)
+            if len(seq.block_ids) > shown.num_blocks:
+                grown.append((seq.seq_id, seq.block_ids[shown.num_blocks :]))
+                shown.num_blocks = len(seq.block_ids)
+        return moved, progress, grown
 
     def _to_show(self) -> Iterator[tuple[Sequence, Status]]:
         scheduler = self._scheduler
@@ -174,13 +180,6 @@ class Observer:
         for seq_id in gone:
             del self._shown[seq_id]
         return gone
-
-
-def _go_on(shown: Shown, seq: Sequence) -> Progress:
-    new_block_ids = seq.block_ids[shown.num_blocks :]
-    shown.num_blocks = len(seq.block_ids)
-    shown.num_computed, shown.num_tokens = seq.num_computed, len(seq.token_ids)
-    return Progress(seq.seq_id, shown.num_computed, shown.num_tokens, new_block_ids)
 
 
 class NotedTable(dict[int, int]):

@@ -27,15 +27,6 @@ class SequenceState(NamedTuple):
     block_ids: list[int]
 
 
-class Progress(NamedTuple):
-    """A sequence went on; its blocks are those that it had, then the new ones."""
-
-    seq_id: int
-    num_computed: int
-    num_tokens: int
-    new_block_ids: list[int]
-
-
 class SequenceEnd(NamedTuple):
     """A sequence is over; also one that nobody saw, so short was it."""
 
@@ -78,7 +69,8 @@ class EngineState:
 @dataclass(frozen=True, slots=True)
 class EngineChange:
     sequences: list[SequenceState]  # new ones, and those that entered or left the batch
-    progress: list[Progress]
+    progress: list[int]  # of each that went on: seq_id, num_computed and num_tokens
+    grown: list[tuple[int, list[int]]]  # seq_id and the blocks that it took beside those it had
     gone: list[int]  # no longer shown
     queue: list[int] | None  # None: as it was
     cached: list[int]

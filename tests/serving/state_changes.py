@@ -18,13 +18,13 @@ def _changed(state: EngineState, change: EngineChange) -> EngineState:
     sequences = {seq.seq_id: seq for seq in state.sequences}
     for seq in change.sequences:
         sequences[seq.seq_id] = seq
-    for seq_id, num_computed, num_tokens, new_block_ids in change.progress:
+    for start in range(0, len(change.progress), 3):
+        seq_id, num_computed, num_tokens = change.progress[start : start + 3]
+        changes = {"num_computed": num_computed, "num_tokens": num_tokens}
+        sequences[seq_id] = sequences[seq_id]._replace(**changes)
+    for seq_id, block_ids in change.grown:
         old = sequences[seq_id]
-        sequences[seq_id] = old._replace(
-            num_computed=num_computed,
-            num_tokens=num_tokens,
-            block_ids=[*old.block_ids, *new_block_ids],
-        )
+        sequences[seq_id] = old._replace(block_ids=[*old.block_ids, *block_ids])
     for seq_id in change.gone:
         del sequences[seq_id]
     assert not set(change.cached) & set(state.cached)

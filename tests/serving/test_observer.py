@@ -187,7 +187,7 @@ def test_nothing_is_left_of_the_observer_when_nobody_looks() -> None:
 def test_a_viewer_who_falls_behind_gets_the_state_anew() -> None:
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=0, is_paced=False)
     state, asked = snapshot(core), []
-    change = EngineChange([], [], [], None, [], [], [], [], state.stats, 0)
+    change = EngineChange([], [], [], [], None, [], [], [], [], state.stats, 0)
 
     async def look() -> None:
         viewers = Viewers(asked.append)

@@ -23,10 +23,11 @@ export function apply(state, event) {
     };
   }
   for (const row of event.sequences) state.sequences.set(row[0], named(SEQUENCE, row));
-  for (const [id, computed, tokens, blocks] of event.progress) {
-    const sequence = state.sequences.get(id);
-    Object.assign(sequence, { computed, tokens, blocks: sequence.blocks.concat(blocks) });
+  for (let at = 0; at < event.progress.length; at += 3) {
+    const [id, computed, tokens] = event.progress.slice(at, at + 3);
+    Object.assign(state.sequences.get(id), { computed, tokens });
   }
+  for (const [id, blocks] of event.grown) state.sequences.get(id).blocks.push(...blocks);
   for (const id of event.gone) state.sequences.delete(id);
   if (event.queue !== null) state.queue = event.queue;
   for (const id of event.cached) state.cached.add(id);
