@@ -119,7 +119,6 @@ export class Engine {
     const prompt = make("span", { className: "bar" }, make("i", { className: "from-cache" }), make("i", { className: "computed" }));
     const answer = make("span", { className: "bar" }, make("i", { className: "computed" }));
     row.append(make("span", { className: "bars" }, prompt, answer), make("span", { className: "amounts" }));
-    row.dataset.tip = "Left: how much of the prompt is read; the striped part came from the cache. Right: how much of the longest answer is written.";
     const choose = (id) => () => ((this.map.chosen = id), this.drawSoon());
     row.onpointerenter = row.onfocus = choose(sequence.id);
     row.onpointerleave = row.onblur = choose(null);
@@ -162,9 +161,10 @@ function updateRow(row, sequence) {
   fromCache.style.width = `${(100 * Math.min(cached, read)) / prompt}%`;
   readBar.style.width = `${(100 * Math.max(0, read - cached)) / prompt}%`;
   answerBar.style.width = `${(100 * (tokens - prompt)) / (most - prompt)}%`;
-  const hits = cached ? `, ${cached} cached` : "";
-  const text = `${read} / ${prompt} read${hits} · ${tokens - prompt} / ${most - prompt} written`;
-  row.querySelector(".amounts").textContent = text;
+  const [written, longest] = [tokens - prompt, most - prompt];
+  const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
+  row.querySelector(".amounts").textContent = read < prompt ? `reads ${read} / ${prompt}` : `${written} / ${longest}`;
+  row.dataset.tip = `Prompt, left: ${read} of ${prompt} tokens read${hits}. Answer, right: ${written} of at most ${longest} tokens written.`;
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;

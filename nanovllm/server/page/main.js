@@ -105,7 +105,7 @@ find("try-prefix").onclick = () => {
   const beginning = `${salt()} ${words(240, salt())}`;
   send(Array.from({ length: 4 }, (_, i) => `${beginning} ${i}`), 60);
 };
-find("try-long").onclick = () => send([`${salt()} ${words(2000, salt())}`], 24);
+find("try-long").onclick = () => send([`${salt()} ${words(1200, salt())}`], 24);
 find("record").onclick = async () => {
   find("record").disabled = true;
   try {
