@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator
@@ -22,6 +23,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish
+from nanovllm.serving.state_records import EngineNews
+from nanovllm.serving.viewers import Viewers
 
 
 class AsyncLLM:
@@ -43,6 +46,7 @@ class AsyncLLM:
         self.error: NanovllmError | None = None  # why it can answer no more
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front and the streams
+        self.viewers = Viewers(lambda is_on: self._core.watch(is_on))
         self._core = CoreClient(EngineConfig(str(model), **options), self._update, self._fail)
         weakref.finalize(self, self._core.close)  # when it is dropped, or the interpreter exits
         try:
@@ -101,6 +105,13 @@ class AsyncLLM:
                 self._drop(live.seq_id)
         assert output is not None
         return embedding_of(output, normalize)
+
+    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+        """Yield the engine's state, then what changes, until the caller leaves."""
+        self._core.raise_if_failed()
+        async with contextlib.aclosing(self.viewers.look()) as news:
+            async for each in news:
+                yield each
 
     def abort(self, seq_id: int) -> None:
         """End a request now: its stream ends with what it had, for the reason "abort"."""
@@ -162,6 +173,8 @@ class AsyncLLM:
         assert update.step is not None
         assert update.stats is not None
         self.stats = update.stats
+        if update.news is not None:
+            self.viewers.push(update.news)
         with self._lock:
             if not self._streams:  # an idle core may say so before there is a front
                 return
@@ -188,6 +201,7 @@ class AsyncLLM:
         with self._lock:
             self.error = error
             streams, self._streams = list(self._streams.values()), {}
+        self.viewers.fail(error)
         for stream in streams:
             _call(stream.loop, stream.fail, error)
 

@@ -26,7 +26,7 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
-    < scoring, progress < llm, async_llm < server, bench < cli < __main__
+    < scoring, progress, client < llm, async_llm < server, bench < cli < __main__
 """
 LEAVES = (
     "errors",
@@ -60,7 +60,14 @@ HOST = (
 # What executors and workers know of the engine.
 WIRE = ("engine.step", "engine.step_clock")
 # What a front may know of a core in another process; imports no torch either.
-CLIENT = ("serving.core_records", "engine.found_model", "serving.core_client")
+CLIENT = (
+    "serving.core_records",
+    "serving.state_records",
+    "serving.observer",
+    "serving.viewers",
+    "engine.found_model",
+    "serving.core_client",
+)
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
     "checkpoint": (("errors",), "worker.tables"),
