@@ -78,9 +78,9 @@ class CoreClient:
         assert self._failure is not None
         return self._failure.error()
 
-    def raise_if_failed(self) -> None:
-        if self._failure is not None:
-            raise self.failure()
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def close(self) -> None:
         """End the core; a second call does nothing."""

@@ -27,6 +27,7 @@ class FakeLLM:
     seed: int = 0
     max_len: int = 1024
     num_requests: int = 0
+    num_restarts: int = 0
     error: NanovllmError | None = None
     stats: CoreStats = field(default_factory=CoreStats)
     config: EngineConfig = field(default_factory=lambda: EngineConfig("fake"))
