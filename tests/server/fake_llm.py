@@ -12,7 +12,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.grammar.matching import Vocabulary
-from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats
 from tests.server.byte_model import byte_tokenizer
@@ -53,7 +53,9 @@ class FakeLLM:
             if self.is_silent:
                 await asyncio.sleep(600)
             for piece in self._cut() if is_streaming else ():
-                yield StreamPiece(0, piece, self.front.encode(piece), None)
+                ids = self.front.encode(piece)
+                logprobs = None if params.logprobs is None else self._logprobs(ids)
+                yield StreamPiece(0, piece, ids, None, logprobs)
                 await asyncio.sleep(0)
                 if self.failure is not None:
                     raise self.failure
@@ -69,6 +71,9 @@ class FakeLLM:
             pieces.append(rest[:size])
             rest = rest[size:]
         return pieces
+
+    def _logprobs(self, ids: list[int]) -> list[dict[int, Logprob]]:
+        return [{i: Logprob(-0.5, 1, self.front.tokenizer.decode([i]))} for i in ids]
 
     def _output(self, prompt: list[int]) -> RequestOutput:
         ids = self.front.encode(self.text)
