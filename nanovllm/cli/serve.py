@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.server.run import listen, make_server
 
     with listen(args.host, args.port) as listener:
-        llm = AsyncLLM(**asdict(config))
+        llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
         try:
             options = ServerOptions(
                 model_names=tuple(args.served_model_name or [config.model]),
@@ -189,6 +189,8 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         "(default: any time)")  # fmt: skip
     add("--shutdown-timeout", type=float, default=10.0, metavar="SECONDS",
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
+    add("--restart-engine", action="store_true",
+        help="start the engine anew when its process dies or hangs")  # fmt: skip
     add("--metrics-prefix", default="vllm:", metavar="TEXT",
         help="of the names of metrics (default: %(default)s)")  # fmt: skip
 

@@ -7,7 +7,6 @@ import math
 import pickle
 import select
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -81,9 +80,9 @@ class CoreClient:
         assert self._failure is not None
         return self._failure.error()
 
-    def raise_if_failed(self) -> None:
-        if self._failure is not None:
-            raise self.failure()
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def close(self) -> None:
         """End the core; a second call does nothing."""
@@ -113,15 +112,16 @@ class CoreClient:
 
     def _listen(self) -> None:
         limit = math.inf  # a model may take any time to load
-        last = time.monotonic()
+        silence = 0.0  # while somebody listened: this thread may have to wait for others
         while self._failure is None:
             ready, _, _ = select.select([self._child.channel], [], [], LOOK_SECONDS)
             if not ready:
-                if time.monotonic() - last > limit:
+                silence += LOOK_SECONDS
+                if silence > limit:
                     self._fail(self._silence(limit))
                 continue
             message = self._child.channel.receive()
-            last = time.monotonic()
+            silence = 0.0
             if message is None:
                 self._fail(death(self._child))
             elif message.kind is not Kind.REPLY:

@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.grammar.matching import Vocabulary
-from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats
 from nanovllm.serving.state_records import EngineNews, EngineState
@@ -32,6 +32,7 @@ class FakeLLM:
     seed: int = 0
     max_len: int = 1024
     num_requests: int = 0
+    num_restarts: int = 0
     error: NanovllmError | None = None
     stats: CoreStats = field(default_factory=CoreStats)
     config: EngineConfig = field(default_factory=lambda: EngineConfig("fake"))
@@ -59,7 +60,9 @@ class FakeLLM:
             if self.is_silent:
                 await asyncio.sleep(600)
             for piece in self._cut() if is_streaming else ():
-                yield StreamPiece(0, piece, self.front.encode(piece), None)
+                ids = self.front.encode(piece)
+                logprobs = None if params.logprobs is None else self._logprobs(ids)
+                yield StreamPiece(0, piece, ids, None, logprobs)
                 await asyncio.sleep(self.pause)
                 if self.failure is not None:
                     raise self.failure
@@ -82,6 +85,9 @@ class FakeLLM:
             pieces.append(rest[:size])
             rest = rest[size:]
         return pieces
+
+    def _logprobs(self, ids: list[int]) -> list[dict[int, Logprob]]:
+        return [{i: Logprob(-0.5, 1, self.front.tokenizer.decode([i]))} for i in ids]
 
     def _output(self, prompt: list[int]) -> RequestOutput:
         ids = self.front.encode(self.text)
