@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.front import Live, check_text
+from nanovllm.conversations import prompts_of
+from nanovllm.engine.front import Live
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
@@ -20,7 +20,6 @@ from nanovllm.prompts import (
     Messages,
     Params,
     Prompts,
-    as_conversations,
     as_params,
     as_prompt,
     at_index,
@@ -94,9 +93,7 @@ class LLM:
         Prompts, and their parameters if each has its own, are read when there is room for more.
         """
         self._check_usable()
-        prepare = functools.partial(self._prepare_one, cache_salt=cache_salt)
-        room = 2 * self.engine.config.max_num_seqs  # as many wait as run
-        return answers_of(self._thread, prepare, prompts, sampling_params, room)
+        return answers_of(self._thread, prompts, sampling_params, cache_salt)
 
     def chat(
         self,
@@ -150,22 +147,7 @@ class LLM:
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
-        from nanovllm.chat_template import ChatTemplate  # jinja2, which only chats need
-
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
-        special_tokens = tokenizer.special_tokens_map
-        template = ChatTemplate(tokenizer.chat_template, special_tokens, **template_options)
-        prompts, conversations = [], as_conversations(messages)
-        for index, conversation in enumerate(conversations):
-            try:
-                text = template.render(conversation)
-                check_text("a message", text)
-            except RequestError as error:
-                raise at_index(error, "messages", index, len(conversations)) from error
-            prompts.append(self.engine.front.encode(text, add_special_tokens=False))
-        return prompts
+        return prompts_of(self.engine.front, messages, **template_options)
 
     def add_request(
         self,
@@ -177,7 +159,8 @@ class LLM:
         """Queue one prompt for `step`; returns its seq_id."""
         self._thread.check_process()
         params = SamplingParams() if sampling_params is None else sampling_params
-        live = self._prepare_one(prompt, params, cache_salt)
+        one = as_prompt(prompt, cache_salt)
+        live = self.engine.prepare(one.content, params, cache_salt=one.cache_salt)
         self._thread.add(live)
         return live.seq_id
 
@@ -227,20 +210,19 @@ class LLM:
             zip(items, as_params(params, len(items)), strict=True)
         ):
             try:
-                requests[index] = self._prepare_one(
-                    item, param, cache_salt, is_streaming=is_streaming, pooling=pooling
+                prompt = as_prompt(item, cache_salt)
+                requests[index] = self.engine.prepare(
+                    prompt.content,
+                    param,
+                    cache_salt=prompt.cache_salt,
+                    is_streaming=is_streaming,
+                    pooling=pooling,
                 )
             except RequestError as error:
                 if on_refusal is None:
                     raise at_index(error, "prompts", index, len(items)) from error
                 on_refusal(index, error)
         return Job(requests, is_streaming)
-
-    def _prepare_one(
-        self, item: Any, params: SamplingParams, cache_salt: str | None, **options: Any
-    ) -> Live:
-        prompt = as_prompt(item, cache_salt)
-        return self.engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt, **options)
 
     def _run(self, job: Job, use_tqdm: bool) -> list[RequestOutput]:
         progress = Progress(job, is_shown=use_tqdm)

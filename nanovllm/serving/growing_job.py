@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from nanovllm.engine.front import Live
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
+from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.engine_thread import EngineThread, Job
-
-Prepare = Callable[[Any, SamplingParams], Live]
 
 
 def answers_of(
     thread: EngineThread,
-    prepare: Prepare,
     prompts: Iterable[Any],
     params: SamplingParams | Iterable[SamplingParams] | None,
-    room: int,
+    cache_salt: str | None,
 ) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Yield the index and the output of each prompt as it finishes; `room` are under way."""
+    """Yield the index and the output of each prompt as it finishes."""
+    take = functools.partial(_take, thread.engine, cache_salt)
+    room = 2 * thread.engine.config.max_num_seqs  # as many wait as run
     one = SamplingParams() if params is None else params
     each = itertools.repeat(one) if isinstance(one, SamplingParams) else one
     numbered = enumerate(zip(prompts, each, strict=False))
-    requests = _take(numbered, prepare, room)
+    requests = take(numbered, room)
     indices = {live.seq_id: index for index, live in requests.items()}
     job = Job(requests, is_streaming=True, is_open=len(requests) == room)
     with contextlib.closing(thread.stream(job)) as steps:
         for step in steps:
             if step.finished and job.is_open:
-                more = _take(numbered, prepare, len(step.finished))
+                more = take(numbered, len(step.finished))
                 indices |= {live.seq_id: index for index, live in more.items()}
                 thread.extend(job, more, is_open=len(more) == len(step.finished))
             job.outputs.clear()  # which would grow without end
@@ -42,12 +44,16 @@ def answers_of(
 
 
 def _take(
-    numbered: Iterator[tuple[int, tuple[Any, SamplingParams]]], prepare: Prepare, count: int
+    engine: LLMEngine,
+    cache_salt: str | None,
+    numbered: Iterator[tuple[int, tuple[Any, SamplingParams]]],
+    count: int,
 ) -> dict[int, Live]:
     requests = {}
-    for index, (prompt, params) in itertools.islice(numbered, count):
+    for index, (item, params) in itertools.islice(numbered, count):
         try:
-            requests[index] = prepare(prompt, params)
+            prompt = as_prompt(item, cache_salt)
+            requests[index] = engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt)
         except RequestError as error:
             raise RequestError(f"prompts[{index}]: {error}") from error
     return requests
