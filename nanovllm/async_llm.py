@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import weakref
@@ -24,6 +25,8 @@ from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish
 from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
+from nanovllm.serving.state_records import EngineNews
+from nanovllm.serving.viewers import Viewers
 
 STARTED_ANEW = "it is started anew"
 GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
@@ -51,6 +54,7 @@ class AsyncLLM:
         self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, and which core there is
+        self.viewers = Viewers(lambda is_on: self._core.watch(is_on))
         self._closing = threading.Event()
         self._restarts: Restarts | None = None  # not before the first core is ready
         self._given = EngineConfig(str(model), **options)
@@ -115,6 +119,13 @@ class AsyncLLM:
                 self._drop(live.seq_id)
         assert output is not None
         return embedding_of(output, normalize)
+
+    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+        """Yield the engine's state, then what changes, until the caller leaves."""
+        self._core.raise_if_failed()
+        async with contextlib.aclosing(self.viewers.look()) as news:
+            async for each in news:
+                yield each
 
     def abort(self, seq_id: int) -> None:
         """End a request now: its stream ends with what it had, for the reason "abort"."""
@@ -185,6 +196,8 @@ class AsyncLLM:
         assert update.step is not None
         assert update.stats is not None
         self.stats = update.stats
+        if update.news is not None:
+            self.viewers.push(update.news)
         with self._lock:
             if not self._streams:  # an idle core may say so before there is a front
                 return
@@ -225,6 +238,7 @@ class AsyncLLM:
             free = {"num_running": 0, "num_waiting": 0, "num_free_blocks": stats.num_blocks}
             self.stats = replace(stats, **free)
             streams, self._streams = list(self._streams.values()), {}
+        self.viewers.fail(error)
         for stream in streams:
             _call(stream.loop, stream.fail, error)
         if delay is not None:

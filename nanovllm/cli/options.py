@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 
 # Examples keep their lines, and the longest option still has its explanation beside it.
@@ -113,6 +114,14 @@ def add_engine_options(
     )
 
 
+def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) -> None:
+    """Which server to ask, and how to get in; without a default for it the engine runs here."""
+    add = parser.add_argument_group("server").add_argument
+    text = "%(default)s" if url else "none: the model runs here"
+    add("--url", default=url, help=f"a server with OpenAI's API (default: {text})")
+    add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
+
+
 def add_sampling_options(
     parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float
 ) -> None:
@@ -147,6 +156,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     others = ("target_inter_token_ms", "enable_prefix_caching", "enforce_eager")
     names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *others)
     return EngineConfig(**{name: getattr(args, name) for name in names})
+
+
+def check_no_engine_options(args: argparse.Namespace) -> None:
+    """With a URL the engine is another's: refuse options that would change this one."""
+    names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
+    for name in (*names, "enable_prefix_caching", "enforce_eager"):
+        if getattr(args, name) != args.parser.get_default(name):
+            flag = "--" + name.replace("enable", "no").replace("_", "-")
+            raise ConfigError(
+                f"{flag} is for an engine here, and --url asks another; leave one out"
+            )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -173,7 +173,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="0.0.0.0 for all of the machine (default: %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
     add("--api-key", nargs="+", default=[], metavar="KEY", help="what clients must show, but for "
-        "/health and /ping (default: nothing)")  # fmt: skip
+        "/health, /ping and the page's files (default: nothing)")  # fmt: skip
     add("--root-path", default="", metavar="PATH", help="where a proxy shows this server")
     add("--ssl-keyfile", metavar="FILE", help="with --ssl-certfile: serve HTTPS")
     add("--ssl-certfile", metavar="FILE")

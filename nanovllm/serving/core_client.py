@@ -16,7 +16,7 @@ from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child_process import Failure, death, hear, start_child, stop
-from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore
+from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore, Watch
 
 LOOK_SECONDS = 0.25  # between looks at a core that is silent
 MESSAGE_SECONDS = 3.0  # within a message: a core that stops there hangs
@@ -72,6 +72,9 @@ class CoreClient:
 
     def finish(self, finish: Finish) -> None:
         self._send(finish)
+
+    def watch(self, is_on: bool) -> None:
+        self._send(Watch(is_on))
 
     def failure(self) -> NanovllmError:
         assert self._failure is not None

@@ -181,6 +181,7 @@ def test_a_reader_who_does_not_read_holds_up_nobody(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_front_needs_no_torch(path: Path) -> None:
     script = """
 import asyncio, json, sys
@@ -199,6 +200,7 @@ asyncio.run(main())
     assert result.stdout.split() == ["3", "False"], result.stderr
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
     for make in (LLM, AsyncLLM):
         with pytest.raises(CheckpointError) as caught:
