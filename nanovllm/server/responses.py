@@ -109,7 +109,7 @@ class ResponseAnswer:
                 yield self._event(
                     "response.output_item.added", **_place(block), item=_item(block, False)
                 )
-                if block.kind == "text":
+                if block.kind != "call":
                     yield self._part_event("added", block)
             case Grew(block, piece):
                 yield self._event(f"{GROWTH[block.kind]}.delta", **_spot(block), delta=piece)
@@ -118,7 +118,7 @@ class ResponseAnswer:
                 yield self._event(
                     f"{GROWTH[block.kind]}.done", **_spot(block), **{name: block.text}
                 )
-                if block.kind == "text":
+                if block.kind != "call":
                     yield self._part_event("done", block)
                 self._output.append(_item(block, True))
                 item = self._output[-1]
