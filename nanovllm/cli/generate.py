@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.exit_code import complain
 from nanovllm.cli.live import LiveView
 from nanovllm.cli.options import (
-    HELP_FORMAT,
+    Commands,
+    add_command,
     add_engine_options,
     add_sampling_options,
     engine_config,
@@ -45,15 +46,10 @@ examples:
   nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="answer prompts as one batch",
-        usage="nanovllm generate [PROMPT ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm generate [PROMPT ...] [options]"
+    parser = add_command(
+        commands, "generate", "answer prompts as one batch", usage, DESCRIPTION, EXAMPLES
     )
     add = parser.add_argument
     add(

@@ -6,10 +6,12 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # Examples keep their lines, and the longest option still has its explanation beside it.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
@@ -58,6 +60,21 @@ def at_least(limit: int) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def add_command(
+    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str
+) -> argparse.ArgumentParser:
+    """Add the parser of a command."""
+    return commands.add_parser(
+        name,
+        help=about,
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=HELP_FORMAT,
+        allow_abbrev=False,
+    )
 
 
 def add_engine_options(

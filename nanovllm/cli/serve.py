@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
-from nanovllm.cli.options import HELP_FORMAT, at_least
+from nanovllm.cli.options import Commands, add_command, at_least
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 
@@ -30,15 +30,10 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="answer requests over HTTP",
-        usage="nanovllm serve [MODEL] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm serve [MODEL] [options]"
+    parser = add_command(
+        commands, "serve", "answer requests over HTTP", usage, DESCRIPTION, EXAMPLES
     )
     add = parser.add_argument
     add("model_tag", nargs="?", metavar="MODEL", help="as for --model")
