@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.exit_code import complain
@@ -18,6 +17,7 @@ from nanovllm.cli.options import (
     add_engine_options,
     add_sampling_options,
     engine_config,
+    read_text,
     sampling_params,
 )
 from nanovllm.cli.prompt_input import InputPrompt, read_prompts
@@ -82,7 +82,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     config, params = engine_config(args), sampling_params(args)
     if args.json_schema is not None:
-        params = replace(params, structured_outputs={"json": read_schema(args.json_schema)})
+        params = replace(params, structured_outputs={"json": read_text(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     prompts = read_prompts(args.prompts, args.file, args.lines)
@@ -93,13 +93,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             questions.show_live()
     return 1 if questions.failed else 0
-
-
-def read_schema(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--json-schema {path} cannot be read: {error}") from error
 
 
 class Questions:

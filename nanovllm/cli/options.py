@@ -6,12 +6,15 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Record = type[EngineConfig] | type[SamplingParams]
 
 # Examples keep their lines, and the longest option still has its explanation beside it.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
@@ -161,17 +164,29 @@ def add_sampling_options(
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
-    others = ("target_inter_token_ms", "enable_prefix_caching", "enforce_eager")
-    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *others)
-    return EngineConfig(**{name: getattr(args, name) for name in names})
+    options = fields_in(args, EngineConfig)
+    options.pop("seed", None)  # which is for sampling
+    return EngineConfig(**options)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = (*_SAMPLING_HELP, "seed", "stop", "ignore_eos")
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    return SamplingParams(**fields_in(args, SamplingParams))
 
 
-def _defaults(record: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:
+def fields_in(args: argparse.Namespace, record: Record) -> dict[str, Any]:
+    """Return the options that are fields of a record."""
+    names = [field.name for field in fields(record) if hasattr(args, field.name)]
+    return {name: getattr(args, name) for name in names}
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _defaults(record: Record) -> dict[str, Any]:
     return {field.name: field.default for field in fields(record) if field.default is not MISSING}
 
 

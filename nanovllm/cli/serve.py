@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
-from nanovllm.cli.options import Commands, add_command, at_least
+from nanovllm.cli.options import Commands, add_command, at_least, fields_in, read_text
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 
@@ -95,14 +95,8 @@ def with_config_file(arguments: list[str]) -> list[str]:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.model_tag is not None and args.model is not None:
         raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
-    names = (
-        *("revision", "dtype", "load_format", "max_model_len", "tensor_parallel_size", "seed"),
-        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "device"),
-        *("kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching", "enforce_eager"),
-        *("attention_backend", "target_inter_token_ms"),
-    )
     model = args.model_tag or args.model or "smollm2"
-    return EngineConfig(model, **{name: getattr(args, name) for name in names})
+    return EngineConfig(**fields_in(args, EngineConfig) | {"model": model})
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -209,7 +203,7 @@ def _chat_template(option: str | None) -> str | None:
     """A file; or the template itself, which no file name looks like."""
     if option is None or "{" in option:
         return option
-    return _read(option)
+    return read_text(option)
 
 
 def _sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,14 +211,14 @@ def _sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any
         return {}
     config = of_model
     if where != "auto":
-        config = json.loads(_read(str(Path(where, "generation_config.json"))))
+        config = json.loads(read_text(str(Path(where, "generation_config.json"))))
     return {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
 
 
 def _options_in_file(path: str) -> list[str]:
     import yaml
 
-    options = yaml.safe_load(_read(path))
+    options = yaml.safe_load(read_text(path))
     if not isinstance(options, dict):
         raise ConfigError(f"{path} must map options to values")
     arguments = []
@@ -239,10 +233,3 @@ def _options_in_file(path: str) -> list[str]:
                 json.dumps(each) if isinstance(each, dict) else str(each) for each in values
             ]
     return arguments
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
