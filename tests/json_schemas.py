@@ -22,16 +22,37 @@ FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4",
 FORMATS += ["uri", "uri-reference", "json-pointer", "regex", "idn-email", "iri"]
 PATTERNS = ["^[a-z]{2,8}$", "^\\d{3}-\\d{4}$", "^(foo|bar)+$", "x", "^[^aeiou\\s]+$", "^\\S{1,6}$"]
 PATTERNS += ["^[äöü]{1,3}$", "^a.c$", "[0-9]$", "^\\w+@\\w+$"]
+# What a grammar cannot say as it stands.
+CONDITIONS: list[dict[str, Any]] = [
+    {"not": {"type": ["string", "null"]}},
+    {"type": "string", "not": {"enum": ["", "a", "né", "\n]"]}, "maxLength": 5},
+    {"type": ["string", "integer"], "if": {"type": "string"}, "then": {"minLength": 2}},
+    {"enum": ["ab", "abc", 1, True], "not": {"anyOf": [{"const": "ab"}, {"type": "boolean"}]}},
+    {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b"]}, "x": {"type": "integer"}},
+        "required": ["kind"],
+        "if": {"properties": {"kind": {"const": "a"}}},
+        "then": {"required": ["x"]},
+        "else": {"not": {"required": ["x"]}},
+    },
+    {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+    {"type": "object", "dependentSchemas": {"a": {"not": {"required": ["b", "c"]}}}},
+    {"type": "object", "propertyNames": {"maxLength": 3}, "maxProperties": 2},
+    {"type": "object", "propertyNames": {"enum": ["a b", "c.d"]}},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}, {"type": "null"}]},
+    {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
+    {"oneOf": [{"type": "string"}, {"enum": ["auto", 7]}]},
+    {"type": "string", "format": "colour"},
+]
 # In a few of the schemas only: what cannot be enforced.
 REFUSED: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-    {"not": {"type": "string"}},
-    {"if": {"type": "string"}, "then": {"minLength": 2}},
-    {"type": "object", "dependentRequired": {"a": ["b"]}},
-    {"type": "object", "propertyNames": {"maxLength": 3}},
+    {"not": {"pattern": "a"}},
+    {"if": {"multipleOf": 2}, "then": {"maximum": 2}},
+    {"type": "object", "propertyNames": {"format": "date"}},
     {"type": "array", "contains": {"type": "null"}},
-    {"type": "string", "format": "colour"},
-    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]},
     {"type": "number", "multipleOf": 0.01},
     {"type": "string", "pattern": "^(?=a)"},
     {"$ref": "https://example.com/other.json"},
@@ -54,6 +75,8 @@ def random_schema(seed: int) -> dict[str, Any]:
     if rng.random() < 0.1:
         schema["properties"]["odd"] = rng.choice(REFUSED)
         schema.setdefault("required", []).append("odd")
+    if rng.random() < 0.3:
+        schema["properties"]["condition"] = rng.choice(CONDITIONS)
     if rng.random() < 0.5:
         schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return schema

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm import __version__
-from nanovllm.cli import bench, chat, generate, models, serve
+from nanovllm.cli import bench, chat, generate, models, serve, trace
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import HELP_FORMAT, dashed
 from nanovllm.cli.start import configure_logging
@@ -62,5 +62,6 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_parser(commands)
     serve.add_parser(commands)
     bench.add_parser(commands)
+    trace.add_parser(commands)
     models.add_parser(commands)
     return parser

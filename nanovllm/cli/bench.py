@@ -12,6 +12,7 @@ from nanovllm.bench import commands as benchmarks
 from nanovllm.bench.floors import Rates, rates_of
 from nanovllm.bench.models import model_names, model_path
 from nanovllm.bench.report import Setup, check_writable, keep
+from nanovllm.cli import bench_serve
 from nanovllm.cli.options import (
     Commands,
     add_command,
@@ -39,6 +40,7 @@ examples:
   nanovllm bench prefill --model qwen3-8b            reading prompts
   nanovllm bench prefix                              prompts that begin alike
   nanovllm bench arrivals --rate 40                  requests that come at random
+  nanovllm bench serve --url http://127.0.0.1:8000   a server's users, over HTTP
   nanovllm bench throughput --model smollm2 --num-seqs 16 --max-len 128     enough for a CPU
 
 `nanovllm bench NAME --help` explains what is measured and every option."""
@@ -106,6 +108,7 @@ def add_parser(commands: Commands) -> None:
     _add_count(parser, "--num-seqs", 400, "requests")
     _add_count(parser, "--prompt-len", 512, "tokens in a prompt")
     _add_count(parser, "--new-tokens", 128, "tokens in an answer")
+    bench_serve.add_parser(names)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,13 +13,16 @@ from nanovllm.prompts import as_conversations
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.cli.remote import RemoteLLM
     from nanovllm.llm import LLM
 
 
 class Conversation:
     """The messages so far; `ask` adds a question and its answer."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self, llm: LLM | RemoteLLM, params: SamplingParams, system: str | None = None
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.params = params
         self.stats = RunStats()

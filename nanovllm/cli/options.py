@@ -66,7 +66,7 @@ def at_least(limit: int) -> Callable[[str], int]:
 
 
 def add_command(
-    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str
+    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
     """Add the parser of a command."""
     return commands.add_parser(
@@ -133,6 +133,14 @@ def add_engine_options(
     )
 
 
+def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) -> None:
+    """Which server to ask, and how to get in; without a default for it the engine runs here."""
+    add = parser.add_argument_group("server").add_argument
+    text = "%(default)s" if url else "none: the model runs here"
+    add("--url", default=url, help=f"a server with OpenAI's API (default: {text})")
+    add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
+
+
 def add_sampling_options(
     parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float
 ) -> None:
@@ -167,6 +175,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     options = fields_in(args, EngineConfig)
     options.pop("seed", None)  # which is for sampling
     return EngineConfig(**options)
+
+
+def check_no_engine_options(args: argparse.Namespace) -> None:
+    """With a URL the engine is another's: refuse options that would change this one."""
+    names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
+    for name in (*names, "enable_prefix_caching", "enforce_eager"):
+        if getattr(args, name) != args.parser.get_default(name):
+            flag = "--" + name.replace("enable", "no").replace("_", "-")
+            raise ConfigError(
+                f"{flag} is for an engine here, and --url asks another; leave one out"
+            )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.server.run import listen, make_server
 
     with listen(args.host, args.port) as listener:
-        llm = AsyncLLM(**asdict(config))
+        llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
         try:
             options = ServerOptions(
                 model_names=tuple(args.served_model_name or [config.model]),
@@ -162,7 +162,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="0.0.0.0 for all of the machine (default: %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
     add("--api-key", nargs="+", default=[], metavar="KEY", help="what clients must show, but for "
-        "/health and /ping (default: nothing)")  # fmt: skip
+        "/health, /ping and the page's files (default: nothing)")  # fmt: skip
     add("--root-path", default="", metavar="PATH", help="where a proxy shows this server")
     add("--ssl-keyfile", metavar="FILE", help="with --ssl-certfile: serve HTTPS")
     add("--ssl-certfile", metavar="FILE")
@@ -178,6 +178,8 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         "(default: any time)")  # fmt: skip
     add("--shutdown-timeout", type=float, default=10.0, metavar="SECONDS",
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
+    add("--restart-engine", action="store_true",
+        help="start the engine anew when its process dies or hangs")  # fmt: skip
     add("--metrics-prefix", default="vllm:", metavar="TEXT",
         help="of the names of metrics (default: %(default)s)")  # fmt: skip
 

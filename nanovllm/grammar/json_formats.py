@@ -13,6 +13,7 @@ _HOURS = "(?:[0-9]{1,4}S|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}H(?:[0-9]{1,4}M(?
 _LABEL = "[a-z](?:[a-z0-9]{0,30}|[a-z0-9]{0,20}-[a-z0-9]{1,20})"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _GROUP = "[0-9a-f]{1,4}"
 _PATH = "(?:/[A-Za-z0-9._~-]*)*"
 _TAIL = rf"{_PATH}(?:\?[A-Za-z0-9=&._~-]*)?(?:#[A-Za-z0-9._~-]*)?"
@@ -27,8 +28,10 @@ STRING_FORMATS = {
     "email": _EMAIL,
     "idn-email": _EMAIL,
     "hostname": _HOST,
+    "host-name": _HOST,
     "idn-hostname": _HOST,
-    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
+    "ipv4": _IPV4,
+    "ip-address": _IPV4,
     "ipv6": f"(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,6}}:{_GROUP}|::{_GROUP}|::",
     "uri": _URI,
     "iri": _URI,
@@ -38,12 +41,11 @@ STRING_FORMATS = {
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "json-pointer": "(?:/[A-Za-z0-9_-]*)*",
     "relative-json-pointer": "(?:0|[1-9][0-9]{0,3})(?:#|(?:/[A-Za-z0-9_-]*)*)",
+    "color": "#[0-9a-f]{6}",
     "regex": "[A-Za-z0-9_ -]*",
 }
 # Of OpenAPI.
 NUMBER_FORMATS: dict[str, dict[str, int]] = {
     "int32": {"minimum": -(2**31), "maximum": 2**31 - 1},
     "int64": {"minimum": -(2**53), "maximum": 2**53},
-    "float": {},
-    "double": {},
 }

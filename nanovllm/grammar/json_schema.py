@@ -11,17 +11,20 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
 
 from nanovllm.errors import RequestError
 from nanovllm.grammar.json_disjoint import are_disjoint
 from nanovllm.grammar.json_formats import NUMBER_FORMATS, STRING_FORMATS
+from nanovllm.grammar.json_negation import TYPES, Negation
 
 Schema = dict[str, Any] | bool
 
 EXACT = 2**53  # llguidance reads numbers as float64, which hold whole numbers up to here
 MAX_OPTIONS = 64  # of oneOf, each of which is compared with every other
-TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
+APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "not", *DEPENDENT))
+ASKED_OF_TEXT = APPLICATORS | {"pattern", "enum", "const", "format", "minLength", "maxLength"}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # What no token mask can tell, with the types that it speaks of, and values that ask for nothing.
@@ -29,13 +32,6 @@ REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
     "uniqueItems": (frozenset(("array",)), (False,)),
     "contains": (frozenset(("array",)), ()),
     "unevaluatedItems": (frozenset(("array",)), (True, {})),
-    "propertyNames": (frozenset(("object",)), (True, {}, {"type": "string"})),
-    "dependencies": (frozenset(("object",)), ({},)),
-    "dependentRequired": (frozenset(("object",)), ({},)),
-    "dependentSchemas": (frozenset(("object",)), ({},)),
-    "unevaluatedProperties": (frozenset(("object",)), (True, {})),
-    "not": (TYPES, (False,)),
-    "if": (TYPES, ()),
     "$dynamicRef": (TYPES, ()),
     "$recursiveRef": (TYPES, ()),
     "disallow": (TYPES, ()),
@@ -68,6 +64,8 @@ class _Rewriter:
     pointers: list[str] = field(default_factory=list)  # to the parts that are referred to
     names: dict[str, str] = field(default_factory=dict)  # by pointer
     parts: dict[str, Schema] = field(default_factory=dict)  # by name, rewritten
+    # Of the options of each oneOf, by the id of their list; None where there is none.
+    negations: dict[int, list[Schema | None]] = field(default_factory=dict)
 
     def rewrite(self) -> dict[str, Any]:
         self.draft = _draft(self.root)
@@ -75,9 +73,8 @@ class _Rewriter:
         for pointer in self.pointers:  # which grow meanwhile
             self.parts[self.names[pointer]] = self._part(self._find(pointer), "#" + pointer)
         for schema in _within([*self.parts.values()]):
-            if "oneOf" in schema and self._is_disjoint(schema["oneOf"]):
-                options = schema.pop("oneOf")
-                _and(schema, {"anyOf": options})
+            if "oneOf" in schema:
+                self._one_of(schema, self.negations[id(schema["oneOf"])])
         self._refuse_endless()
         return {"$ref": f"#/$defs/{first}", "$defs": self.parts}
 
@@ -123,7 +120,8 @@ class _Rewriter:
     def _check_base(self, schema: dict[str, Any], path: str) -> None:
         """Refuse a part that gives its references another beginning."""
         own_id = schema.get("$id" if self.draft > 4 else "id")
-        if isinstance(own_id, str) and path != "#" and '"$ref"' in json.dumps(schema):
+        changes_base = isinstance(own_id, str) and not own_id.startswith("#")
+        if changes_base and path != "#" and '"$ref"' in json.dumps(schema):
             raise refused("$id", path, "there are references in that part")
 
     def _check(
@@ -131,8 +129,6 @@ class _Rewriter:
     ) -> None:
         concerned, harmless = REFUSED.get(key, (frozenset(), ()))
         if concerned & types and not any(value is each or value == each for each in harmless):
-            if key == "if" and not {"then", "else"} & {*schema}:
-                return
             raise refused(key, path)
 
     def _rewriters(self) -> dict[str, Callable[[dict[str, Any], Any, dict[str, Any], str], None]]:
@@ -149,6 +145,11 @@ class _Rewriter:
             "enum": _constant,
             "pattern": _pattern,
             "$ref": self._sibling_reference,
+            "not": self._not,
+            "if": self._if,
+            **dict.fromkeys(DEPENDENT, self._dependent),
+            "propertyNames": self._names_of_properties,
+            "unevaluatedProperties": self._unevaluated,
         }
 
     def _single(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
@@ -159,6 +160,8 @@ class _Rewriter:
         if not isinstance(value, list) or not value:
             raise refused(key, path, "it must be a list of schemas")
         parts = [self._part(each, f"{path}/{index}") for index, each in enumerate(value)]
+        if key == "oneOf":
+            self.negations[id(parts)] = [self._negation().of(each) for each in value]
         _and(out, {key: parts})
 
     def _map(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
@@ -175,21 +178,94 @@ class _Rewriter:
             for name, each in value.items()
         }
 
+    def _negation(self) -> Negation:
+        return Negation(
+            lambda target: self._find(self._pointer(target, "#")),
+            lambda schema: self._part(schema, "#"),
+            is_reference_alone=self.draft < 8,
+        )
+
+    def _not(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+        negation = self._negation().of(value)
+        if negation is None:
+            raise refused("not", path)
+        _demand(out, negation)
+
+    def _if(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+        """Say that the condition and `then` hold, or that it does not and `else` does."""
+        then, otherwise = schema.get("then", True), schema.get("else", True)
+        if then is True and otherwise is True:
+            return
+        negation = self._negation().of(value)
+        if negation is None:
+            raise refused("if", path)
+        base = path.rsplit("/", 1)[0]
+        met = [self._part(value, path), self._part(then, f"{base}/then")]
+        not_met = [negation, self._part(otherwise, f"{base}/else")]
+        _demand(out, {"anyOf": [{"allOf": met}, {"allOf": not_met}]})
+
+    def _dependent(
+        self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
+    ) -> None:
+        if not isinstance(value, dict):
+            raise refused(path.rsplit("/", 1)[1], path, "it must map names to what they need")
+        for name, needed in value.items():
+            needed = [needed] if isinstance(needed, str) else needed
+            part = {"required": needed} if isinstance(needed, list) else needed
+            absent = {"properties": {name: False}}
+            _demand(out, {"anyOf": [absent, self._part(part, f"{path}/{name}")]})
+
+    def _unevaluated(
+        self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
+    ) -> None:
+        """The same as additionalProperties where no other part may evaluate properties."""
+        if value in (True, {}) or "additionalProperties" in schema:
+            return
+        if APPLICATORS & {*schema}:
+            raise refused("unevaluatedProperties", path)
+        out["additionalProperties"] = self._part(value, path)
+
+    def _names_of_properties(
+        self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
+    ) -> None:
+        """Write what names may be as the pattern of all properties that are not listed."""
+        if isinstance(value, dict) and "$ref" in value:
+            value = self._find(self._pointer(value["$ref"], path))
+        pattern = _name_pattern(value)
+        others = schema.get("additionalProperties", True)
+        if pattern == "":
+            return
+        if pattern is None or "patternProperties" in schema:
+            raise refused("propertyNames", path)
+        check_pattern("propertyNames", pattern, path)
+        listed = schema.get("properties", {})
+        if listed and others not in (True, {}, False):
+            raise refused("propertyNames", path, "other properties have a schema of their own")
+        wrong = [name for name in listed if not re.search(pattern, name)]
+        _demand(out, {"properties": dict.fromkeys(wrong, False)})
+        if others is not False:
+            found = self._part(others, path)
+            _demand(out, {"patternProperties": {pattern: found}, "additionalProperties": False})
+
     def _sibling_reference(
         self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
     ) -> None:
         _and(out, self._reference(value, path.rsplit("/", 1)[0]))
 
     def _reference(self, target: Any, path: str) -> dict[str, Any]:
-        root_id = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
+        return {"$ref": f"#/$defs/{self._name(self._pointer(target, path))}"}
+
+    def _pointer(self, target: Any, path: str) -> str:
         if not isinstance(target, str):
             raise refused("$ref", path, "it must be a string")
+        root_id = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
+        own = root_id.partition("#")[0] if isinstance(root_id, str) else ""
         base, _, fragment = target.partition("#")
-        if base and (not isinstance(root_id, str) or base != root_id.partition("#")[0]):
+        if base and urljoin(own, base) != own:
             raise refused("$ref", path, f"{target!r:.80} is not within the schema")
         if fragment and not fragment.startswith("/"):
             raise refused("$ref", path, f"{target!r:.80} is no path")
-        return {"$ref": f"#/$defs/{self._name(unquote(fragment))}"}
+        return unquote(fragment)
 
     def _items(self, out: dict[str, Any], schema: dict[str, Any], path: str) -> None:
         """Write the items of arrays as the newest draft does."""
@@ -205,12 +281,22 @@ class _Rewriter:
         if rest in schema:
             out["items"] = self._part(schema[rest], f"{path}/{rest}")
 
-    def _is_disjoint(self, options: list[Schema]) -> bool:
-        return len(options) <= MAX_OPTIONS and all(
-            are_disjoint(one, other, self.parts)
-            for index, one in enumerate(options)
-            for other in options[:index]
-        )
+    def _one_of(self, schema: dict[str, Any], negations: list[Schema | None]) -> None:
+        """Write oneOf as anyOf, each option with the negation of those that it may overlap."""
+        options, exclusive = schema["oneOf"], []
+        if len(options) > MAX_OPTIONS:
+            return  # and llguidance refuses it
+        for index, option in enumerate(options):
+            others = [
+                negations[i]
+                for i, other in enumerate(options)
+                if i != index and not are_disjoint(option, other, self.parts)
+            ]
+            if None in others:
+                return
+            exclusive.append({"allOf": [option, *others]} if others else option)
+        del schema["oneOf"]
+        _and(schema, {"anyOf": exclusive})
 
     def _refuse_endless(self) -> None:
         """Refuse parts that no text of finite length fits: they require themselves."""
@@ -269,6 +355,28 @@ def _and(out: dict[str, Any], part: dict[str, Any]) -> None:
         out["allOf"] = [*out.get("allOf", ()), part]
     else:
         out.update(part)
+
+
+def _demand(out: dict[str, Any], part: Schema) -> None:
+    """Add a demand whose keywords the schema itself may have too."""
+    out["allOf"] = [*out.get("allOf", ()), part]
+
+
+def _name_pattern(schema: Any) -> str | None:
+    """What propertyNames asks for as a pattern, if it is one; it is empty if that is nothing."""
+    if isinstance(schema, bool) or not isinstance(schema, dict):
+        return "" if schema is True else None
+    asked = {key: value for key, value in schema.items() if key in ASKED_OF_TEXT}
+    if schema.get("type", "string") != "string":
+        return None
+    if asked.keys() <= {"minLength", "maxLength"}:
+        low, high = asked.get("minLength", 0), asked.get("maxLength", "")
+        return f"^[\\s\\S]{{{low},{high}}}$" if asked else ""
+    if asked.keys() == {"pattern"} and isinstance(pattern := asked["pattern"], str):
+        return pattern
+    if asked.keys() == {"enum"} and isinstance(asked["enum"], list):
+        return f"^(?:{'|'.join(re.escape(str(name)) for name in asked['enum'])})$"
+    return None
 
 
 def _count(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
@@ -355,7 +463,7 @@ def _multiple(out: dict[str, Any], value: float, path: str) -> None:
 
 
 def _format(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str) -> None:
-    """Formats are patterns that allow less than they could."""
+    """Formats are patterns that allow less than they could; those of no standard say nothing."""
     name = schema.get("format")
     if name is None or not types & {"string", "number", "integer"}:
         return
@@ -363,8 +471,8 @@ def _format(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], 
         _and(out, {"allOf": [NUMBER_FORMATS[name]]})
     elif isinstance(name, str) and name in STRING_FORMATS:
         _and(out, {"pattern": f"^(?:{STRING_FORMATS[name]})$"})
-    else:
-        raise refused("format", path, f"{name!r:.40} is not a known format")
+    elif not isinstance(name, str):
+        raise refused("format", path, "it must be a string")
 
 
 def _within(schemas: list[Schema]) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.errors import RequestError
+from nanovllm.grammar.json_negation import Negation
 from nanovllm.grammar.json_schema import enforceable
 from nanovllm.grammar.matching import Grammars, Matcher, Vocabulary
 from tests.json_schemas import random_schema
@@ -21,21 +24,35 @@ VOCAB_SIZE, EOS = 49152, 2
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    vocabulary = Vocabulary(load_tokenizer(find_checkpoint("smollm2")), frozenset({EOS}))
+def tokenizer() -> Any:
+    return load_tokenizer(find_checkpoint("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Grammars:
+    vocabulary = Vocabulary(tokenizer, frozenset({EOS}))
     return Grammars(lambda: vocabulary, VOCAB_SIZE)
 
 
 REFUSED: list[tuple[str, Any]] = [
     ("uniqueItems", {"type": "array", "uniqueItems": True}),
-    ("not", {"properties": {"a": {"not": {}}}}),
-    ("if", {"if": True, "then": {"const": 1}}),
+    ("not", {"properties": {"a": {"not": {"pattern": "a"}}}}),
+    ("not", {"not": {}}),
+    ("if", {"if": {"multipleOf": 3}, "then": {"const": 1}}),
     ("contains", {"contains": {"type": "null"}}),
-    ("propertyNames", {"propertyNames": {"pattern": "a"}}),
-    ("dependentRequired", {"dependentRequired": {"a": ["b"]}}),
-    ("dependentSchemas", {"dependentSchemas": {"a": {"minProperties": 2}}}),
-    ("dependencies", {"dependencies": {"a": ["b"]}}),
-    ("unevaluatedProperties", {"unevaluatedProperties": False}),
+    ("propertyNames", {"propertyNames": {"format": "date"}}),
+    ("propertyNames", {"propertyNames": {"pattern": "a"}, "patternProperties": {"b": {}}}),
+    (
+        "propertyNames",
+        {
+            "propertyNames": {"maxLength": 2},
+            "properties": {"a": {}},
+            "additionalProperties": {"type": "null"},
+        },
+    ),
+    ("dependentRequired", {"dependentRequired": ["a", "b"]}),
+    ("minProperties", {"dependentSchemas": {"a": {"minProperties": 2}}}),
+    ("unevaluatedProperties", {"unevaluatedProperties": False, "allOf": [{}]}),
     ("unevaluatedItems", {"unevaluatedItems": False}),
     ("$dynamicRef", {"$dynamicRef": "#a"}),
     ("$ref", {"$ref": "other.json#/a"}),
@@ -44,7 +61,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("$ref", {"$ref": "#"}),
     ("$ref", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     ("$id", {"properties": {"a": {"$id": "x", "$ref": "#/b"}}, "b": {}}),
-    ("format", {"type": "string", "format": "colour"}),
+    ("format", {"type": "string", "format": 5}),
     ("pattern", {"pattern": "(?=a)b"}),
     ("pattern", {"pattern": "\\bword"}),
     ("pattern", {"pattern": "^\\D+$"}),
@@ -53,8 +70,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("pattern", {"pattern": "(a)\\1"}),
     ("pattern", {"pattern": "("}),
     ("patternProperties", {"patternProperties": {"(?!a)": {}}}),
-    ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
-    ("oneOf", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}),
+    ("oneOf", {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}),
     ("multipleOf", {"type": "number", "multipleOf": 0.01}),
     ("minProperties", {"type": "object", "minProperties": 2}),
     ("minimum", {"type": "integer", "minimum": 10**19}),
@@ -135,29 +151,146 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
     ({"type": "string", "uniqueItems": True, "contains": {}}, ['"a"'], ["1"]),
+    ({"type": "string", "format": "of-our-own"}, ['"a"'], ["1"]),
+    (
+        {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
+        ["{}", '{"c":1}'],
+        ['{"a":1}', '{"c":1,"b":2}'],
+    ),
+    (
+        {"type": "string", "not": {"enum": ["", "ab", "a.", "é"]}},
+        ['"a"', '"abc"', '"aé"', '"a\\n"'],
+        ['""', '"ab"', '"a."', '"é"'],
+    ),
+    ({"type": ["string", "null"], "not": {"type": "string"}}, ["null"], ['"a"']),
+    (
+        {
+            "properties": {"kind": {"enum": ["a", "b"]}, "size": {"type": "integer"}},
+            "required": ["kind"],
+            "if": {"properties": {"kind": {"const": "a"}}},
+            "then": {"required": ["size"]},
+            "else": {"properties": {"size": False}},
+            "type": "object",
+        },
+        ['{"kind":"a","size":1}', '{"kind":"b"}', '{"kind":"b","x":1}'],
+        ['{"kind":"a"}', '{"kind":"b","size":1}'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in "abc"},
+            "dependentRequired": {"a": ["b"]},
+            "dependentSchemas": {"c": {"properties": {"b": {"const": 7}}}},
+        },
+        ["{}", '{"b":1}', '{"a":1,"b":2}', '{"b":7,"c":1}', '{"c":1}'],
+        ['{"a":1}', '{"b":1,"c":1}'],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"no-name": {}, "ab": {"type": "null"}},
+            "propertyNames": {"pattern": "^[a-z]+$"},
+        },
+        ['{"ab":null}', '{"x":1}'],
+        ['{"ab":1}', '{"no-name":1}', '{"X":1}'],
+    ),
+    (
+        {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+        ['{"a":1}'],
+        ['{"b":1}'],
+    ),
+    (
+        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a":1}', '{"b":1,"c":2}'],
+        ["{}", '{"a":1,"b":1}'],
+    ),
+    (
+        {
+            "$id": "https://x.org/a/b.json",
+            "items": {"$ref": "b.json#/$defs/c"},
+            "$defs": {
+                "c": {"$id": "#c", "type": "array", "items": {"$ref": "#/$defs/d"}},
+                "d": {"const": 1},
+            },
+        },
+        ["[[1]]"],
+        ["[1]", "[[2]]"],
+    ),
     (True, ["[1, null]"], [" 1"]),
 ]
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), TAKEN)
-def test_what_is_taken(grammars: Grammars, schema: Any, valid: Any, invalid: Any) -> None:
+def test_what_is_taken(
+    grammars: Grammars, tokenizer: Any, schema: Any, valid: Any, invalid: Any
+) -> None:
     grammar = grammars.compile({"json": schema})
-    encode = load_tokenizer(find_checkpoint("smollm2")).encode
 
-    def is_taken(text: str) -> bool:
+    def fits(text: str) -> bool:
         inner = grammars.matcher(grammar, frozenset()).inner
-        token_ids = encode(text, add_special_tokens=False)
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
         return inner.try_consume_tokens(token_ids) == len(token_ids) and inner.is_accepting()
 
-    assert [text for text in valid if not is_taken(text)] == []
-    assert [text for text in invalid if is_taken(text)] == []
+    assert [text for text in valid if not fits(text)] == []
+    assert [text for text in invalid if fits(text)] == []
+
+
+def values_like(schema: Any, rng: random.Random) -> Iterator[Any]:
+    """Values that may fit a schema, or nearly."""
+    yield from (None, True, False, 0, 7, 2.5, "", "ab", "é", [], [1], {}, {"a": 1})
+    for part in [*_parts(schema)]:
+        yield from part.get("enum", ())
+        yield part.get("const")
+        names = [*part.get("properties", {})]
+        for _ in range(5):
+            chosen = rng.sample(names, rng.randint(0, len(names)))
+            yield {name: rng.choice([1, "a", None, True, [], {}]) for name in chosen}
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        yield schema
+    if isinstance(schema, dict | list):
+        for each in schema.values() if isinstance(schema, dict) else schema:
+            yield from _parts(each)
+
+
+def test_nothing_fits_a_schema_and_its_negation() -> None:
+    rng, num_values = random.Random(0), 0
+    for schema in filter(is_taken, map(random_schema, range(60))):
+        negation = Negation(
+            lambda target, root=schema: resolve(root, target),
+            lambda part: part,
+            is_reference_alone=False,
+        ).of(schema)
+        assert negation is not None
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid
+        excludes = jsonschema.Draft202012Validator(negation).is_valid
+        for value in values_like(schema, rng):
+            if excludes(value):
+                num_values += 1
+                assert not is_valid(value), (schema, value)
+    assert num_values > 600
+
+
+def is_taken(schema: Any) -> bool:
+    try:
+        enforceable(schema)
+    except RequestError:
+        return False
+    return True
+
+
+def resolve(root: Any, target: str) -> Any:
+    for step in target.split("/")[1:]:
+        root = root[unquote(step).replace("~1", "/").replace("~0", "~")]
+    return root
 
 
 class Walker:
     """Writes texts at random that a grammar takes, and ends them when it can after a while."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        tokenizer = load_tokenizer(find_checkpoint("smollm2"))
+    def __init__(self, grammars: Grammars, tokenizer: Any) -> None:
         self.grammars, self.decode = grammars, tokenizer.decode
         texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB_SIZE)]
         self.weights = 1.0 / (1 + np.array([len(text) for text in texts])) ** 2
@@ -200,8 +333,10 @@ class Walker:
 
 @pytest.mark.slow
 @pytest.mark.endurance
-def test_every_random_text_is_valid(grammars: Grammars, count: Callable[[int], int]) -> None:
-    walker, num_schemas = Walker(grammars), count(2000)
+def test_every_random_text_is_valid(
+    grammars: Grammars, tokenizer: Any, count: Callable[[int], int]
+) -> None:
+    walker, num_schemas = Walker(grammars, tokenizer), count(2000)
     num_refused = num_texts = 0
     for seed in range(num_schemas):
         schema = random_schema(10_000 + seed)
