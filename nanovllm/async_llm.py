@@ -122,7 +122,7 @@ class AsyncLLM:
 
     async def watch(self) -> AsyncGenerator[EngineNews, None]:
         """Yield the engine's state, then what changes, until the caller leaves."""
-        self._core.raise_if_failed()
+        self._raise_if_failed()
         async with contextlib.aclosing(self.viewers.look()) as news:
             async for each in news:
                 yield each

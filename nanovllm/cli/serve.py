@@ -39,8 +39,8 @@ def add_parser(commands: Commands) -> None:
     add("model_tag", nargs="?", metavar="MODEL", help="as for --model")
     add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
     add("-v", "--verbose", action="store_true", help="log every request (default: at a terminal)")
-    _add_model_options(parser)
-    _add_engine_options(parser)
+    add_model_options(parser)
+    add_engine_options(parser)
     _add_api_options(parser)
     _add_operating_options(parser)
     add_foreign_flags(parser)
@@ -64,10 +64,12 @@ def run(args: argparse.Namespace) -> int:
                 max_queued_requests=args.max_queued_requests,
                 request_timeout=args.request_timeout,
                 shutdown_timeout=args.shutdown_timeout,
-                chat_template=_chat_template(args.chat_template),
+                chat_template=read_chat_template(args.chat_template),
                 tool_parser=args.tool_call_parser,
                 reasoning_parser=args.reasoning_parser,
-                sampling_defaults=_sampling_defaults(args.generation_config, llm.generation_config),
+                sampling_defaults=read_sampling_defaults(
+                    args.generation_config, llm.generation_config
+                ),
                 metrics_prefix=args.metrics_prefix,
                 root_path=args.root_path,
             )
@@ -99,7 +101,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**fields_in(args, EngineConfig) | {"model": model})
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="a folder, a .gguf file, a hub id or a short name (default: smollm2)")
     add("--revision", metavar="NAME", help="a branch, tag or commit of a model on the hub")
@@ -134,7 +136,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", metavar="NAME", help="how reasoning is written (default: likewise)")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     add("--device", default="auto", help="cuda, cpu, or auto: what there is")
     add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
@@ -201,14 +203,14 @@ def _length(text: str) -> int:
     return int(text)
 
 
-def _chat_template(option: str | None) -> str | None:
+def read_chat_template(option: str | None) -> str | None:
     """A file; or the template itself, which no file name looks like."""
     if option is None or "{" in option:
         return option
     return read_text(option)
 
 
-def _sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
+def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
     if where == "vllm":
         return {}
     config = of_model
