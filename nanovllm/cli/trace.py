@@ -17,6 +17,11 @@ Record the steps of a `nanovllm serve` for some seconds: on the host (schedule, 
 commit), on the device, and every request as a span. Open the file at https://ui.perfetto.dev or
 chrome://tracing."""
 
+EXAMPLES = """\
+examples:
+  nanovllm trace --seconds 5 --out trace.json
+  nanovllm trace --url http://127.0.0.1:8001 --api-key secret"""
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -24,6 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="record what a server's engine does",
         usage="nanovllm trace [options]",
         description=DESCRIPTION,
+        epilog=EXAMPLES,
         formatter_class=HELP_FORMAT,
         allow_abbrev=False,
     )
