@@ -27,7 +27,7 @@ def test_guidellm_measures_without_errors(servers: Servers, tmp_path: Path) -> N
         "backend": f"kind=openai_http,target={servers.url},model=tiny,api_key={KEY}",
         "tokenizer": f"kind=huggingface_auto,model={servers.model}",
         "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-        "data-loader": f"kind=pytorch,samples={NUM_REQUESTS},num_workers=0",
+        "data-loader": f"kind=pytorch,samples={NUM_REQUESTS},prefetch_factor=2",
         "profile": "kind=concurrent,streams=2",
         "constraint": f"kind=max_requests,count={NUM_REQUESTS}",
         "output": f"kind=json,path={report}",
