@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.options import HELP_FORMAT, at_least
+from nanovllm.cli.options import Commands, add_command, at_least
 from nanovllm.cli.serve import (
     add_engine_options,
     add_model_options,
@@ -47,16 +47,9 @@ SETTINGS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "batch",
-        help="answer a file of any size",
-        usage="nanovllm batch INPUT -o OUTPUT [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+def add_parser(commands: Commands) -> None:
+    about, usage = "answer a file of any size", "nanovllm batch INPUT -o OUTPUT [options]"
+    parser = add_command(commands, "batch", about, usage, DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
     add("-o", "--output", type=Path, required=True, help="a .jsonl file, in any order of rows")
