@@ -9,10 +9,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, NanovllmError
@@ -161,7 +160,7 @@ async def _measure(
     return Measured(
         begin - origin,
         times[0] - begin,
-        tuple(np.diff(times).tolist()),
+        tuple(after - before for before, after in pairwise(times)),
         end - begin,
         usage.get("prompt_tokens", 0),
         usage.get("completion_tokens", len(times)),
@@ -202,6 +201,8 @@ def summary(all_measured: Sequence[Measured], limits: Limits) -> dict[str, Any]:
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float] | None:
+    import numpy as np
+
     if not seconds:
         return None
     values = np.percentile(np.array(seconds) * 1000, PERCENTILES)
@@ -242,8 +243,8 @@ def plot(path: str, all_measured: Sequence[Measured]) -> None:
     }
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     for axes, (name, seconds) in zip(figure.subplots(1, 3), columns.items(), strict=True):
-        values = np.sort(np.array(seconds) * 1000)
-        axes.plot(values, np.arange(1, len(values) + 1) / max(len(values), 1))
+        values = sorted(1000 * each for each in seconds)
+        axes.plot(values, [(index + 1) / len(values) for index in range(len(values))])
         axes.set(title=name, xlabel="ms", ylabel="share of all", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     figure.savefig(path)

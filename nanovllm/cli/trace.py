@@ -17,10 +17,15 @@ Record the steps of a `nanovllm serve` for some seconds: on the host (schedule, 
 commit), on the device, and every request as a span. Open the file at https://ui.perfetto.dev or
 chrome://tracing."""
 
+EXAMPLES = """\
+examples:
+  nanovllm trace --seconds 5 --out trace.json
+  nanovllm trace --url http://127.0.0.1:8001 --api-key secret"""
+
 
 def add_parser(commands: Commands) -> None:
     about, usage = "record what a server's engine does", "nanovllm trace [options]"
-    parser = add_command(commands, "trace", about, usage, DESCRIPTION)
+    parser = add_command(commands, "trace", about, usage, DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add_server_options(parser, url="http://127.0.0.1:8000")
     add("--seconds", type=float, default=3.0, metavar="X", help="to record (default: %(default)s)")

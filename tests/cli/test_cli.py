@@ -45,11 +45,12 @@ for arguments in sys.argv[1:]:
     print("exit code", code)
 """
     asked = ["", "--help", "generate -h", "chat --help", "bench -h", "bench latency -h"]
-    command = [sys.executable, "-c", script, *asked, "models -h"]
+    asked += ["bench serve -h", "trace -h", "models -h"]
+    command = [sys.executable, "-c", script, *asked]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     *shown, rest = result.stdout.split("exit code 0\n")
-    assert (len(shown), rest) == (7, "")
+    assert (len(shown), rest) == (len(asked), "")
     assert all("examples:\n  nanovllm " in text for text in shown)
 
 
@@ -58,7 +59,11 @@ for arguments in sys.argv[1:]:
     [
         "generate",
         "chat",
-        *(f"bench {n}" for n in ("throughput", "latency", "prefill", "prefix", "arrivals")),
+        "trace",
+        *(
+            f"bench {n}"
+            for n in ("throughput", "latency", "prefill", "prefix", "arrivals", "serve")
+        ),
     ],
 )
 def test_every_option_states_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
