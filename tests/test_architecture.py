@@ -26,7 +26,8 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
-    < scoring, progress, client < llm, async_llm < server, bench < cli < __main__
+    < serving.growing_job, scoring, conversations, progress, client
+    < llm, async_llm < server, bench < jobs < cli < __main__
 """
 LEAVES = (
     "errors",
@@ -120,7 +121,7 @@ NOT_CORE = {
     "worker/memory.py",
     "layers/moe.py",
 }
-MAX_CORE_LINES = 2850
+MAX_CORE_LINES = 2840
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -8,7 +8,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanovllm.bench.load import (
     Limits,
@@ -22,12 +21,9 @@ from nanovllm.bench.load import (
     table,
 )
 from nanovllm.bench.report import check_writable
-from nanovllm.cli.options import HELP_FORMAT, add_server_options, at_least
+from nanovllm.cli.options import Commands, add_command, add_server_options, at_least
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    Parsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
 Send requests to a server with OpenAI's API and measure what users wait for: from sending to the
@@ -43,16 +39,9 @@ examples:
   nanovllm bench serve --url https://example.com/v1 --api-key KEY --prompts chats.jsonl"""
 
 
-def add_parser(names: Parsers) -> None:
-    parser = names.add_parser(
-        "serve",
-        help="measure a server with OpenAI's API under load",
-        usage="nanovllm bench serve [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+def add_parser(names: Commands) -> None:
+    about, usage = "measure a server with OpenAI's API under load", "nanovllm bench serve [options]"
+    parser = add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
     add_server_options(parser, url="http://127.0.0.1:8000")
     add = parser.add_argument
     add("-v", "--verbose", action="store_true", help="tell more (default: at a terminal)")

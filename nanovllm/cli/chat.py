@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from nanovllm.cli.chat_commands import COMMANDS, is_farewell, obey
 from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.options import (
-    HELP_FORMAT,
+    Commands,
+    add_command,
     add_engine_options,
     add_sampling_options,
     add_server_options,
@@ -44,16 +45,9 @@ MORE = "... "  # the prompt between quotes
 SECONDS_TO_AN_INTERRUPT = 0.2
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model",
-        usage="nanovllm chat [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm chat [options]"
+    parser = add_command(commands, "chat", "talk to a model", usage, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
     )

@@ -7,16 +7,17 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.exit_code import complain
 from nanovllm.cli.live import LiveView
 from nanovllm.cli.options import (
-    HELP_FORMAT,
+    Commands,
+    add_command,
     add_engine_options,
     add_sampling_options,
     add_server_options,
+    read_text,
     sampling_params,
 )
 from nanovllm.cli.prompt_input import InputPrompt, read_prompts
@@ -46,15 +47,10 @@ examples:
   nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="answer prompts as one batch",
-        usage="nanovllm generate [PROMPT ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm generate [PROMPT ...] [options]"
+    parser = add_command(
+        commands, "generate", "answer prompts as one batch", usage, DESCRIPTION, EXAMPLES
     )
     add = parser.add_argument
     add(
@@ -88,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if args.json_schema is not None:
-        params = replace(params, structured_outputs={"json": read_schema(args.json_schema)})
+        params = replace(params, structured_outputs={"json": read_text(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     prompts = read_prompts(args.prompts, args.file, args.lines)
@@ -99,13 +95,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             questions.show_live()
     return 1 if questions.failed else 0
-
-
-def read_schema(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--json-schema {path} cannot be read: {error}") from error
 
 
 class Questions:

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from nanovllm.cli.options import HELP_FORMAT, add_server_options
+from nanovllm.cli.options import Commands, add_command, add_server_options
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError
 
@@ -23,16 +23,9 @@ examples:
   nanovllm trace --url http://127.0.0.1:8001 --api-key secret"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "trace",
-        help="record what a server's engine does",
-        usage="nanovllm trace [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+def add_parser(commands: Commands) -> None:
+    about, usage = "record what a server's engine does", "nanovllm trace [options]"
+    parser = add_command(commands, "trace", about, usage, DESCRIPTION, EXAMPLES)
     add = parser.add_argument
     add_server_options(parser, url="http://127.0.0.1:8000")
     add("--seconds", type=float, default=3.0, metavar="X", help="to record (default: %(default)s)")

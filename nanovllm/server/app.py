@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
@@ -111,6 +112,10 @@ def _model_routes(service: Service) -> APIRouter:
             "id": name,
             "object": "model",
             "created": service.created,
+            # Under these names Anthropic's client looks for it.
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.created, timezone.utc).isoformat(),
             "owned_by": "nanovllm",
             "root": service.llm.config.model,
             "max_model_len": service.llm.max_len,
@@ -119,7 +124,9 @@ def _model_routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         names = service.options.model_names
-        return json_response({"object": "list", "data": [describe(name) for name in names]})
+        data = [describe(name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": data, "has_more": False, **ends})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:

@@ -19,6 +19,8 @@ RESERVED = (
     *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
 
+UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}  # of a message
+
 
 def render_chat(service: Service, chat: ChatFields, tools: Sequence[Any] | None) -> str:
     """Write a conversation as the model's template does. Takes a while: not for the event loop."""
@@ -58,7 +60,7 @@ def _variables(chat: ChatFields) -> dict[str, Any]:
 
 
 def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any]:
-    written = message.model_dump(exclude_none=True, exclude={"annotations", "cache_control"})
+    written = message.model_dump(exclude_none=True, exclude=UNWRITTEN)
     if message.role == "developer" and not has_developer:
         written["role"] = "system"
     if message.role == "assistant":
@@ -67,6 +69,7 @@ def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any
     if reasoning is not None:
         written["reasoning"] = written["reasoning_content"] = reasoning
     for call in written.get("tool_calls", ()):
+        call["function"].pop("parsed_arguments", None)
         call["function"]["arguments"] = _as_object(call["function"]["arguments"])
     return written
 

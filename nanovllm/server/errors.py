@@ -68,10 +68,12 @@ class TooLong(ApiError):
     """A prompt that does not fit the context, alone or with the answer that it asks for."""
 
     def __init__(self, num_prompt: int, num_answer: int, max_len: int, param: str) -> None:
-        asked = f" and max_tokens {num_answer}, together {num_prompt + num_answer}"
+        # Clients know it by these words of OpenAI's and, for Anthropic's API, "prompt is too long".
+        asked = f" and max_tokens is {num_answer}, together {num_prompt + num_answer}"
         super().__init__(
-            f"the prompt has {num_prompt} tokens{asked if num_answer else ''}, but this model's "
-            f"context holds {max_len}; shorten the prompt or ask for fewer tokens",
+            f"the prompt is too long: this model's maximum context length is {max_len} tokens, but "
+            f"the prompt has {num_prompt} tokens{asked if num_answer else ''}; shorten the prompt "
+            "or ask for fewer tokens",
             param=param,
             code="context_length_exceeded",
         )

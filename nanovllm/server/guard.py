@@ -45,7 +45,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 answer_headers = MutableHeaders(scope=message)
-                answer_headers["X-Request-Id"] = request_id
+                for name in ("X-Request-Id", "Request-Id"):  # OpenAI's and Anthropic's
+                    answer_headers[name] = request_id
             await send(message)
 
         try:

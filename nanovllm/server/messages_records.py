@@ -45,6 +45,18 @@ class Thinking(ApiRecord):
     display: str | None = None
 
 
+class OutputFormat(ApiRecord):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ApiRecord):
+    NOT_BUILT: ClassVar[tuple[str, ...]] = ("task_budget",)
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class CountRequest(ApiRecord):
     """What the prompt is made of."""
 
@@ -56,6 +68,7 @@ class CountRequest(ApiRecord):
     tools: list[CustomTool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: Any = None
 
     def as_chat(self, **sampling: Any) -> ChatRequest:
@@ -73,7 +86,9 @@ class CountRequest(ApiRecord):
         if self.thinking is not None:
             is_on = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": is_on}
-        return as_record(ChatRequest, fields)
+        if _is_begun(self.messages[-1]):
+            fields["continue_final_message"] = True
+        return as_record(ChatRequest, {**fields, **_output_fields(self.output_config)})
 
 
 class MessagesRequest(CountRequest):
@@ -95,6 +110,24 @@ class MessagesRequest(CountRequest):
             top_k=self.top_k,
             stream=self.stream,
         )
+
+
+def _output_fields(config: OutputConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.effort == "max":
+        fields["reasoning_effort"] = "xhigh"
+    if config.format is not None:
+        schema = {"schema": config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _is_begun(last: Turn) -> bool:
+    """An answer whose first words are given is continued."""
+    blocks = _blocks(last.content)
+    return last.role == "assistant" and bool(blocks) and blocks[-1].get("type") == "text"
 
 
 def _tool_choice(choice: Choice) -> Any:

@@ -15,6 +15,7 @@ Texts = str | list[str] | list[int] | list[list[int]]
 class CalledFunction(ApiRecord):
     name: str
     arguments: str | dict[str, Any] = "{}"
+    parsed_arguments: Any = None  # added by a client
 
 
 class ToolCall(ApiRecord):
@@ -38,6 +39,8 @@ class Message(ApiRecord):
     reasoning_content: str | None = None
     annotations: Any = None
     cache_control: Any = None
+    parsed: Any = None  # added by a client, and so is the next
+    provider_specific_fields: Any = None
 
 
 class NamedFunction(ApiRecord):
@@ -49,7 +52,17 @@ class NamedTool(ApiRecord):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedFunctions(ApiRecord):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(ApiRecord):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ChatFields(ApiRecord):
@@ -81,6 +94,13 @@ class ChatRequest(ChatFields, SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "auto", "none")
 
     @property
     def most_tokens(self) -> int | None:

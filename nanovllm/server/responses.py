@@ -115,7 +115,7 @@ class ResponseAnswer:
             case Opened(block):
                 item = self._item(block, False)
                 yield self._event("response.output_item.added", output_index=block.index, item=item)
-                if block.kind == "text":
+                if block.kind != "call":
                     yield self._part_event("added", block)
             case Grew(block, piece, logprobs):
                 spot = self._spot(block, logprobs)
@@ -124,7 +124,7 @@ class ResponseAnswer:
                 name = "arguments" if block.kind == "call" else "text"
                 spot = self._spot(block, block.logprobs)
                 yield self._event(f"{GROWTH[block.kind]}.done", **spot, **{name: block.text})
-                if block.kind == "text":
+                if block.kind != "call":
                     yield self._part_event("done", block)
                 item = self._item(block, True)
                 self._output.append(item)

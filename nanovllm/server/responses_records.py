@@ -33,6 +33,12 @@ class NamedFunctionTool(ApiRecord):
     name: str
 
 
+class AllowedFunctionTools(ApiRecord):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunctionTool] = Field(min_length=1)
+
+
 class TextFormat(ApiRecord):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -50,6 +56,9 @@ class TextOptions(ApiRecord):
     NOT_BUILT: ClassVar[tuple[str, ...]] = ("verbosity",)
 
     format: TextFormat | None = None
+
+
+FunctionChoice = Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools
 
 
 class StreamOptions(ApiRecord):
@@ -76,7 +85,7 @@ class ResponsesRequest(Harmless):
     top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -106,11 +115,7 @@ class ResponsesRequest(Harmless):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools is not None:
             fields["tools"] = [tool.as_function() for tool in self.tools]
-        if isinstance(self.tool_choice, NamedFunctionTool):
-            function = {"name": self.tool_choice.name}
-            fields["tool_choice"] = {"type": "function", "function": function}
-        else:
-            fields["tool_choice"] = self.tool_choice
+        fields["tool_choice"] = _tool_choice(self.tool_choice)
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.as_response_format()
         return as_record(ChatRequest, fields)
@@ -119,6 +124,16 @@ class ResponsesRequest(Harmless):
         if self.instructions is None:
             return []
         return [{"role": "system", "content": self.instructions}]
+
+
+def _tool_choice(choice: FunctionChoice | None) -> Any:
+    """As chats have it."""
+    if isinstance(choice, NamedFunctionTool):
+        return {"type": choice.type, "function": {"name": choice.name}}
+    if isinstance(choice, AllowedFunctionTools):
+        allowed = {"mode": choice.mode, "tools": [_tool_choice(tool) for tool in choice.tools]}
+        return {"type": choice.type, "allowed_tools": allowed}
+    return choice
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

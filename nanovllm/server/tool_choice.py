@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.grammar.json_schema import enforceable
 from nanovllm.server.errors import ApiError
-from nanovllm.server.openai_records import ChatRequest, NamedTool
+from nanovllm.server.openai_records import AllowedTools, ChatRequest, NamedTool
 from nanovllm.server.parsing.formats import ReasoningFormat
 from nanovllm.server.parsing.grammar import CallRules, tool_grammar
 from nanovllm.server.parsing.tools import Tool, read_tools
@@ -28,13 +28,14 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
             param="tools",
         )
     tools = read_tools(request.tools)
-    if not isinstance(choice, NamedTool):
+    if isinstance(choice, str):
         return tools
-    name = choice.function.name
-    named = [tool for tool in tools if tool.name == name]
-    if not named:
-        raise ApiError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
-    return named
+    chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
+    names = [each.function.name for each in chosen]
+    for name in names:
+        if all(tool.name != name for tool in tools):
+            raise ApiError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")
+    return [tool for tool in tools if tool.name in names]
 
 
 def answer_constraint(
@@ -45,9 +46,10 @@ def answer_constraint(
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None  # the prompt has ended it
     asked = request.constraint()
-    must_call = request.tool_choice not in (None, "auto", "none")
+    must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
-    if not tools or (is_parallel and not must_call and not any(tool.is_strict for tool in tools)):
+    is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
+    if not tools or not (is_held or any(tool.is_strict for tool in tools)):
         if asked is None or reasoning is None:
             return asked
         return {"after": reasoning.end, **asked}

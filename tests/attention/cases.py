@@ -59,7 +59,7 @@ class Case:
     spec: AttentionSpec = USUAL
 
     def run(self, backend: Backend) -> Tensor:
-        plan = backend.attention.plan(self.rows, self.qkv.dtype)
+        plan = backend.attention.plan(self.rows)
         self.write(backend.ops)
         return backend.attention.attend(self.queries(), self.cache, plan, self.spec)
 
@@ -115,7 +115,7 @@ def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
     want = case.run(Backend(ops, attention))
     ends = case.rows.counts.cumsum()
     for is_chosen in (np.arange(len(ends)) % 2 == 0, ends > 0, ends < 0):
-        plan = attention.plan(case.rows.last_tokens(is_chosen), case.qkv.dtype)
+        plan = attention.plan(case.rows.last_tokens(is_chosen))
         index = torch.from_numpy(ends[is_chosen] - 1).long()
         output = attention.attend(case.queries()[index], case.cache, plan, case.spec)
         torch.testing.assert_close(output, want[index], rtol=2e-5, atol=2e-5)

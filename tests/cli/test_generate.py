@@ -137,4 +137,4 @@ def test_a_schema_from_a_file(
     assert llm.params.structured_outputs == {"json": {"type": "null"}}
     for name in ("broken.json", "missing.json"):
         assert run(monkeypatch, FakeLLM("x"), "--json-schema", str(tmp_path / name), "x") == 2
-    assert "missing.json cannot be read" in capsys.readouterr().err
+    assert "missing.json: " in capsys.readouterr().err

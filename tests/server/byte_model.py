@@ -47,8 +47,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_byte_model(folder: Path) -> Path:
-    sizes = {**SIZES, "vocab_size": 288, "max_position_embeddings": 1024}
+def make_byte_model(folder: Path, max_len: int = 1024) -> Path:
+    sizes = {**SIZES, "vocab_size": 288, "max_position_embeddings": max_len}
     make_checkpoint(folder, Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False))
     byte_tokenizer().save_pretrained(folder)
     return folder

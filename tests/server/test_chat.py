@@ -180,3 +180,12 @@ def test_a_stream_that_cannot_begin_has_a_status(server: Running) -> None:
     with pytest.raises(BadRequestError) as caught:
         ask(server, max_tokens=1025, stream=True)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_what_clients_add_to_messages_is_not_written(fake: Running) -> None:
+    function = {"name": "weather", "arguments": "{}", "parsed_arguments": {"city": "MARK"}}
+    call = {"id": "x", "type": "function", "function": function}
+    said = {"role": "assistant", "tool_calls": [call], "parsed": {"a": "MARK"}}
+    said["provider_specific_fields"] = {"refusal": "MARK"}
+    ask(fake, messages=[*MESSAGES, said, {"role": "tool", "tool_call_id": "x", "content": "y"}])
+    assert "MARK" not in fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])

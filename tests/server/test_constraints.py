@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from tests.server.running import Running
 
@@ -97,3 +98,32 @@ def test_reasoning_comes_before_what_is_constrained(server: Running) -> None:
     )
     assert choice.finish_reason == "length"
     assert choice.message.content != "yes"
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_allowed_tools_are_called(server: Running, mode: str) -> None:
+    function = {"type": "function", "function": {"name": "two"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [function]}}
+    answer = ask(server, tools=TOOLS, tool_choice=allowed, seed=5)
+    assert {call.function.name for call in answer.message.tool_calls or ()} <= {"two"}
+    assert mode == "auto" or answer.message.tool_calls
+    flat = [{"type": "function", **tool["function"], "strict": None} for tool in TOOLS]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "two"}]}
+    response = server.openai.responses.create(
+        model="tiny",
+        input="x",
+        tools=flat,
+        tool_choice=choice,
+        max_output_tokens=150,
+        reasoning={"effort": "none"},
+    )
+    names = {item.name for item in response.output if item.type == "function_call"}
+    assert names <= {"two"}
+    assert mode == "auto" or names
+
+
+def test_an_allowed_tool_must_be_one(server: Running) -> None:
+    function = {"type": "function", "function": {"name": "three"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
+    with pytest.raises(BadRequestError, match="three"):
+        ask(server, tools=TOOLS, tool_choice=allowed)

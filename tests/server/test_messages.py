@@ -132,6 +132,33 @@ def test_thinking_may_be_switched_off(fake: Running) -> None:
     assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
+def test_a_begun_answer_is_continued(fake: Running) -> None:
+    begun = [*REQUEST["messages"], {"role": "assistant", "content": "It is "}]
+    assert fake.post("/v1/messages", **{**REQUEST, "messages": begun}).status_code == 200
+    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    assert prompt.endswith("<|im_start|>assistant\nIt is ")
+
+
+def test_an_answer_may_be_held_to_a_schema(fake: Running) -> None:
+    schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}, "effort": "max"}
+    fields = without(REQUEST, "tools")
+    assert fake.post("/v1/messages", **fields, output_config=config).status_code == 200
+    constraint = fake.llm.asked[-1][1].structured_outputs
+    assert constraint is not None
+    assert constraint["json"] == schema
+    for wrong in ({"format": {"type": "text"}}, {"effort": "some"}, {"task_budget": {}}):
+        refused = fake.post("/v1/messages", **fields, output_config=wrong)
+        assert refused.status_code == 400
+
+
+def test_long_prompts_are_named_as_clients_know_them(fake: Running) -> None:
+    turns = [{"role": "user", "content": "x" * 2000}]
+    message = fake.post("/v1/messages", **{**REQUEST, "messages": turns}).json()["error"]["message"]
+    assert "prompt is too long" in message
+    assert "this model's maximum context length is 1024 tokens" in message
+
+
 def test_sampling_fields_reach_the_engine(fake: Running) -> None:
     options = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop_sequences": ["x"]}
     fake.post("/v1/messages", **REQUEST, **options)

@@ -7,6 +7,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 
 import httpx
 import pytest
@@ -137,7 +138,7 @@ def test_request_ids_come_back(guarded: Running) -> None:
         answer = guarded.http.get("/health", headers={"x-request-id": given})
         assert (answer.headers["x-request-id"] == given) == is_kept
     refused = guarded.http.get("/v1/models", headers={"x-request-id": "mine"})
-    assert refused.headers["x-request-id"] == "mine"
+    assert refused.headers["x-request-id"] == refused.headers["request-id"] == "mine"
 
 
 def test_other_sites_are_not_let_in(guarded: Running) -> None:
@@ -188,6 +189,15 @@ def test_models_are_listed_and_described(server: Running) -> None:
     assert [model.id for model in server.openai.models.list()] == ["tiny", "org/tiny"]
     assert server.openai.models.retrieve("org/tiny").to_dict()["max_model_len"] == 1024
     assert server.http.get("/v1/models/other").status_code == 404
+    listing = server.http.get("/v1/models").json()  # Anthropic's client reads these
+    assert (listing["has_more"], listing["first_id"], listing["last_id"]) == (
+        False,
+        "tiny",
+        "org/tiny",
+    )
+    described = listing["data"][1]
+    assert (described["type"], described["display_name"]) == ("model", "org/tiny")
+    assert datetime.fromisoformat(described["created_at"]).timestamp() == described["created"]
     assert server.http.get("/version").json() == {"version": __version__}
     assert server.http.get("/load").json() == {"server_load": 0}
     assert "/v1/chat/completions" in server.http.get("/openapi.json").json()["paths"]

@@ -90,6 +90,19 @@ def test_text_has_the_logprobs_of_its_own_tokens(
         ]
 
 
+def test_parts_are_begun_before_they_grow(fake: Running) -> None:
+    """Clients put deltas into the parts that they were told of."""
+    fake.llm.text = "<think>Hm.</think>See."
+    known = set()
+    for event in ask(fake, stream=True):
+        place = (getattr(event, "item_id", ""), getattr(event, "content_index", -1))
+        if event.type == "response.content_part.added":
+            known.add(place)
+        elif event.type.endswith("_text.delta"):
+            assert place in known, event.type
+    assert len(known) == 2
+
+
 def test_items_come_back_into_the_prompt(fake: Running) -> None:
     fake.llm.text = f"<think>Hm.</think>See.{CALL}"
     answer = ask(fake)

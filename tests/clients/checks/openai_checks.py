@@ -1,0 +1,365 @@
+"""What users of `openai` do, run in an environment that has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+import urllib.request
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+
+URL = os.environ["NANOVLLM_URL"]
+REAL = OpenAI(base_url=f"{URL}/v1", max_retries=0)
+OBEDIENT = OpenAI(base_url=f"{os.environ['NANOVLLM_OBEDIENT_URL']}/v1", max_retries=0)
+BUSY = OpenAI(base_url=f"{os.environ['NANOVLLM_BUSY_URL']}/v1", max_retries=0)
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+NO_THOUGHTS: Any = {"reasoning_effort": "none"}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    sky: Literal["clear", "cloudy"]
+    is_warm: bool
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: Any = {"type": "function", "function": {"name": "time", "parameters": None}}
+# The same tool as responses have it.
+FLAT: Any = {"type": "function", **WEATHER["function"], "strict": True}
+
+
+def say(text: str) -> Any:
+    return [{"role": "user", "content": f"Say: {text}"}]
+
+
+def chat(client: OpenAI, messages: Any, **options: Any) -> Any:
+    options = {"max_tokens": 200, "temperature": 0, **options}
+    return client.chat.completions.create(model="tiny", messages=messages, **options)
+
+
+def test_chats_and_their_streams_are_the_same() -> None:
+    options: Any = {"max_tokens": 20, "extra_body": {"ignore_eos": True}}
+    whole = chat(REAL, HELLO, **options)
+    assert whole.object == "chat.completion"
+    assert whole.choices[0].finish_reason == "length"
+    usage = {"include_usage": True}
+    chunks = list(chat(REAL, HELLO, **options, stream=True, stream_options=usage))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [len(chunk.choices) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 20
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_content_may_be_parts_and_roles_developers() -> None:
+    parts = [{"type": "text", "text": "Say: "}, {"type": "text", "text": "two parts"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    assert "two parts" in chat(OBEDIENT, messages).choices[0].message.content
+
+
+def test_the_helper_for_streams_tells_events() -> None:
+    with OBEDIENT.chat.completions.stream(
+        model="tiny", messages=say(f"Let me see.{CALL}"), tools=[WEATHER]
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"content.delta", "content.done", "tool_calls.function.arguments.done"} <= kinds
+    assert final.choices[0].message.content == "Let me see."
+    assert final.choices[0].message.tool_calls[0].function.name == "weather"
+
+
+def test_several_choices_and_logprobs() -> None:
+    answer = chat(
+        REAL, HELLO, n=3, temperature=1, seed=3, max_tokens=5, logprobs=True, top_logprobs=4
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert 1 <= len(choice.logprobs.content) <= 5
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0
+            assert token.bytes is not None
+            assert len(token.top_logprobs) == 4
+    assert answer.usage.completion_tokens == sum(
+        len(choice.logprobs.content) for choice in answer.choices
+    )
+    chunks = chat(REAL, HELLO, max_tokens=5, logprobs=True, top_logprobs=2, stream=True)
+    tokens = [
+        each
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for each in choice.logprobs.content
+    ]
+    assert len(tokens) == 5
+    assert all(len(token.top_logprobs) == 2 for token in tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_may_call_tools_and_read_their_results(stream: bool) -> None:
+    messages = say(f"<think>Rome it is.</think>{CALL}{CALL.replace('Rome', 'Oslo')}")
+    options = {"tools": [WEATHER, TIME], "tool_choice": "auto"}
+    if stream:
+        calls: dict[int, dict[str, str]] = {}
+        reasoning, reasons = "", []
+        for chunk in chat(OBEDIENT, messages, stream=True, **options):
+            (choice,) = chunk.choices
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            reasons.append(choice.finish_reason)
+            for piece in choice.delta.tool_calls or ():
+                call = calls.setdefault(piece.index, {"arguments": ""})
+                if piece.id:
+                    call |= {"id": piece.id, "name": piece.function.name}
+                call["arguments"] += piece.function.arguments or ""
+        assert reasons[-1] == "tool_calls"
+        found = [calls[index] for index in sorted(calls)]
+        functions = [
+            {"id": call["id"], "type": "function", "function": {**call, "id": None}}
+            for call in found
+        ]
+        for function in functions:
+            del function["function"]["id"]
+        answer = {"role": "assistant", "content": None, "tool_calls": functions}
+    else:
+        message = chat(OBEDIENT, messages, **options).choices[0].message
+        reasoning = message.reasoning_content
+        assert message.content is None
+        found = [{"id": call.id, **call.function.to_dict()} for call in message.tool_calls]
+        answer = message  # as it came
+    assert reasoning == "Rome it is."
+    assert [call["name"] for call in found] == ["weather", "weather"]
+    assert [json.loads(call["arguments"])["city"] for call in found] == ["Rome", "Oslo"]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "Say: It is sunny."}
+        for call in found
+    ]
+    final = chat(OBEDIENT, [*messages, answer, *results], **options).choices[0]
+    assert final.message.content == "It is sunny."
+    assert final.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_may_be_demanded(choice: Any, stream: bool) -> None:
+    options: Any = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    if stream:
+        with REAL.chat.completions.stream(
+            model="tiny", messages=HELLO, max_tokens=200, **options, **NO_THOUGHTS
+        ) as events:
+            answer = events.get_final_completion().choices[0]
+    else:
+        answer = chat(REAL, HELLO, **options, **NO_THOUGHTS).choices[0]
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert answer.finish_reason in ("tool_calls", "stop")
+
+
+def test_tools_may_be_forbidden() -> None:
+    answer = chat(OBEDIENT, say("No."), tools=[WEATHER], tool_choice="none").choices[0]
+    assert answer.message.tool_calls is None
+    assert answer.message.content == "No."
+
+
+def test_some_of_the_tools_may_be_allowed() -> None:
+    allowed = {
+        "type": "allowed_tools",
+        "allowed_tools": {
+            "mode": "required",
+            "tools": [{"type": "function", "function": {"name": "weather"}}],
+        },
+    }
+    answer = chat(REAL, HELLO, tools=[TIME, WEATHER], tool_choice=allowed, **NO_THOUGHTS)
+    assert {call.function.name for call in answer.choices[0].message.tool_calls} == {"weather"}
+
+
+def test_answers_are_parsed() -> None:
+    parse = REAL.chat.completions.parse
+    answer = parse(
+        model="tiny", messages=HELLO, response_format=Weather, max_tokens=200, **NO_THOUGHTS
+    )
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+    with REAL.chat.completions.stream(
+        model="tiny", messages=HELLO, response_format=Weather, max_tokens=200, **NO_THOUGHTS
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Weather)
+    tool = openai.pydantic_function_tool(Weather)
+    answer = parse(
+        model="tiny",
+        messages=HELLO,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+        **NO_THOUGHTS,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with pytest.raises(openai.LengthFinishReasonError):
+        parse(model="tiny", messages=HELLO, response_format=Weather, max_tokens=2, **NO_THOUGHTS)
+
+
+def test_any_json_may_be_asked_for() -> None:
+    form = {"type": "json_object"}
+    answer = chat(OBEDIENT, say('{"a": 1}'), response_format=form, **NO_THOUGHTS)
+    assert json.loads(answer.choices[0].message.content) == {"a": 1}
+
+
+def test_completions() -> None:
+    create = REAL.completions.create
+    whole = create(model="tiny", prompt="Once", max_tokens=8, temperature=0, echo=True, logprobs=2)
+    assert whole.choices[0].text.startswith("Once")
+    assert len(whole.choices[0].logprobs.tokens) == 4 + 8
+    assert whole.choices[0].logprobs.token_logprobs[0] is None
+    stream = create(model="tiny", prompt=["a", "b"], n=2, seed=1, max_tokens=4, stream=True)
+    assert {choice.index for chunk in stream for choice in chunk.choices} == {0, 1, 2, 3}
+
+
+def test_embeddings_and_models() -> None:
+    texts = ["one", "two"]
+    packed = REAL.embeddings.create(model="tiny", input=texts)  # base64, which is the default
+    plain = REAL.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    for one, other in zip(packed.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
+        assert math.hypot(*one.embedding) == pytest.approx(1, abs=1e-4)
+    assert [model.id for model in REAL.models.list()] == ["tiny"]
+    assert REAL.models.retrieve("tiny").owned_by
+
+
+def test_responses() -> None:
+    answer = OBEDIENT.responses.create(
+        model="tiny", input=f"Say: <think>Hm.</think>See.{CALL}", tools=[FLAT], instructions="Help."
+    )
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    assert answer.output_text == "See."
+    call = answer.output[-1]
+    result = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": "Say: It is sunny.",
+    }
+    history = [{"role": "user", "content": "Weather?"}, *answer.output, result]
+    final = OBEDIENT.responses.create(model="tiny", input=history, tools=[FLAT], store=False)
+    assert final.output_text == "It is sunny."
+    assert final.usage.total_tokens == final.usage.input_tokens + final.usage.output_tokens
+
+
+def test_streams_of_responses() -> None:
+    with OBEDIENT.responses.stream(
+        model="tiny", input=f"Say: <think>Hm.</think>See.{CALL}", tools=[FLAT]
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert events[-1].type == "response.completed"
+    assert final.output_text == "See."
+    assert final.output[-1].parsed_arguments is not None
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_responses_are_parsed() -> None:
+    options: Any = {"model": "tiny", "input": "Weather?", "reasoning": {"effort": "none"}}
+    options |= {"max_output_tokens": 200}
+    answer = REAL.responses.parse(**options, text_format=Weather)
+    assert isinstance(answer.output_parsed, Weather)
+    with REAL.responses.stream(**options, text_format=Weather) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Weather)
+    tool = openai.pydantic_function_tool(Weather)["function"]
+    answer = REAL.responses.create(
+        **options, tools=[{"type": "function", **tool}], tool_choice="required"
+    )
+    assert {item.type for item in answer.output} == {"function_call"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "code"),
+    [
+        ({"temperature": 3}, openai.BadRequestError, None),
+        ({"model": "other"}, openai.NotFoundError, "model_not_found"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, "context_length_exceeded"),
+        ({"messages": say("x" * 5000)}, openai.BadRequestError, "context_length_exceeded"),
+        ({"messages": []}, openai.BadRequestError, None),
+        ({"extra_body": {"no_such_field": 1}}, openai.BadRequestError, None),
+        ({"extra_headers": {"Authorization": "Bearer wrong"}}, openai.AuthenticationError,
+         "invalid_api_key"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_exceptions_of_their_kinds(
+    wrong: Any, kind: Any, code: Any, stream: bool
+) -> None:
+    with pytest.raises(kind) as caught:
+        REAL.chat.completions.create(
+            **{"model": "tiny", "messages": HELLO, "stream": stream, **wrong}
+        )
+    assert caught.value.code == code
+    assert caught.value.message
+    assert caught.value.request_id
+
+
+def test_a_full_server_says_so() -> None:
+    with pytest.raises(openai.RateLimitError) as caught:
+        chat(BUSY, HELLO)
+    assert caught.value.response.headers["retry-after"]
+
+
+def test_images_are_refused() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError):
+        chat(REAL, [{"role": "user", "content": [image]}])
+
+
+def test_many_at_once_and_cancelled() -> None:
+    async def main() -> None:
+        async with AsyncOpenAI(base_url=f"{URL}/v1", max_retries=0) as client:
+            create = client.chat.completions.create
+            options: Any = {"model": "tiny", "messages": HELLO}
+            answers = await asyncio.gather(*(create(**options, max_tokens=8) for _ in range(8)))
+            assert all(answer.usage.completion_tokens <= 8 for answer in answers)
+            endless: Any = {**options, "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+            task = asyncio.create_task(create(**endless))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            async with await create(**endless, stream=True) as stream:
+                async for _ in stream:
+                    break
+            with pytest.raises(openai.APITimeoutError):
+                await client.with_options(timeout=0.2).chat.completions.create(**endless)
+
+    asyncio.run(main())
+    wait_until_idle()
+
+
+def wait_until_idle() -> None:
+    """What was cancelled does not go on."""
+    request = urllib.request.Request(f"{URL}/load", headers={"x-api-key": REAL.api_key})
+    for _ in range(100):
+        with urllib.request.urlopen(request) as answer:
+            if json.load(answer)["server_load"] == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the server still works for clients that are gone")

