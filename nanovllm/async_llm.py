@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import AsyncGenerator
@@ -15,13 +17,21 @@ from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import FinishReason, check_length
 from nanovllm.engine.step import Pooling
-from nanovllm.errors import NanovllmError
+from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
 from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish
+from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
+from nanovllm.serving.state_records import EngineNews
+from nanovllm.serving.viewers import Viewers
+
+STARTED_ANEW = "it is started anew"
+GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -33,18 +43,23 @@ class AsyncLLM:
 
     The model runs in another process, so tokenising, detokenising and whatever else this one does
     never hold up a step. A caller who does not read holds up nobody: what came for it is joined to
-    one piece. When the process dies or hangs, every caller gets the error that says so.
+    one piece. When the process dies or hangs, every caller gets the error that says so; with
+    `restart_core` another one is started, and answers new requests once it is ready.
 
-    Keyword arguments are the fields of `nanovllm.config.EngineConfig`; others raise TypeError.
+    Other options are the fields of `nanovllm.config.EngineConfig`; more raise TypeError.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, restart_core: bool = False, **options: Any) -> None:
         self.stats = CoreStats()
-        self.error: NanovllmError | None = None  # why it can answer no more
+        self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
         self._streams: dict[int, Stream] = {}  # by seq_id
-        self._lock = threading.Lock()  # of the front and the streams
-        self._core = CoreClient(EngineConfig(str(model), **options), self._update, self._fail)
-        weakref.finalize(self, self._core.close)  # when it is dropped, or the interpreter exits
+        self._lock = threading.Lock()  # of the front, the streams, and which core there is
+        self.viewers = Viewers(lambda is_on: self._core.watch(is_on))
+        self._closing = threading.Event()
+        self._restarts: Restarts | None = None  # not before the first core is ready
+        self._given = EngineConfig(str(model), **options)
+        self._core = CoreClient(self._given, self._update, self._fail)
+        self._at_exit = weakref.finalize(self, self._core.close)
         try:
             found = self._core.wait_until_found()
             self.config, self.model_config = found.config, found.model_config
@@ -55,6 +70,9 @@ class AsyncLLM:
             self._core.close()
             raise
         self.info, self.max_len = ready.info, ready.max_len
+        with self._lock:
+            self._raise_if_failed()
+            self._restarts = Restarts() if restart_core else None
 
     async def generate(
         self,
@@ -102,6 +120,13 @@ class AsyncLLM:
         assert output is not None
         return embedding_of(output, normalize)
 
+    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+        """Yield the engine's state, then what changes, until the caller leaves."""
+        self._raise_if_failed()
+        async with contextlib.aclosing(self.viewers.look()) as news:
+            async for each in news:
+                yield each
+
     def abort(self, seq_id: int) -> None:
         """End a request now: its stream ends with what it had, for the reason "abort"."""
         with self._lock:
@@ -111,7 +136,10 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End the process of the core; whoever waits gets an error. Once is enough."""
-        self._core.close()
+        self._closing.set()
+        with self._lock:
+            core = self._core
+        core.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -124,6 +152,11 @@ class AsyncLLM:
         """Those that are under way."""
         return len(self._streams)
 
+    @property
+    def num_restarts(self) -> int:
+        """Cores that took the place of others."""
+        return 0 if self._restarts is None else self._restarts.num_restarts
+
     async def _prepare(
         self,
         prompt: Any,
@@ -133,7 +166,7 @@ class AsyncLLM:
         pooling: Pooling | None = None,
     ) -> Live:
         """Check and tokenise a prompt in another thread: a long one takes a while."""
-        self._core.raise_if_failed()
+        self._raise_if_failed()
         one = as_prompt(prompt, cache_salt)
         live = await asyncio.to_thread(
             self.front.prepare, one.content, params, one.cache_salt, is_streaming, pooling
@@ -143,10 +176,11 @@ class AsyncLLM:
 
     def _begin(self, live: Live, stream: Stream) -> None:
         with self._lock:
-            self._core.raise_if_failed()
+            self._raise_if_failed()
+            core = self._core
             self._streams[live.seq_id] = stream
             self.front.submit(live)
-        self._core.add(Add([sample.request for sample in live.samples]))
+        core.add(Add([sample.request for sample in live.samples]))
 
     def _drop(self, seq_id: int) -> None:
         """End a request of which nothing more is wanted."""
@@ -162,6 +196,8 @@ class AsyncLLM:
         assert update.step is not None
         assert update.stats is not None
         self.stats = update.stats
+        if update.news is not None:
+            self.viewers.push(update.news)
         with self._lock:
             if not self._streams:  # an idle core may say so before there is a front
                 return
@@ -184,12 +220,52 @@ class AsyncLLM:
     def _finish_later(self, seq_id: int, reason: FinishReason) -> None:
         self._core.finish(Finish([seq_id], reason))
 
+    def _raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise _copy(self.error)
+
     def _fail(self, error: NanovllmError) -> None:
+        """In the core's thread: tell everybody, and see to another core if there is to be one."""
+        delay = None
         with self._lock:
+            if self._restarts is not None and not self._closing.is_set():
+                delay = self._restarts.delay()
+                outlook = GIVEN_UP if delay is None else STARTED_ANEW
+                error = EngineError(f"{error}; {outlook}")
+                logger.error("%s", error)
             self.error = error
+            stats = self.stats
+            free = {"num_running": 0, "num_waiting": 0, "num_free_blocks": stats.num_blocks}
+            self.stats = replace(stats, **free)
             streams, self._streams = list(self._streams.values()), {}
+        self.viewers.fail(error)
         for stream in streams:
             _call(stream.loop, stream.fail, error)
+        if delay is not None:
+            threading.Thread(target=self._restart, args=[delay], daemon=True).start()
+
+    def _restart(self, delay: float) -> None:
+        """In a thread of its own: put another core in the place of the one that failed."""
+        self._core.close()  # returns once its process is gone, and what it held is free
+        self._closing.wait(delay)
+        with self._lock:
+            if self._closing.is_set():
+                return
+            core = self._core = CoreClient(self._given, self._update, self._fail)
+            self._at_exit.detach()
+            self._at_exit = weakref.finalize(self, core.close)
+        try:
+            core.wait_until_found()
+            ready = core.wait_until_ready()
+        except NanovllmError:
+            return  # `_fail` was told, and sees to the next one
+        with self._lock:
+            if core.has_failed:
+                return
+            assert self._restarts is not None
+            self._restarts.ready()
+            self.info, self.max_len, self.error = ready.info, ready.max_len, None
+        logger.warning("the engine core was started anew (process %d)", core.pid)
 
 
 class Stream:
@@ -207,7 +283,7 @@ class Stream:
         self._has_news.clear()
         if self._error is not None:
             self._has_news.set()
-            raise type(self._error)(*self._error.args) from self._error.__cause__
+            raise _copy(self._error)
         pieces, self._pieces = list(self._pieces.values()), {}
         return sorted(pieces, key=lambda piece: piece.output is not None)
 
@@ -219,6 +295,13 @@ class Stream:
     def fail(self, error: NanovllmError) -> None:
         self._error = error
         self._has_news.set()
+
+
+def _copy(error: NanovllmError) -> NanovllmError:
+    """One for each who raises it, with a traceback of its own."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def _join(first: StreamPiece, second: StreamPiece) -> StreamPiece:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -47,6 +48,7 @@ class ChatTemplate:
         self,
         template: str | Mapping[str, str],  # or several, by name
         special_tokens: Mapping[str, Any],
+        compile_source: Callable[[str], Program] | None = None,  # one that remembers, if any
         *,
         chat_template: str | None = None,
         tools: Sequence[Any] | None = None,
@@ -63,26 +65,34 @@ class ChatTemplate:
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
         self._variables = {**special_tokens, "tools": schemas, **defaults, **options}
         source = _choose(template, chat_template, has_tools=tools is not None)
-        self._sandbox = _Sandbox()
-        with _request_errors("cannot be read"):
-            self._template = self._sandbox.from_string(source)
+        self._program = (compile_source or Program)(source)
 
     def render(self, conversation: Sequence[Mapping[str, Any]]) -> str:
         if not self._is_continuing:
-            return self._run(conversation)
+            return self._program.run(conversation, self._variables)
         *before, last = conversation
-        text = self._run([*before, {**last, "content": last["content"] + _MARK}])
+        marked = [*before, {**last, "content": last["content"] + _MARK}]
+        text = self._program.run(marked, self._variables)
         start = text.rfind(_MARK.strip())
         if start < 0:
             raise RequestError("the chat template does not show the message to be continued")
         is_trimmed = not text.startswith(_MARK, start)
         return text[:start].rstrip() if is_trimmed else text[:start]
 
-    def _run(self, conversation: Sequence[Mapping[str, Any]]) -> str:
-        self._sandbox.start()
+
+class Program:
+    """A template that was compiled; several threads may run it at once."""
+
+    def __init__(self, source: str) -> None:
+        self._sandbox = _Sandbox()
+        with _request_errors("cannot be read"):
+            self._template = self._sandbox.from_string(source)
+
+    def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        self._sandbox.work.start()
         pieces, length = [], 0
         with _request_errors("failed on the messages"):
-            for piece in self._template.generate(messages=conversation, **self._variables):
+            for piece in self._template.generate(messages=messages, **variables):
                 pieces.append(piece)
                 length += len(piece)
                 if length > MAX_LENGTH:
@@ -130,6 +140,25 @@ class _Generation(ext.Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
+class _Work(threading.local):
+    """How much a template did in this thread."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.num_rounds = self.num_built = 0
+        self.end = time.thread_time() + MAX_SECONDS
+
+    def add(self, num_built: int) -> None:
+        self.num_rounds += 1
+        self.num_built += num_built
+        if self.num_rounds > MAX_ROUNDS:
+            raise SecurityError(f"it loops more than {MAX_ROUNDS:,} times")
+        if self.num_built > MAX_BUILT or time.thread_time() > self.end:
+            raise SecurityError("it works too much")
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """What templates may use, as in transformers; loops, calls, sizes and time are bounded besides.
 
@@ -140,7 +169,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
-        self.start()
+        self.work = _Work()
         options = {"trim_blocks": True, "lstrip_blocks": True, "finalize": self.show}
         super().__init__(extensions=[_Generation, ext.loopcontrols], **options)
         self.filters["tojson"] = _to_json
@@ -149,18 +178,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form[:MAX_FORM])
         del self.globals["lipsum"]  # which writes as much as it is asked for
 
-    def start(self) -> None:
-        self._num_rounds = self._num_built = 0
-        self._end = time.thread_time() + MAX_SECONDS
-
     def tick(self, num_built: int = 0) -> None:
         """Every round of a loop, every call, filter and operator comes by here."""
-        self._num_rounds += 1
-        self._num_built += num_built
-        if self._num_rounds > MAX_ROUNDS:
-            raise SecurityError(f"it loops more than {MAX_ROUNDS:,} times")
-        if self._num_built > MAX_BUILT or time.thread_time() > self._end:
-            raise SecurityError("it works too much")
+        self.work.add(num_built)
 
     def show(self, value: Any) -> Any:
         """What `{{ }}` prints."""

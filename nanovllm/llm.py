@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.front import Live, check_text
+from nanovllm.conversations import prompts_of
+from nanovllm.engine.front import Live
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
@@ -19,7 +20,6 @@ from nanovllm.prompts import (
     Messages,
     Params,
     Prompts,
-    as_conversations,
     as_params,
     as_prompt,
     at_index,
@@ -28,6 +28,7 @@ from nanovllm.prompts import (
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.serving.engine_thread import EngineThread, Job
+from nanovllm.serving.growing_job import answers_of
 
 
 class LLM:
@@ -79,6 +80,20 @@ class LLM:
                 if on_step is not None:
                     on_step(step)
                 yield from step.pieces
+
+    def generate_stream(
+        self,
+        prompts: Iterable[Any],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Answer any number of prompts: yield the index and the output of each as it finishes.
+
+        Prompts, and their parameters if each has its own, are read when there is room for more.
+        """
+        self._check_usable()
+        return answers_of(self._thread, prompts, sampling_params, cache_salt)
 
     def chat(
         self,
@@ -132,22 +147,7 @@ class LLM:
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
-        from nanovllm.chat_template import ChatTemplate  # jinja2, which only chats need
-
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
-            raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
-        special_tokens = tokenizer.special_tokens_map
-        template = ChatTemplate(tokenizer.chat_template, special_tokens, **template_options)
-        prompts, conversations = [], as_conversations(messages)
-        for index, conversation in enumerate(conversations):
-            try:
-                text = template.render(conversation)
-                check_text("a message", text)
-            except RequestError as error:
-                raise at_index(error, "messages", index, len(conversations)) from error
-            prompts.append(self.engine.front.encode(text, add_special_tokens=False))
-        return prompts
+        return prompts_of(self.engine.front, messages, **template_options)
 
     def add_request(
         self,

@@ -43,12 +43,11 @@ def _checked(key: str, value: Any) -> Any:
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"structured_outputs[{key!r}]: {error}") from error
-    is_text = isinstance(value, str) and value != ""
     is_valid = {
         "json": isinstance(value, dict | bool),
         "choice": isinstance(value, list) and bool(value) and all(map(_is_text, value)),
         "json_object": value is True,
-    }.get(key, is_text)
+    }.get(key, _is_text(value))
     if not is_valid:
         raise ConfigError(f"structured_outputs[{key!r}] must be {EXPECTED[key]}, got {value!r:.80}")
     return value

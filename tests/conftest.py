@@ -8,12 +8,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
-from tests.checkpoints import TinyCheckpoint, shared_checkpoint
+if TYPE_CHECKING:
+    from tests.checkpoints import TinyCheckpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,8 +31,22 @@ def count(request: pytest.FixtureRequest) -> Callable[[int], int]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let several processes share the cores; tests of threads ask for as many as they want."""
     worker = getattr(config, "workerinput", None)
-    if worker is not None:
+    if worker is not None:  # the process that only hands out tests needs no torch
+        import torch
+
         torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file in one process, and all that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesOrServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
+
+    return FilesOrServer(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,12 +80,16 @@ def checkpoint_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(checkpoint_root: Path) -> Callable[[str], TinyCheckpoint]:
     """A tiny random checkpoint by variant name, made once per session."""
+    from tests.checkpoints import shared_checkpoint
+
     return lambda variant: shared_checkpoint(checkpoint_root, variant)
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For tiny models: where cores are busy, meeting a second thread in every kernel takes long."""
+    import torch
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,6 +98,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 2, 3], ids="{}-threads".format)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -23,14 +23,8 @@ NEEDS_GPU = [
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 
 
-# Interpreted, a kernel is a thousand times slower: every change runs some of the cases.
-interpreted_cases = pytest.mark.parametrize(
-    "which", ["some", pytest.param("rest", marks=pytest.mark.slow)]
-)
-
-
 def run_interpreted(*arguments: str) -> str:
-    """Run a module by Triton's interpreter; return what it printed.
+    """Run modules, joined by commas, by Triton's interpreter; return what it printed.
 
     Triton must know before it is imported that it is to interpret: a process of its own.
     """

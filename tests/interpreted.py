@@ -1,4 +1,4 @@
-"""Run a module by Triton's interpreter: TRITON_INTERPRET=1 python -m tests.interpreted MODULE."""
+"""Run modules by Triton's interpreter: TRITON_INTERPRET=1 python -m tests.interpreted A,B ..."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from triton.runtime import interpreter
 def main() -> None:
     del sys.argv[0]
     with patch.object(interpreter, "_patch_lang", patch_language_once(interpreter._patch_lang)):
-        runpy.run_module(sys.argv[0], run_name="__main__")
+        for module in sys.argv[0].split(","):
+            runpy.run_module(module, run_name="__main__")
 
 
 def patch_language_once(patch_language: Callable[[Any], object]) -> Callable[[Any], object]:

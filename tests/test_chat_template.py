@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nanovllm.chat_template import MAX_LENGTH, MAX_ROUNDS, ChatTemplate
+from nanovllm.chat_template import MAX_LENGTH, MAX_ROUNDS, ChatTemplate, Program
 from nanovllm.errors import RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -201,12 +203,39 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_a_request_error(template: str) -> None:
-    start = time.perf_counter()
+def test_a_hostile_template_is_a_request_error(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.chat_template.MAX_ROUNDS", MAX_ROUNDS // 20)  # in less time
+    check_refused(template)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loops", "loops over text", "doubling macro"])
+def test_every_round_that_is_allowed_takes_seconds(name: str) -> None:
+    check_refused(HOSTILE[name])
+
+
+def check_refused(template: str) -> None:
+    start = time.thread_time()
     with pytest.raises(RequestError, match="the chat template") as error:
         ChatTemplate(template, TOKENS).render(HELLO)
     assert not isinstance(error.value.__cause__, MemoryError)
-    assert time.perf_counter() - start < 30
+    assert time.thread_time() - start < 30
+
+
+def test_a_program_is_compiled_once_and_run_by_many_threads() -> None:
+    compile_source = functools.cache(Program)
+    messages = HELLO * 200
+    variants: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"tools": [TOOL]}]
+    wanted = [ChatTemplate(CHATML, TOKENS, **each).render(messages) for each in variants]
+
+    def render(options: dict[str, Any]) -> str:
+        return ChatTemplate(CHATML, TOKENS, compile_source, **options).render(messages)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(render, variants * 4)) == wanted * 4
+    assert compile_source.cache_info().currsize == 1
 
 
 def test_limits_leave_room_for_long_conversations() -> None:

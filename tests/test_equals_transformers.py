@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,28 +27,19 @@ def make_prompts() -> list[list[int]]:
 
 
 class Case(NamedTuple):
-    number: int
     path: str
     prompts: list[list[int]]
     answers: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tiny: Any) -> Case:
-    return make_case(request.param_index, tiny(request.param))
-
-
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def family_case(request: pytest.FixtureRequest, tiny: Any) -> Case:
-    return make_case(request.param_index, tiny(request.param))
-
-
-def make_case(number: int, checkpoint: TinyCheckpoint) -> Case:
+    checkpoint: TinyCheckpoint = tiny(request.param)
     prompts = make_prompts()
     answers = checkpoint.answers(prompts, MAX_TOKENS)
     num_different = [len(set(answer)) for answer in answers]
     assert sum(num_different) > 5 * len(answers), "answers repeat themselves: they prove little"
-    return Case(number, str(checkpoint.path), prompts, answers)
+    return Case(str(checkpoint.path), prompts, answers)
 
 
 MODES = {
@@ -66,35 +59,36 @@ MODES = {
 
 
 FAST = ("plain", "chunked", "preempted-chunked", "few-slots", "block-48", "eager", "many-rows")
+FAMILY_MODES = {"plain": 0, "preempted-chunked": 1, "eager": 0, "many-rows": 1}  # with this depth
+
+
+def variant_cases() -> Iterator[Any]:
+    """Neighbouring models run a mode with the other depth; the fast cases have all of both."""
+    for number, variant in enumerate(VARIANTS):
+        for index, mode in enumerate(MODES):
+            is_fast = mode in FAST and (number + FAST.index(mode)) % 3 == 0
+            marks = () if is_fast else pytest.mark.slow
+            yield pytest.param(variant, mode, (number + index) % 2, marks=marks)
+
+
+def family_cases() -> Iterator[Any]:
+    for number, family in enumerate(FAMILIES):
+        for index, (mode, depth) in enumerate(FAMILY_MODES.items()):
+            marks = () if index == number % 2 else pytest.mark.slow
+            yield pytest.param(family, mode, depth, marks=marks)
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=() if mode in FAST else pytest.mark.slow) for mode in MODES]
+    ("case", "mode", "depth"), [*variant_cases(), *family_cases()], indirect=["case"]
 )
-def test_equals_transformers(case: Case, mode: str) -> None:
-    """Neighbouring models run a mode with the other depth."""
-    check(case, mode, depth=(case.number + list(MODES).index(mode)) % 2)
-
-
-@pytest.mark.parametrize(
-    ("mode", "depth"),
-    [
-        ("plain", 0),
-        ("preempted-chunked", 1),
-        pytest.param("eager", 0, marks=pytest.mark.slow),
-        pytest.param("many-rows", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_every_family_equals_transformers(family_case: Case, mode: str, depth: int) -> None:
-    check(family_case, mode, depth)
-
-
-def check(case: Case, mode: str, depth: int) -> None:
+def test_equals_transformers(case: Case, mode: str, depth: int) -> None:
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **MODES[mode]}
     with LLM(case.path, skip_tokenizer_init=True, depth=depth, **options) as llm:
-        for _ in range(2):  # the second time everything is cached
-            outputs = llm.generate(case.prompts, GREEDY, use_tqdm=False)
-            assert [output.token_ids for output in outputs] == case.answers
+        for max_tokens in (MAX_TOKENS, 5):  # the second time everything is cached
+            params = replace(GREEDY, max_tokens=max_tokens)
+            outputs = llm.generate(case.prompts, params, use_tqdm=False)
+            want = [answer[:max_tokens] for answer in case.answers]
+            assert [output.token_ids for output in outputs] == want
         scheduler = llm.engine.core.scheduler
         scheduler.check()
         assert scheduler.blocks.num_free == scheduler.blocks.num_blocks

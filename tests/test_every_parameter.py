@@ -32,7 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "two-ranks": {},
     "two-ranks-crowded": {"num_kvcache_blocks": 12, "depth": 1, "max_num_batched_tokens": 20},
 }
-FAST = ("plain", "no-cache", "chunked-ahead", "preempted-ahead", "two-ranks")
+FAST = ("plain", "chunked-ahead", "preempted-ahead")
 CASES = [
     *(("cpu", mode) for mode in FAST),
     *(pytest.param("cpu", mode, marks=pytest.mark.slow) for mode in MODES if mode not in FAST),

@@ -26,8 +26,18 @@ def alone(llm: LLM, prompt: list[int], params: SamplingParams) -> list[Any]:
     return llm.generate([prompt] * params.n, ones, use_tqdm=False)
 
 
+# Those that differ from it in one option each are slow where one with several is fast.
+SLOW = ("plain", "ahead", "small")
+
+
 @DEVICES
-@pytest.mark.parametrize("mode", [*MODES, *NO_CACHE])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else ())
+        for mode in (*MODES, *NO_CACHE)
+    ],
+)
 def test_samples_equal_requests_with_their_seeds(tiny: Any, device: str, mode: str) -> None:
     """Beside other prompts with other numbers of samples, some longer than a block."""
     prompts = [*make_prompts()[:4], [7], [*range(16)], [*range(17)], [*range(70)]]

@@ -81,6 +81,7 @@ def test_embeddings_equal_transformers(llm: LLM, model: Any) -> None:
             assert output.embedding == pytest.approx(right, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_it_chats_sensibly(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     [output] = llm.chat([{"role": "user", "content": QUESTIONS[0]}], params, use_tqdm=False)

@@ -67,6 +67,8 @@ MODES: dict[str, dict[str, Any]] = {
     "preempted": {"num_kvcache_blocks": 20, "depth": 1},
     "uncached": {"enable_prefix_caching": False},
 }
+# Together they have every option; the others are slow.
+FAST = ("eager", "chunked ahead", "preempted", "uncached")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,9 @@ def wanted(llm: LLM) -> list[list[int]]:
 
 
 @DEVICES
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in FAST else pytest.mark.slow) for mode in MODES]
+)
 def test_modes_do_not_matter(path: Path, wanted: Any, device: str, mode: str) -> None:
     with LLM(str(path), device=device, **OPTIONS, **MODES[mode]) as llm:
         outputs = generate(llm, batch())
@@ -145,7 +149,7 @@ def test_modes_do_not_matter(path: Path, wanted: Any, device: str, mode: str) ->
             assert llm.engine.core.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_ranks(path: Path, wanted: Any, depth: int) -> None:
     with engines_of(2), LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm:
         assert [output.token_ids for output in generate(llm, batch())] == wanted
@@ -361,8 +365,15 @@ def test_needs_a_tokenizer_and_the_package(path: Path) -> None:
             generate(llm, [params_of({"regex": "a"}, 0)])
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    ("depth", "caching"),
+    [
+        (0, True),
+        (1, False),
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching: bool) -> None:
     rng, fill_all, fill_one = random.Random(0), grammar._fill_all, grammar._fill_one
 

@@ -1,15 +1,16 @@
-"""What HTTP costs: tokens a second of streams over it, and of `AsyncLLM` alone.
+"""What HTTP costs, and being watched: tokens a second of streams, and of `AsyncLLM` alone.
 
     python -m benchmarks.engine.http_streams [--model smollm2] [--streams 64] [--rounds 3]
 
-Both use one engine and take turns; the HTTP client is a process of its own. The bar is 95% on a
-CPU.
+All use one engine and take turns; the HTTP clients are processes of their own, and so is who reads
+the engine's events. The bars are 95% on a CPU, and 98% while watched.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from benchmarks.engine.async_streams import stream_all
 from nanovllm import AsyncLLM, SamplingParams
@@ -43,21 +45,44 @@ def main() -> None:
     )
     assert client.stdin is not None
     assert client.stdout is not None
-    shares = []
+    shares, watched_shares = [], []
     for _ in range(args.rounds + 1):
         start = time.perf_counter()
         asyncio.run(stream_all(llm, prompts, params))
         alone = time.perf_counter() - start
-        task = [listener.getsockname()[1], prompts, args.max_tokens]
-        print(json.dumps(task), file=client.stdin, flush=True)
-        shares.append(alone / float(client.stdout.readline()))
+        port = listener.getsockname()[1]
+        task = json.dumps([port, prompts, args.max_tokens])
+        print(task, file=client.stdin, flush=True)
+        unwatched = float(client.stdout.readline())
+        with watcher(port):
+            print(task, file=client.stdin, flush=True)
+            watched = float(client.stdout.readline())
+        shares.append(alone / unwatched)
+        watched_shares.append(unwatched / watched)
         num_tokens = args.streams * args.max_tokens
-        print(f"AsyncLLM {num_tokens / alone:,.0f} tok/s, HTTP {shares[-1]:.3f} of that")
+        print(
+            f"AsyncLLM {num_tokens / alone:,.0f} tok/s, HTTP {shares[-1]:.3f} of that, watched "
+            f"{watched_shares[-1]:.3f} of the latter"
+        )
     print(f"HTTP / AsyncLLM: {statistics.median(shares[1:]):.3f}, without the first round")
+    print(f"watched / not: {statistics.median(watched_shares[1:]):.3f}, likewise")
     client.stdin.close()
     server.should_exit = True
     thread.join()
     llm.close()
+
+
+@contextlib.contextmanager
+def watcher(port: int) -> Iterator[None]:
+    """Another process that reads the engine's events."""
+    script = f"import urllib.request as u; list(u.urlopen('http://127.0.0.1:{port}/engine/events'))"
+    process = subprocess.Popen([sys.executable, "-c", script])
+    time.sleep(1.0)  # until it is there
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def run_client() -> None:

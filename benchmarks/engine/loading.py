@@ -34,7 +34,7 @@ from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
-from nanovllm.worker.loader import expected_tensors, load_weights
+from nanovllm.worker.loader import UnpackedLayers, load_weights
 
 GB = 1e9
 HIDDEN, VOCAB = 1024, 32_000
@@ -95,7 +95,8 @@ def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) 
     model_config = read_config(config)
     dtype = getattr(torch, model_config.dtype)
     build = Build(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
-    expected = expected_tensors(build_model(model_config, 64, build))
+    model = build_model(model_config, 64, build)
+    expected = UnpackedLayers(model, create_platform("cpu")).expected
     names = sorted(expected)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
@@ -128,7 +129,7 @@ def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode(), platform.in_order():
         model = build_model(read_config(checkpoint.config), 64, build)
-        weight_bytes = sum(tensor.nbytes for tensor in expected_tensors(model).values())
+        weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         start = time.perf_counter()
         load_weights(model, checkpoint, platform)
         seconds = time.perf_counter() - start

@@ -7,7 +7,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 
@@ -46,7 +45,7 @@ class AttentionSpec:
 class AttentionBackend(Protocol):
     """`plan` runs once per step, `attend` once per layer, after the step's k and v are cached."""
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> Any:
+    def plan(self, rows: BatchRows) -> Any:
         """Prepare what every layer of this step needs."""
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:

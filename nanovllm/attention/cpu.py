@@ -31,7 +31,7 @@ class NumbaAttention:
         self.launcher = launcher
         self.product_dtype = product_dtype  # of SDPA; None: that of the cache
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> NumbaPlan:
+    def plan(self, rows: BatchRows) -> NumbaPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
         singles = np.flatnonzero(rows.counts == 1)
         lengths = (rows.starts[singles] + 1).astype(np.int32)

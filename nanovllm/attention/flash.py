@@ -73,7 +73,7 @@ class FlashAttention:
         self.attend_varlen = attend_varlen
         self.attend_cached = attend_cached
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> FlashDecode | FlashMixed:
+    def plan(self, rows: BatchRows) -> FlashDecode | FlashMixed:
         """Send the rows' columns in one copy."""
         ends = rows.starts + rows.counts
         max_context = int(ends.max(initial=1))

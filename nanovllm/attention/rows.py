@@ -26,7 +26,7 @@ class DecodeGroup:
 
     tokens: Tensor | None  # indices into the batch; None: the whole batch in order
     block_ids: Tensor  # [rows * width], padded with block 0
-    mask: Tensor  # [rows, 1, 1, width * block_size], added to the scores
+    is_seen: Tensor  # [rows, 1, 1, width * block_size], whether a position is in the context
     starts: Tensor  # [rows, 1, 1, 1], the position of each one's token
 
 
@@ -51,13 +51,13 @@ class CpuAttention:
         self.block_size = block_size
         self.product_dtype = product_dtype  # None: that of the cache
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> CpuPlan:
+    def plan(self, rows: BatchRows) -> CpuPlan:
         offsets = np.cumsum(rows.counts) - rows.counts
         tables = rows.block_table.numpy()
         singles = np.flatnonzero(rows.counts == 1)
         lengths = rows.starts[singles] + 1
         groups = [
-            self._decode_group(rows, tables, offsets, singles[members], dtype)
+            self._decode_group(rows, tables, offsets, singles[members])
             for members in _group_by_length(lengths)
         ]
         return CpuPlan(groups, plan_prefills(rows, offsets, self.block_size))
@@ -73,27 +73,20 @@ class CpuAttention:
         return output
 
     def _decode_group(
-        self,
-        rows: BatchRows,
-        tables: np.ndarray,
-        offsets: np.ndarray,
-        members: np.ndarray,
-        dtype: torch.dtype,
+        self, rows: BatchRows, tables: np.ndarray, offsets: np.ndarray, members: np.ndarray
     ) -> DecodeGroup:
         starts = rows.starts[members]
         width = int(starts.max()) // self.block_size + 1
         block_ids = tables[rows.slots[members], :width].astype(np.int64)
         block_ids[np.arange(width) > (starts // self.block_size)[:, None]] = 0
-        is_hidden = np.arange(width * self.block_size) > starts[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=self.product_dtype or dtype)
-        mask.masked_fill_(torch.from_numpy(is_hidden), -torch.inf)
+        is_seen = np.arange(width * self.block_size) <= starts[:, None]
         is_whole_batch = len(members) == len(rows.counts)
         order = np.arange(len(members))
         tokens = offsets[members].astype(np.int64)
         return DecodeGroup(
             None if is_whole_batch and (members == order).all() else torch.from_numpy(tokens),
             torch.from_numpy(block_ids.reshape(-1)),
-            mask[:, None, None, :],
+            torch.from_numpy(is_seen)[:, None, None, :],
             torch.from_numpy(starts)[:, None, None, None],
         )
 
@@ -105,15 +98,14 @@ class CpuAttention:
         k = _gather(cache.k, group.block_ids, num_rows)
         v = _gather(cache.v, group.block_ids, num_rows)
         # A hidden position adds 0 * v: what another sequence left there may be NaN.
-        is_hidden = (group.mask == -torch.inf).transpose(2, 3)  # [rows, 1, width, 1]
+        is_seen = group.is_seen
+        is_hidden = ~is_seen.transpose(2, 3)  # [rows, 1, width, 1]
         k, v = k.masked_fill(is_hidden, 0.0), v.masked_fill(is_hidden, 0.0)
         grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        mask = group.mask
         if spec.window is not None:
-            is_past = torch.arange(mask.shape[-1]) <= group.starts - spec.window
-            mask = mask.masked_fill(is_past, -torch.inf)
+            is_seen = is_seen & (torch.arange(is_seen.shape[-1]) > group.starts - spec.window)
         grouped, k, v = widen(grouped, k, v, dtype=self.product_dtype)
-        output = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=spec.scale)
+        output = F.scaled_dot_product_attention(grouped, k, v, attn_mask=is_seen, scale=spec.scale)
         return output.reshape(num_rows, num_heads, head_dim).to(q.dtype)
 
 

@@ -15,7 +15,7 @@ class SdpaAttention:
         self.block_size = block_size
         self.product_dtype = product_dtype  # None: that of the cache
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> list[PrefillRow]:
+    def plan(self, rows: BatchRows) -> list[PrefillRow]:
         offsets = np.cumsum(rows.counts) - rows.counts
         return [plan_row(rows, i, offsets, self.block_size) for i in range(len(offsets))]
 

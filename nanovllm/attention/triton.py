@@ -42,7 +42,7 @@ class TritonAttention:
         self.num_processors = num_processors
         self.has_tma = has_tma
 
-    def plan(self, rows: BatchRows, dtype: torch.dtype) -> TritonPlan:
+    def plan(self, rows: BatchRows) -> TritonPlan:
         """Split the rows by kind and send their columns in one copy."""
         starts = np.cumsum(rows.counts) - rows.counts
         ends = rows.starts + rows.counts

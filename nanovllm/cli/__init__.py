@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm import __version__
-from nanovllm.cli import bench, chat, generate, models, serve
+from nanovllm.cli import batch, bench, chat, generate, models, serve, trace
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import HELP_FORMAT, dashed
 from nanovllm.cli.start import configure_logging
@@ -20,6 +20,7 @@ examples:
   nanovllm generate "Summarise this:" < report.txt   answer about a text
   nanovllm generate --lines --json < questions.txt   answer every line of a file
   nanovllm serve --port 8000                         answer requests over HTTP
+  nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
   nanovllm bench throughput                          measure this machine
   nanovllm models                                    list what can be loaded
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    if arguments[0] == "serve":
+    if arguments[0] in ("serve", "batch"):
         arguments = serve.with_config_file(arguments)
     args, unknown = build_parser().parse_known_args(arguments)
     if unknown:  # by the parser of the command, whose name then begins the error
@@ -61,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     chat.add_parser(commands)
     serve.add_parser(commands)
+    batch.add_parser(commands)
     bench.add_parser(commands)
+    trace.add_parser(commands)
     models.add_parser(commands)
     return parser

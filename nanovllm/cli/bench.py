@@ -8,11 +8,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from nanovllm.bench import commands
+from nanovllm.bench import commands as benchmarks
 from nanovllm.bench.floors import Rates, rates_of
 from nanovllm.bench.models import model_names, model_path
 from nanovllm.bench.report import Setup, check_writable, keep
-from nanovllm.cli.options import HELP_FORMAT, add_engine_options, at_least, engine_config
+from nanovllm.cli import bench_serve
+from nanovllm.cli.options import (
+    Commands,
+    add_command,
+    add_engine_options,
+    at_least,
+    engine_config,
+)
 from nanovllm.cli.start import load_llm
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ examples:
   nanovllm bench prefill --model qwen3-8b            reading prompts
   nanovllm bench prefix                              prompts that begin alike
   nanovllm bench arrivals --rate 40                  requests that come at random
+  nanovllm bench serve --url http://127.0.0.1:8000   a server's users, over HTTP
   nanovllm bench throughput --model smollm2 --num-seqs 16 --max-len 128     enough for a CPU
 
 `nanovllm bench NAME --help` explains what is measured and every option."""
@@ -61,25 +69,17 @@ Let requests arrive at random (a Poisson process) and take percentiles of what u
 arrival to the first token (ttft), and from each token to the next, until the last request has come
 (itl). Prompts delay the answers that run beside them: --target-inter-token-ms sets how far."""
 
-if TYPE_CHECKING:
-    Parsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(parsers: Parsers) -> None:
-    parser = parsers.add_parser(
-        "bench",
-        help="measure speed, with random weights",
-        usage="nanovllm bench NAME [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-    )
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm bench NAME [options]"
+    text = "measure speed, with random weights"
+    parser = add_command(commands, "bench", text, usage, DESCRIPTION, EXAMPLES)
     names = parser.add_subparsers(
         title="benchmarks", metavar="NAME", required=True, prog="nanovllm bench"
     )
     samples = "throughput --num-seqs 1024 --max-num-seqs 1024 --samples-of 1000 --max-len 256"
     examples = ["throughput --model qwen3-8b --json results.jsonl", samples]
-    parser = _add_benchmark(names, commands.throughput, THROUGHPUT, examples)
+    parser = _add_benchmark(names, benchmarks.throughput, THROUGHPUT, examples)
     _add_count(parser, "--num-seqs", 256, "requests")
     _add_count(parser, "--max-len", 1024, "longest prompt and longest answer, in tokens")
     text = "make all requests samples of one prompt of N tokens, with answers of --max-len"
@@ -87,27 +87,28 @@ def add_parser(parsers: Parsers) -> None:
     parser.add_argument("--samples-of", type=at_least(1), metavar="N", help=text)
 
     examples = ["latency --batch 1 64", "latency --prompt-len 2000 --new-tokens 100"]
-    parser = _add_benchmark(names, commands.latency, LATENCY, examples)
+    parser = _add_benchmark(names, benchmarks.latency, LATENCY, examples)
     _add_count(parser, "--batch", [1, 8, 64, 256], "how many prompts run at once")
     _add_count(parser, "--prompt-len", 128, "tokens in a prompt")
     text = "tokens in an answer (default: 256, but 512 where one prompt runs alone)"
     parser.add_argument("--new-tokens", type=at_least(2), metavar="N", help=text)
 
     examples = ["prefill", "prefill --num-seqs 2 --prompt-len 8192 --max-model-len 8200"]
-    parser = _add_benchmark(names, commands.prefill, PREFILL, examples)
+    parser = _add_benchmark(names, benchmarks.prefill, PREFILL, examples)
     _add_count(parser, "--num-seqs", 64, "prompts")
     _add_count(parser, "--prompt-len", 2048, "tokens in a prompt")
 
     examples = ["prefix", "prefix --prefix-len 500 --device cpu"]
-    parser = _add_benchmark(names, commands.prefix, PREFIX, examples)
+    parser = _add_benchmark(names, benchmarks.prefix, PREFIX, examples)
     _add_count(parser, "--prefix-len", [1000, 2000, 4000], "tokens that both prompts share")
 
     examples = ["arrivals --model qwen3-8b --rate 40 --target-inter-token-ms 25"]
-    parser = _add_benchmark(names, commands.arrivals, ARRIVALS, examples)
+    parser = _add_benchmark(names, benchmarks.arrivals, ARRIVALS, examples)
     _add_count(parser, "--rate", 10, "requests a second")
     _add_count(parser, "--num-seqs", 400, "requests")
     _add_count(parser, "--prompt-len", 512, "tokens in a prompt")
     _add_count(parser, "--new-tokens", 128, "tokens in an answer")
+    bench_serve.add_parser(names)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         rates = rates_of(info.device_name, args.bandwidth, args.tflops)
         setup = Setup(args.model, info.device, info.dtype, rates, args.enforce_eager)
         print(setup.heading(), flush=True)
-        for result in args.benchmark(args, commands.Bench(llm, rates)):
+        for result in args.benchmark(args, benchmarks.Bench(llm, rates)):
             print(result.line(), flush=True)
             keep(args.json, **asdict(result), **asdict(setup))
         if num_preemptions := llm.engine.core.scheduler.num_preemptions:
@@ -152,18 +153,11 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_benchmark(
-    names: Parsers, benchmark: commands.Benchmark, description: str, examples: list[str]
+    names: Commands, benchmark: benchmarks.Benchmark, description: str, examples: list[str]
 ) -> argparse.ArgumentParser:
-    name = benchmark.__name__
-    parser = names.add_parser(
-        name,
-        help=benchmark.__doc__,
-        usage=f"nanovllm bench {name} [options]",
-        description=description,
-        epilog="\n  nanovllm bench ".join(["examples:", *examples]),
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+    name, examples = benchmark.__name__, ["examples:", *examples]
+    usage, epilog = f"nanovllm bench {name} [options]", "\n  nanovllm bench ".join(examples)
+    parser = add_command(names, name, benchmark.__doc__ or "", usage, description, epilog)
     add_engine_options(parser, "qwen3-0.6b", load_format="dummy")
     add_result_options(parser)
     parser.set_defaults(run=run, benchmark=benchmark, parser=parser)

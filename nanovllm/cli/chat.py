@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from nanovllm.cli.chat_commands import COMMANDS, is_farewell, obey
 from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.options import (
-    HELP_FORMAT,
+    Commands,
+    add_command,
     add_engine_options,
     add_sampling_options,
-    engine_config,
+    add_server_options,
     sampling_params,
 )
+from nanovllm.cli.remote import has_chat_template, open_model
 from nanovllm.cli.run_stats import why_empty
-from nanovllm.cli.start import load_llm
 from nanovllm.cli.terminal import printable
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
@@ -36,6 +37,7 @@ while it runs:
 examples:
   nanovllm chat --system "You answer in one sentence."
   nanovllm chat --model Qwen/Qwen3-0.6B --max-tokens 2048
+  nanovllm chat --url http://127.0.0.1:8000
   printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat"""
 
 QUOTES = '"""'
@@ -43,19 +45,13 @@ MORE = "... "  # the prompt between quotes
 SECONDS_TO_AN_INTERRUPT = 0.2
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a model",
-        usage="nanovllm chat [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm chat [options]"
+    parser = add_command(commands, "chat", "talk to a model", usage, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
     )
+    add_server_options(parser)
     # Short steps: after Ctrl-C the engine ends its step before it takes the next question.
     add_engine_options(parser, max_num_batched_tokens=1024)
     add_sampling_options(parser, max_tokens=512, temperature=0.3)
@@ -63,10 +59,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    config, params = engine_config(args), sampling_params(args)
-    with load_llm(config, args.threads) as llm:
-        tokenizer = llm.engine.tokenizer
-        if tokenizer is None or not tokenizer.chat_template:
+    params = sampling_params(args)
+    with open_model(args) as llm:
+        if not has_chat_template(llm):
             raise RequestError(f"{args.model} has no chat template; use nanovllm generate")
         conversation = Conversation(llm, params, args.system)
         if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm.cli.conversation import Conversation
@@ -63,7 +63,8 @@ def _set(conversation: Conversation, text: str) -> str:
         return "\n".join(f"{name:<20}{getattr(params, name)!r}" for name in _NAMES)
     if name not in _NAMES:
         raise RequestError(f"There is no parameter {name}; there are {', '.join(_NAMES)}.")
-    conversation.set_params(**{name: _value(name, value.strip())})
+    asked = {name: _value(name, value.strip())}
+    conversation.params = replace(conversation.params, **asked)
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.run_stats import RunStats
@@ -14,35 +13,31 @@ from nanovllm.prompts import as_conversations
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.cli.remote import RemoteLLM
     from nanovllm.llm import LLM
 
 
 class Conversation:
     """The messages so far; `ask` adds a question and its answer."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self, llm: LLM | RemoteLLM, params: SamplingParams, system: str | None = None
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.params = params
         self.stats = RunStats()
+        self.system = system
         self._llm = llm
-        self._system = system
         self.reset()
 
-    @property
-    def system(self) -> str | None:
-        return self._system
-
     def reset(self) -> None:
-        self.messages = [] if self._system is None else [_message("system", self._system)]
+        self.messages = [] if self.system is None else [_message("system", self.system)]
 
     def instruct(self, system: str) -> None:
         """Give other instructions from here on, as if they had been there from the start."""
-        self._system = system
+        self.system = system
         said = [message for message in self.messages if message["role"] != "system"]
         self.messages = [_message("system", system), *said]
-
-    def set_params(self, **changes: Any) -> None:
-        self.params = replace(self.params, **changes)
 
     def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput | None:
         """Stream an answer to `show`; None if it did not end.
@@ -87,7 +82,7 @@ class Conversation:
             raise RequestError(f"{path} holds no conversation: {error}") from error
         self.messages = messages
         systems = [message["content"] for message in messages if message["role"] == "system"]
-        self._system = systems[0] if systems else None
+        self.system = systems[0] if systems else None
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

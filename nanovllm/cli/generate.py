@@ -7,21 +7,22 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.exit_code import complain
 from nanovllm.cli.live import LiveView
 from nanovllm.cli.options import (
-    HELP_FORMAT,
+    Commands,
+    add_command,
     add_engine_options,
     add_sampling_options,
-    engine_config,
+    add_server_options,
+    read_text,
     sampling_params,
 )
 from nanovllm.cli.prompt_input import InputPrompt, read_prompts
+from nanovllm.cli.remote import RemoteLLM, has_chat_template, open_model
 from nanovllm.cli.run_stats import why_empty
-from nanovllm.cli.start import load_llm
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -42,18 +43,14 @@ examples:
   nanovllm generate --system "You are a poet." --temperature 0.8 --seed 1 "Write about the sea."
   nanovllm generate --model Qwen/Qwen3-0.6B --max-tokens 512 --raw "def quicksort(items):"
   nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
-  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl"""
+  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
+  nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="answer prompts as one batch",
-        usage="nanovllm generate [PROMPT ...] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm generate [PROMPT ...] [options]"
+    parser = add_command(
+        commands, "generate", "answer prompts as one batch", usage, DESCRIPTION, EXAMPLES
     )
     add = parser.add_argument
     add(
@@ -78,19 +75,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--json", action="store_true", help=text)
     text = "a file with a JSON schema that every answer fits (default: none)"
     add("--json-schema", metavar="PATH", help=text)
+    add_server_options(parser)
     add_engine_options(parser)
     add_sampling_options(parser, max_tokens=128, temperature=0.0)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    config, params = engine_config(args), sampling_params(args)
+    params = sampling_params(args)
     if args.json_schema is not None:
-        params = replace(params, structured_outputs={"json": read_schema(args.json_schema)})
+        params = replace(params, structured_outputs={"json": read_text(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     prompts = read_prompts(args.prompts, args.file, args.lines)
-    with load_llm(config, args.threads) as llm:
+    with open_model(args) as llm:
         questions = Questions(llm, prompts, params, args)
         if args.json:
             questions.write_json()
@@ -99,18 +97,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if questions.failed else 0
 
 
-def read_schema(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--json-schema {path} cannot be read: {error}") from error
-
-
 class Questions:
     """The prompts of one command: asked as the model wants to be, and answered or refused."""
 
     def __init__(
-        self, llm: LLM, prompts: list[InputPrompt], params: SamplingParams, args: argparse.Namespace
+        self,
+        llm: LLM | RemoteLLM,
+        prompts: list[InputPrompt],
+        params: SamplingParams,
+        args: argparse.Namespace,
     ) -> None:
         self.failed: dict[int, str] = {}  # prompts that were refused, or whose answer broke off
         self._llm = llm
@@ -118,8 +113,7 @@ class Questions:
         self._params = params
         self._keep_going = args.keep_going
         self._program = args.parser.prog
-        tokenizer = llm.engine.tokenizer
-        self._is_chat = not args.raw and tokenizer is not None and bool(tokenizer.chat_template)
+        self._is_chat = not args.raw and has_chat_template(llm)
         if args.system is not None and not self._is_chat:
             raise ConfigError(f"--system needs a chat template, and {args.model} has none")
         self._system = args.system
@@ -216,7 +210,9 @@ class Questions:
 
     def _json_line(self, index: int, output: RequestOutput | None) -> str:
         prompt = {"prompt": self._prompts[index].text}
-        names = ("text", "token_ids", "finish_reason")
+        names = ["text", "token_ids", "finish_reason"]
+        if isinstance(self._llm, RemoteLLM):  # who counts tokens without naming them
+            names.remove("token_ids")
         answer = {} if output is None else {name: output[name] for name in names}
         error = {"error": self.failed[index]} if index in self.failed else {}
         return json.dumps({**prompt, **answer, **error})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from nanovllm.cli.options import HELP_FORMAT
+from nanovllm.cli.options import Commands, add_command
 
 DESCRIPTION = """\
 List the supported architectures, each with some models of its kind on the Hugging Face hub, and the
@@ -18,15 +18,10 @@ examples:
   nanovllm models --json"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "models",
-        help="list what can be loaded",
-        usage="nanovllm models [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm models [options]"
+    parser = add_command(
+        commands, "models", "list what can be loaded", usage, DESCRIPTION, EXAMPLES
     )
     text = "write one JSON object per line: architecture, examples, short_names"
     parser.add_argument("--json", action="store_true", help=text)

@@ -6,10 +6,15 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Record = type[EngineConfig] | type[SamplingParams]
 
 # Examples keep their lines, and the longest option still has its explanation beside it.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
@@ -58,6 +63,21 @@ def at_least(limit: int) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def add_command(
+    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Add the parser of a command."""
+    return commands.add_parser(
+        name,
+        help=about,
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=HELP_FORMAT,
+        allow_abbrev=False,
+    )
 
 
 def add_engine_options(
@@ -113,6 +133,14 @@ def add_engine_options(
     )
 
 
+def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) -> None:
+    """Which server to ask, and how to get in; without a default for it the engine runs here."""
+    add = parser.add_argument_group("server").add_argument
+    text = "%(default)s" if url else "none: the model runs here"
+    add("--url", default=url, help=f"a server with OpenAI's API (default: {text})")
+    add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
+
+
 def add_sampling_options(
     parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float
 ) -> None:
@@ -144,17 +172,40 @@ def add_sampling_options(
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
-    others = ("target_inter_token_ms", "enable_prefix_caching", "enforce_eager")
-    names = ("model", "revision", *_MODEL_HELP, *_ENGINE_HELP, *others)
-    return EngineConfig(**{name: getattr(args, name) for name in names})
+    options = fields_in(args, EngineConfig)
+    options.pop("seed", None)  # which is for sampling
+    return EngineConfig(**options)
+
+
+def check_no_engine_options(args: argparse.Namespace) -> None:
+    """With a URL the engine is another's: refuse options that would change this one."""
+    names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
+    for name in (*names, "enable_prefix_caching", "enforce_eager"):
+        if getattr(args, name) != args.parser.get_default(name):
+            flag = "--" + name.replace("enable", "no").replace("_", "-")
+            raise ConfigError(
+                f"{flag} is for an engine here, and --url asks another; leave one out"
+            )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = (*_SAMPLING_HELP, "seed", "stop", "ignore_eos")
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    return SamplingParams(**fields_in(args, SamplingParams))
 
 
-def _defaults(record: type[EngineConfig] | type[SamplingParams]) -> dict[str, Any]:
+def fields_in(args: argparse.Namespace, record: Record) -> dict[str, Any]:
+    """Return the options that are fields of a record."""
+    names = [field.name for field in fields(record) if hasattr(args, field.name)]
+    return {name: getattr(args, name) for name in names}
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _defaults(record: Record) -> dict[str, Any]:
     return {field.name: field.default for field in fields(record) if field.default is not MISSING}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
-from nanovllm.cli.options import HELP_FORMAT, at_least
+from nanovllm.cli.options import Commands, add_command, at_least, fields_in, read_text
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 
@@ -30,22 +30,17 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="answer requests over HTTP",
-        usage="nanovllm serve [MODEL] [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
+def add_parser(commands: Commands) -> None:
+    usage = "nanovllm serve [MODEL] [options]"
+    parser = add_command(
+        commands, "serve", "answer requests over HTTP", usage, DESCRIPTION, EXAMPLES
     )
     add = parser.add_argument
     add("model_tag", nargs="?", metavar="MODEL", help="as for --model")
     add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
     add("-v", "--verbose", action="store_true", help="log every request (default: at a terminal)")
-    _add_model_options(parser)
-    _add_engine_options(parser)
+    add_model_options(parser)
+    add_engine_options(parser)
     _add_api_options(parser)
     _add_operating_options(parser)
     add_foreign_flags(parser)
@@ -60,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.server.run import listen, make_server
 
     with listen(args.host, args.port) as listener:
-        llm = AsyncLLM(**asdict(config))
+        llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
         try:
             options = ServerOptions(
                 model_names=tuple(args.served_model_name or [config.model]),
@@ -69,10 +64,12 @@ def run(args: argparse.Namespace) -> int:
                 max_queued_requests=args.max_queued_requests,
                 request_timeout=args.request_timeout,
                 shutdown_timeout=args.shutdown_timeout,
-                chat_template=_chat_template(args.chat_template),
+                chat_template=read_chat_template(args.chat_template),
                 tool_parser=args.tool_call_parser,
                 reasoning_parser=args.reasoning_parser,
-                sampling_defaults=_sampling_defaults(args.generation_config, llm.generation_config),
+                sampling_defaults=read_sampling_defaults(
+                    args.generation_config, llm.generation_config
+                ),
                 metrics_prefix=args.metrics_prefix,
                 root_path=args.root_path,
             )
@@ -100,17 +97,11 @@ def with_config_file(arguments: list[str]) -> list[str]:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.model_tag is not None and args.model is not None:
         raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
-    names = (
-        *("revision", "dtype", "load_format", "max_model_len", "tensor_parallel_size", "seed"),
-        *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "device"),
-        *("kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching", "enforce_eager"),
-        *("attention_backend", "target_inter_token_ms"),
-    )
     model = args.model_tag or args.model or "smollm2"
-    return EngineConfig(model, **{name: getattr(args, name) for name in names})
+    return EngineConfig(**fields_in(args, EngineConfig) | {"model": model})
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="a folder, a .gguf file, a hub id or a short name (default: smollm2)")
     add("--revision", metavar="NAME", help="a branch, tag or commit of a model on the hub")
@@ -145,7 +136,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", metavar="NAME", help="how reasoning is written (default: likewise)")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     add("--device", default="auto", help="cuda, cpu, or auto: what there is")
     add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
@@ -173,7 +164,7 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="0.0.0.0 for all of the machine (default: %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
     add("--api-key", nargs="+", default=[], metavar="KEY", help="what clients must show, but for "
-        "/health and /ping (default: nothing)")  # fmt: skip
+        "/health, /ping and the page's files (default: nothing)")  # fmt: skip
     add("--root-path", default="", metavar="PATH", help="where a proxy shows this server")
     add("--ssl-keyfile", metavar="FILE", help="with --ssl-certfile: serve HTTPS")
     add("--ssl-certfile", metavar="FILE")
@@ -189,6 +180,8 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         "(default: any time)")  # fmt: skip
     add("--shutdown-timeout", type=float, default=10.0, metavar="SECONDS",
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
+    add("--restart-engine", action="store_true",
+        help="start the engine anew when its process dies or hangs")  # fmt: skip
     add("--metrics-prefix", default="vllm:", metavar="TEXT",
         help="of the names of metrics (default: %(default)s)")  # fmt: skip
 
@@ -210,26 +203,26 @@ def _length(text: str) -> int:
     return int(text)
 
 
-def _chat_template(option: str | None) -> str | None:
+def read_chat_template(option: str | None) -> str | None:
     """A file; or the template itself, which no file name looks like."""
     if option is None or "{" in option:
         return option
-    return _read(option)
+    return read_text(option)
 
 
-def _sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
+def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
     if where == "vllm":
         return {}
     config = of_model
     if where != "auto":
-        config = json.loads(_read(str(Path(where, "generation_config.json"))))
+        config = json.loads(read_text(str(Path(where, "generation_config.json"))))
     return {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
 
 
 def _options_in_file(path: str) -> list[str]:
     import yaml
 
-    options = yaml.safe_load(_read(path))
+    options = yaml.safe_load(read_text(path))
     if not isinstance(options, dict):
         raise ConfigError(f"{path} must map options to values")
     arguments = []
@@ -244,10 +237,3 @@ def _options_in_file(path: str) -> list[str]:
                 json.dumps(each) if isinstance(each, dict) else str(each) for each in values
             ]
     return arguments
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error

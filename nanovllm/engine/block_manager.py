@@ -44,7 +44,7 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._prefixes: list[Prefix | None] = [None] * num_blocks
-        self._cached: dict[int, int] = {}  # hash -> block id
+        self.cached: dict[int, int] = {}  # hash -> block id
 
     @property
     def num_free(self) -> int:
@@ -133,7 +133,7 @@ class BlockManager:
         assert ref_counts == self._ref_counts, "reference counts drifted"
         assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}
         cached = {p.key.hash: i for i, p in enumerate(self._prefixes) if p is not None}
-        assert cached == self._cached, "the hash table and the blocks disagree"
+        assert cached == self.cached, "the hash table and the blocks disagree"
 
     def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
         """The whole blocks of a prompt that a sample takes from the first one, if that can be."""
@@ -166,7 +166,7 @@ class BlockManager:
         return hits
 
     def _find(self, key: BlockKey, parent: Prefix | str | None) -> int | None:
-        block_id = self._cached.get(key.hash)
+        block_id = self.cached.get(key.hash)
         if block_id is None:
             return None
         prefix = self._prefixes[block_id]
@@ -180,17 +180,17 @@ class BlockManager:
             prefix = self._prefixes[known]
             assert prefix is not None
             return prefix
-        if key.hash in self._cached:  # a collision, or a child of an evicted parent: newest wins
-            self._forget(self._cached[key.hash])
+        if key.hash in self.cached:  # a collision, or a child of an evicted parent: newest wins
+            self._forget(self.cached[key.hash])
         prefix = Prefix(key, parent)
         self._prefixes[block_id] = prefix
-        self._cached[key.hash] = block_id
+        self.cached[key.hash] = block_id
         return prefix
 
     def _forget(self, block_id: int) -> None:
         prefix = self._prefixes[block_id]
         if prefix is not None:
-            del self._cached[prefix.key.hash]
+            del self.cached[prefix.key.hash]
             self._prefixes[block_id] = None
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:

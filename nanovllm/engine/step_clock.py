@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from nanovllm.engine.step import ExecutorInfo, StepPlan
 
-FIRST_USE_SECONDS = 60.0  # for a size of step that is new: kernels may be compiled for it
+# For a step of a new size, for which kernels may be compiled. A CPU has all of them before its
+# first step, which touches its memory for the first time.
+FIRST_USE_SECONDS = {"cpu": 10.0, "cuda": 60.0}
 # Of a processor of which nothing is known yet: far less than any has.
 FLOPS = {"cpu": 5e9, "cuda": 5e12}
 
@@ -19,7 +21,7 @@ class StepInFlight:
     num_tokens: int  # as a power of two, like the next
     num_keys: int  # that its rows look back on
     expected: float  # seconds
-    is_first: bool  # of its rows and tokens
+    first_use: float  # seconds, beside those
     begin: float
 
 
@@ -27,10 +29,11 @@ class StepClock:
     """Learns from every step what steps of its size take; they end in the order they began."""
 
     def __init__(self, info: ExecutorInfo, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device = info.device
         self._guess = 2 * info.num_weights_per_token / FLOPS[info.device]  # seconds of a token
         self._clock = clock
         self._longest: dict[int, dict[int, float]] = {}  # by tokens, then by keys: seconds
-        self._seen: set[tuple[int, int]] = set()  # rows and tokens
+        self._seen: set[tuple[int, int]] = set()  # rows and tokens, where that matters
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = clock()
 
@@ -39,13 +42,16 @@ class StepClock:
         tokens, rows = num_tokens.bit_length(), len(plan.counts).bit_length()
         keys = (int(plan.starts.sum()) + num_tokens).bit_length()
         known = self._longest.get(tokens)
-        if known is None:
-            expected = num_tokens * self._guess
+        if known is None:  # a token takes no longer than among fewer
+            longest = {size: max(times.values()) for size, times in self._longest.items()}
+            rates = [longest[size] / 2 ** (size - 1) for size in longest if size < tokens]
+            expected = num_tokens * min([self._guess, *rates])
         else:  # twice the keys take at most twice as long
             expected = known.get(keys) or 2 * max(known.values())
-        is_first = (rows, tokens) not in self._seen
-        self._seen.add((rows, tokens))
-        self._in_flight.append(StepInFlight(tokens, keys, expected, is_first, self._clock()))
+        size = (rows, tokens) if self._device == "cuda" else (0, 0)
+        first_use = 0.0 if size in self._seen else FIRST_USE_SECONDS[self._device]
+        self._seen.add(size)
+        self._in_flight.append(StepInFlight(tokens, keys, expected, first_use, self._clock()))
 
     def end(self, _: object = None) -> None:
         step, now = self._in_flight.popleft(), self._clock()
@@ -57,5 +63,5 @@ class StepClock:
     def limit(self, least: float, factor: float) -> float:
         """Seconds within which the steps in flight are to end; no fewer than `least`."""
         expected = sum(step.expected for step in self._in_flight)
-        first_use = FIRST_USE_SECONDS if any(step.is_first for step in self._in_flight) else 0.0
+        first_use = max((step.first_use for step in self._in_flight), default=0.0)
         return max(least, factor * expected) + first_use

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import weakref
@@ -16,7 +15,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.engine.step_clock import StepClock
-from nanovllm.executor.codec import decode_result, encode_plan
+from nanovllm.executor.codec import encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.executor.worker_processes import Reply, WorkerProcesses
@@ -59,7 +58,7 @@ class MultiprocExecutor:
             num_ranks = self._task.config.tensor_parallel_size
             self._workers.spawn(num_ranks)
             replies = self._workers.send([pickle.dumps(self._task)], num_ranks)
-            infos = [ExecutorInfo(**json.loads(reply.result())) for reply in replies]
+            infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in replies]
         except BaseException:  # Ctrl-C while the model loads
             self.close()
             raise
@@ -82,7 +81,8 @@ class MultiprocExecutor:
         except TimeoutError:
             self._workers.fail(f"no worker answered a step for {limit:.1f} s: one of them hangs")
             message = reply.result()  # raises
-        return decode_result(message)
+        result: StepResult = pickle.loads(message)
+        return result
 
     def sample(self, masks: IntColumn) -> None:
         self._workers.send([masks.data], num_replies=0)

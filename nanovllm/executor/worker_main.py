@@ -6,12 +6,11 @@ Importing this file must stay quick: until it is done, nobody notices that the e
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import pickle
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -22,7 +21,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, reporting, run_child
-from nanovllm.executor.codec import decode_plan, encode_result
+from nanovllm.executor.codec import decode_plan
 from nanovllm.pending import Pending
 
 
@@ -68,7 +67,7 @@ def _serve(rank: int, channel: Channel) -> None:
     info = worker.start()
     gc.collect()
     gc.freeze()  # a full collection would walk all that was imported, amid a step
-    channel.send(pack(Kind.REPLY, [json.dumps(asdict(info)).encode()]))
+    channel.send(pack(Kind.REPLY, [pickle.dumps(info)]))
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
@@ -89,4 +88,5 @@ def _serve(rank: int, channel: Channel) -> None:
 def _answer(launched: SimpleQueue[Pending[StepResult]], channel: Channel) -> None:
     with reporting(channel):
         while True:
-            channel.send(pack(Kind.REPLY, encode_result(launched.get().result())))
+            result = pickle.dumps(launched.get().result(), pickle.HIGHEST_PROTOCOL)
+            channel.send(pack(Kind.REPLY, [result]))

@@ -27,8 +27,11 @@ class Answer(Protocol):
         """Make one body of all events."""
 
 
-class StreamedAnswer(Answer, Protocol):
-    """One that may also be sent event by event."""
+class EventStream(Protocol):
+    """What is sent event by event."""
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        """Yield what it is made of."""
 
     def encode(self, event: Event) -> bytes:
         """Write an event as a stream has it."""
@@ -37,6 +40,10 @@ class StreamedAnswer(Answer, Protocol):
         """End a stream that has begun."""
 
     end: bytes  # of every stream
+
+
+class StreamedAnswer(Answer, EventStream, Protocol):
+    """One that may be sent either way."""
 
 
 class WholeResponse(Response):
@@ -58,7 +65,7 @@ class WholeResponse(Response):
 class StreamResponse(Response):
     """Sends events as they come; whatever is wrong before the first one raises."""
 
-    def __init__(self, answer: StreamedAnswer, timeout: float | None) -> None:
+    def __init__(self, answer: EventStream, timeout: float | None) -> None:
         super().__init__(media_type="text/event-stream")
         self._answer, self._timeout = answer, timeout
         del self.headers["content-length"]

@@ -15,6 +15,7 @@ from nanovllm.server.answer import StreamedAnswer, StreamResponse, WholeResponse
 from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
 from nanovllm.server.embeddings import answer_embeddings
+from nanovllm.server.engine_events import EngineEvents, TraceAnswer
 from nanovllm.server.errors import ApiError, add_error_handlers, json_response
 from nanovllm.server.guard import Guard
 from nanovllm.server.messages import answer_message, count_tokens
@@ -27,6 +28,7 @@ from nanovllm.server.openai_records import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from nanovllm.server.page_files import page_routes
 from nanovllm.server.responses import answer_response
 from nanovllm.server.responses_records import ResponsesRequest
 from nanovllm.server.service import Service
@@ -43,6 +45,8 @@ def make_app(service: Service) -> ASGIApp:
     app.include_router(_text_routes(service))
     app.include_router(_model_routes(service))
     app.include_router(_operating_routes(service))
+    app.include_router(_watching_routes(service))
+    app.include_router(page_routes())
     return Guard(app, service.options)
 
 
@@ -155,5 +159,21 @@ def _operating_routes(service: Service) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _watching_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/engine/events")
+    async def engine_events() -> Response:
+        """The engine's state, then what changes in it, as server-sent events."""
+        return StreamResponse(EngineEvents(service.llm), timeout=None)
+
+    @router.get("/trace")
+    async def trace(seconds: float = 3.0) -> Response:
+        """The steps of some seconds, for ui.perfetto.dev."""
+        return WholeResponse(TraceAnswer(service.llm, seconds), timeout=None)
 
     return router

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 from uuid import uuid4
 
+from nanovllm.outputs import Logprob
 from nanovllm.server.chat import Chat, chat_updates
 from nanovllm.server.generation import Finish, Usage
 from nanovllm.server.parsing.events import (
@@ -21,6 +22,7 @@ from nanovllm.server.parsing.events import (
 from nanovllm.server.service import Service
 
 Kind = Literal["reasoning", "text", "call"]
+TokenLogprobs = tuple[int, dict[int, Logprob]]  # the token, and what is known of it and others
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Block:
     id: str  # of a call: the one that its result will name
     name: str = ""  # of the tool that is called
     text: str = ""  # so far; of a call, its arguments
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of a text, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Opened:
 class Grew:
     block: Block
     piece: str
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,17 @@ BlockEvent = Opened | Grew | Closed | Finish
 async def blocks(service: Service, chat: Chat, usage: Usage) -> AsyncGenerator[BlockEvent, None]:
     """Yield what happens to the blocks of an answer, and last of all how it ended."""
     writer = _Writer()
+    waiting: list[TokenLogprobs] = []  # for the text of their tokens
     async with contextlib.aclosing(chat_updates(service, chat)) as updates:
         async for each in updates:
             usage.add(each.update)
-            for event in each.events:
-                for happening in writer.write(event):
+            waiting += zip(each.update.token_ids, each.update.logprobs or (), strict=False)
+            for number, event in enumerate(each.events, 1):
+                is_last = number == len(each.events)  # where the newest token ends
+                for happening in writer.write(event, waiting if is_last else []):
                     yield happening
+            if each.events:
+                waiting = []
             if each.update.finish is not None:
                 for happening in writer.close():
                     yield happening
@@ -71,10 +80,10 @@ class _Writer:
         self._num_blocks = 0
         self._block: Block | None = None  # that is open
 
-    def write(self, event: Event) -> Iterator[BlockEvent]:
+    def write(self, event: Event, logprobs: list[TokenLogprobs]) -> Iterator[BlockEvent]:
         match event:
             case Content(text):
-                yield from self._grow("text", text)
+                yield from self._grow("text", text, logprobs)
             case Reasoning(text):
                 yield from self._grow("reasoning", text)
             case CallBegun(id=call_id, name=name):
@@ -95,9 +104,24 @@ class _Writer:
         self._num_blocks += 1
         yield Opened(self._block)
 
-    def _grow(self, kind: Kind, piece: str) -> Iterator[BlockEvent]:
+    def _grow(
+        self, kind: Kind, piece: str, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Iterator[BlockEvent]:
         if self._block is None or self._block.kind != kind:
+            logprobs = _covering(logprobs, piece)
             yield from self._open(kind, uuid4().hex)
         assert self._block is not None
         self._block.text += piece
-        yield Grew(self._block, piece)
+        self._block.logprobs += logprobs
+        yield Grew(self._block, piece, logprobs)
+
+
+def _covering(logprobs: Sequence[TokenLogprobs], text: str) -> Sequence[TokenLogprobs]:
+    """The last tokens, as many as make up a text; those of a marker before it are left out."""
+    num_tokens, num_missing = 0, len(text)
+    for token_id, known in reversed(logprobs):
+        if num_missing <= 0:
+            break
+        num_missing -= len(known[token_id].decoded_token or " ")
+        num_tokens += 1
+    return logprobs[len(logprobs) - num_tokens :]

@@ -9,7 +9,6 @@ from typing import Any
 from nanovllm.outputs import Logprob
 from nanovllm.server.answer import Event
 from nanovllm.server.chat import Chat, ChatUpdate, chat_updates, prepare_chat
-from nanovllm.server.generation import Logprobs
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.parsing import events as parsed
@@ -64,18 +63,23 @@ class ChatAnswer(OpenAIStream):
             "stop_reason": None if finish is None else finish.stop_reason,
         }
         if self.request.logprobs:
-            choice["logprobs"] = self._logprobs(update.token_ids, update.logprobs or [])
+            pairs = zip(update.token_ids, update.logprobs or (), strict=bool(update.logprobs))
+            entries = logprob_entries(pairs, self.request.top_logprobs or 0)
+            choice["logprobs"] = {"content": entries}
         if self.request.return_token_ids:
             choice["token_ids"] = list(update.token_ids)
         return choice
 
-    def _logprobs(self, token_ids: Iterable[int], logprobs: Logprobs) -> dict[str, Any]:
-        num_best = self.request.top_logprobs or 0
-        content = []
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
-            best = [_logprob(each) for each in entry.values() if each.rank <= num_best]
-            content.append({**_logprob(entry[token_id]), "top_logprobs": best})
-        return {"content": content}
+
+def logprob_entries(
+    tokens: Iterable[tuple[int, dict[int, Logprob]]], num_best: int
+) -> list[dict[str, Any]]:
+    """Write the log-probabilities of tokens, and of the likeliest ones in place of each."""
+    entries = []
+    for token_id, known in tokens:
+        best = [_logprob(each) for each in known.values() if each.rank <= num_best]
+        entries.append({**_logprob(known[token_id]), "top_logprobs": best})
+    return entries
 
 
 def delta_of(events: list[parsed.Event]) -> dict[str, Any]:

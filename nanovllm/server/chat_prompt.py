@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from nanovllm.chat_template import ChatTemplate
 from nanovllm.errors import RequestError
 from nanovllm.prompts import as_conversations
 from nanovllm.server.errors import ApiError
@@ -14,8 +15,8 @@ from nanovllm.server.service import Service
 
 # What a request says elsewhere, or not at all.
 RESERVED = (
-    *("self", "template", "special_tokens", "messages", "tools", "chat_template"),
-    *("add_generation_prompt", "continue_final_message"),
+    *("self", "template", "special_tokens", "compile_source", "messages", "tools"),
+    *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
 
 UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}  # of a message
@@ -23,8 +24,6 @@ UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields
 
 def render_chat(service: Service, chat: ChatFields, tools: Sequence[Any] | None) -> str:
     """Write a conversation as the model's template does. Takes a while: not for the event loop."""
-    from nanovllm.chat_template import ChatTemplate  # jinja2, which only chats need
-
     if not service.chat_template:
         raise RequestError("this model has no chat template; use completions, or --chat-template")
     options: dict[str, Any] = {
@@ -35,6 +34,7 @@ def render_chat(service: Service, chat: ChatFields, tools: Sequence[Any] | None)
     template = ChatTemplate(
         service.chat_template,
         service.tokenizer.special_tokens_map,
+        service.compile_template,
         tools=tools or None,
         **options,
         **_variables(chat),

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError, error_response
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.page_files import is_page
 
 OPEN_PATHS = ("/health", "/ping")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -62,7 +63,7 @@ class Guard:
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         """Compare with every key, in the same time whatever is given."""
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys or path in OPEN_PATHS or is_page(path):
             return True
         matches = [
             hmac.compare_digest(given, key) for given in _given_keys(headers) for key in self._keys

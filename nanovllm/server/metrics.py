@@ -128,6 +128,7 @@ class EngineCounts:
             "prefix_cache_queries": ("Prompt tokens looked up", stats.num_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found in the cache", stats.num_cache_hits),
             "num_preemptions": ("Sequences that made way for others", stats.num_preemptions),
+            "engine_restarts": ("Engines started in place of others", self._llm.num_restarts),
         }
         for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in metrics.items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from nanovllm.server.answer import Event
-from nanovllm.server.blocks import Block, BlockEvent, Closed, Grew, Opened, blocks
+from nanovllm.server.blocks import Block, BlockEvent, Closed, Grew, Opened, TokenLogprobs, blocks
 from nanovllm.server.chat import Chat, prepare_chat
+from nanovllm.server.chat_completions import logprob_entries
 from nanovllm.server.errors import ApiError, to_json
 from nanovllm.server.generation import Finish, Usage
 from nanovllm.server.responses_records import ResponsesRequest
@@ -25,7 +27,10 @@ PARTS = {"text": "output_text", "reasoning": "reasoning_text"}
 
 
 async def answer_response(service: Service, request: ResponsesRequest) -> ResponseAnswer:
-    return ResponseAnswer(service, await prepare_chat(service, request.chat()), request)
+    chat = await prepare_chat(service, request.chat())
+    if request.has_logprobs:  # which tokens are whose shows only as they come
+        chat = replace(chat, job=replace(chat.job, is_streaming=True))
+    return ResponseAnswer(service, chat, request)
 
 
 class ResponseAnswer:
@@ -36,6 +41,7 @@ class ResponseAnswer:
         self._usage = Usage(chat.job.num_prompt_tokens)
         self._output: list[Event] = []  # the items so far
         self._num_events = 0
+        self._num_best = request.top_logprobs or 0
         params = chat.job.params[0]
         self._response: Event = {
             "id": f"resp_{uuid4().hex}",
@@ -60,6 +66,7 @@ class ResponseAnswer:
             "text": {"format": {"type": "text"}},
             "tool_choice": _dumped(request.tool_choice) or "auto",
             "tools": [_dumped(tool) for tool in request.tools or ()],
+            "top_logprobs": self._num_best,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -106,28 +113,55 @@ class ResponseAnswer:
     def _write(self, happening: BlockEvent) -> Iterator[Event]:
         match happening:
             case Opened(block):
-                yield self._event(
-                    "response.output_item.added", **_place(block), item=_item(block, False)
-                )
+                item = self._item(block, False)
+                yield self._event("response.output_item.added", output_index=block.index, item=item)
                 if block.kind != "call":
                     yield self._part_event("added", block)
-            case Grew(block, piece):
-                yield self._event(f"{GROWTH[block.kind]}.delta", **_spot(block), delta=piece)
+            case Grew(block, piece, logprobs):
+                spot = self._spot(block, logprobs)
+                yield self._event(f"{GROWTH[block.kind]}.delta", **spot, delta=piece)
             case Closed(block):
                 name = "arguments" if block.kind == "call" else "text"
-                yield self._event(
-                    f"{GROWTH[block.kind]}.done", **_spot(block), **{name: block.text}
-                )
+                spot = self._spot(block, block.logprobs)
+                yield self._event(f"{GROWTH[block.kind]}.done", **spot, **{name: block.text})
                 if block.kind != "call":
                     yield self._part_event("done", block)
-                self._output.append(_item(block, True))
-                item = self._output[-1]
-                yield self._event("response.output_item.done", **_place(block), item=item)
+                item = self._item(block, True)
+                self._output.append(item)
+                yield self._event("response.output_item.done", output_index=block.index, item=item)
             case Finish():
                 yield self._finish(happening)
 
     def _part_event(self, what: str, block: Block) -> Event:
-        return self._event(f"response.content_part.{what}", **_spot(block), part=_part(block))
+        spot = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
+        return self._event(f"response.content_part.{what}", **spot, part=self._part(block))
+
+    def _spot(self, block: Block, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Where a piece of a block goes."""
+        spot: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
+        if block.kind == "call":
+            return spot
+        spot["content_index"] = 0
+        return spot | (self._logprobs(logprobs) if block.kind == "text" else {})
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text}
+        is_text = block.kind == "text"
+        return part | ({"annotations": [], **self._logprobs(block.logprobs)} if is_text else {})
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"logprobs": logprob_entries(logprobs, self._num_best)}
+
+    def _item(self, block: Block, is_done: bool) -> dict[str, Any]:
+        status = "completed" if is_done else "in_progress"
+        item: dict[str, Any] = {"id": _item_id(block), "status": status}
+        if block.kind == "call":
+            called = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return {**item, "type": "function_call", **called}
+        content = [self._part(block)] if is_done else []
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        return {**item, "type": "message", "role": "assistant", "content": content}
 
     def _finish(self, finish: Finish) -> Event:
         usage = self._usage
@@ -147,38 +181,8 @@ class ResponseAnswer:
         return self._event(f"response.{status}", response=self._snapshot())
 
 
-def _place(block: Block) -> dict[str, Any]:
-    return {"output_index": block.index}
-
-
-def _spot(block: Block) -> dict[str, Any]:
-    """Where a piece of a block goes."""
-    spot: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
-    if block.kind == "call":
-        return spot
-    spot["content_index"] = 0
-    return spot | ({"logprobs": []} if block.kind == "text" else {})
-
-
-def _part(block: Block) -> dict[str, Any]:
-    part: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text}
-    return part | ({"annotations": [], "logprobs": []} if block.kind == "text" else {})
-
-
 def _item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
-
-
-def _item(block: Block, is_done: bool) -> dict[str, Any]:
-    status = "completed" if is_done else "in_progress"
-    item: dict[str, Any] = {"id": _item_id(block), "status": status}
-    if block.kind == "call":
-        called = {"call_id": block.id, "name": block.name, "arguments": block.text}
-        return {**item, "type": "function_call", **called}
-    content = [_part(block)] if is_done else []
-    if block.kind == "reasoning":
-        return {**item, "type": "reasoning", "summary": [], "content": content}
-    return {**item, "type": "message", "role": "assistant", "content": content}
 
 
 def _dumped(record: Any) -> Any:

@@ -10,6 +10,7 @@ from nanovllm.errors import RequestError
 from nanovllm.server.openai_records import ChatRequest, Effort
 from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, as_record
 
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -93,6 +94,11 @@ class ResponsesRequest(Harmless):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    @property
+    def has_logprobs(self) -> bool:
+        is_included = isinstance(self.include, list) and INCLUDED_LOGPROBS in self.include
+        return self.top_logprobs is not None or is_included
+
     def chat(self) -> ChatRequest:
         fields: dict[str, Any] = {
             "model": self.model,
@@ -105,8 +111,8 @@ class ResponsesRequest(Harmless):
             "user": self.user,
             "stream": self.stream,
         }
-        if self.top_logprobs is not None:
-            raise RequestError("top_logprobs is not supported in responses; use chat completions")
+        if self.has_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools is not None:
             fields["tools"] = [tool.as_function() for tool in self.tools]
         fields["tool_choice"] = _tool_choice(self.tool_choice)

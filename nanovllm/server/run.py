@@ -19,6 +19,14 @@ LISTEN_BACKLOG = 2048
 class Server(uvicorn.Server):
     """The first signal lets answers end, within bounds; the second one ends them."""
 
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM) -> None:
+        super().__init__(config)
+        self._llm = llm
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._llm.viewers.close()  # who watches has nothing to wait for
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
@@ -40,7 +48,7 @@ def make_server(
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
     )
-    return Server(config)
+    return Server(config, llm)
 
 
 def listen(host: str, port: int) -> socket.socket:

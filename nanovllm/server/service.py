@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.chat_template import Program
 from nanovllm.errors import RequestError
 from nanovllm.server.errors import ApiError, TooLong
 from nanovllm.server.metrics import Metrics
@@ -27,6 +29,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)
         self.chat_template = options.chat_template or self.tokenizer.chat_template
+        self.compile_template = functools.cache(Program)
         template = self.chat_template or ""
         texts = template if isinstance(template, str) else "".join(template.values())
         self.template_text = texts

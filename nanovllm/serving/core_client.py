@@ -7,7 +7,6 @@ import math
 import pickle
 import select
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -17,7 +16,7 @@ from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child_process import Failure, death, hear, start_child, stop
-from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore
+from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore, Watch
 
 LOOK_SECONDS = 0.25  # between looks at a core that is silent
 MESSAGE_SECONDS = 3.0  # within a message: a core that stops there hangs
@@ -74,13 +73,16 @@ class CoreClient:
     def finish(self, finish: Finish) -> None:
         self._send(finish)
 
+    def watch(self, is_on: bool) -> None:
+        self._send(Watch(is_on))
+
     def failure(self) -> NanovllmError:
         assert self._failure is not None
         return self._failure.error()
 
-    def raise_if_failed(self) -> None:
-        if self._failure is not None:
-            raise self.failure()
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def close(self) -> None:
         """End the core; a second call does nothing."""
@@ -110,15 +112,16 @@ class CoreClient:
 
     def _listen(self) -> None:
         limit = math.inf  # a model may take any time to load
-        last = time.monotonic()
+        silence = 0.0  # while somebody listened: this thread may have to wait for others
         while self._failure is None:
             ready, _, _ = select.select([self._child.channel], [], [], LOOK_SECONDS)
             if not ready:
-                if time.monotonic() - last > limit:
+                silence += LOOK_SECONDS
+                if silence > limit:
                     self._fail(self._silence(limit))
                 continue
             message = self._child.channel.receive()
-            last = time.monotonic()
+            silence = 0.0
             if message is None:
                 self._fail(death(self._child))
             elif message.kind is not Kind.REPLY:

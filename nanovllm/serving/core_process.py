@@ -18,12 +18,21 @@ from nanovllm.executor.base import Executor
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, run_child
 from nanovllm.pending import Pending
-from nanovllm.serving.core_records import Add, CoreReady, CoreStats, CoreUpdate, Finish, StartCore
+from nanovllm.serving.core_records import (
+    Add,
+    CoreReady,
+    CoreStats,
+    CoreUpdate,
+    Finish,
+    StartCore,
+    Watch,
+)
+from nanovllm.serving.observer import Observer, TimedExecutor
 
 IDLE_SECONDS = 1.0  # between signs of life while there is nothing to do
 LEAST_SECONDS, TIMES_EXPECTED = 4.5, 10.0  # a step that takes longer is taken for hung
 
-Command = Add | Finish
+Command = Add | Finish | Watch
 Send = Callable[[CoreUpdate], None]
 
 
@@ -106,16 +115,18 @@ class CoreLoop:
     ) -> None:
         self.core, self.clock, self.inbox, self.send = core, clock, inbox, send
         self._num_prefill_tokens = self._num_decode_tokens = 0
+        self._observer: Observer | None = None  # while somebody watches
         self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
             endings = self._obey()
-            step = self.core.step() if self.core.has_unfinished else CoreStep([], [], [])
+            step = self._step() if self.core.has_unfinished else CoreStep([], [], [])
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
-            step = replace(step, endings=[*endings, *step.endings])
-            self.send(CoreUpdate(step, self._stats(), step_limit(self.clock)))
+            step, stats = replace(step, endings=[*endings, *step.endings]), self._stats()
+            news = None if self._observer is None else self._observer.news(stats)
+            self.send(CoreUpdate(step, stats, step_limit(self.clock), news))
 
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
@@ -123,7 +134,7 @@ class CoreLoop:
         while not self._is_over:
             is_idle = not self.core.has_unfinished and not endings
             try:
-                command = self.inbox.get(block=is_idle, timeout=IDLE_SECONDS)
+                command = self.inbox.get(block=is_idle, timeout=self._idle_seconds())
             except Empty:
                 return endings
             if command is None:  # the parent closed its end
@@ -131,11 +142,43 @@ class CoreLoop:
             elif isinstance(command, Add):
                 for request in command.requests:
                     self.core.add(request)
+            elif isinstance(command, Watch):
+                self._watch(command.is_on)
             else:
-                ended = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
+                found = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
+                ended = [ending for ending in found if ending is not None]
+                if self._observer is not None:
+                    self._observer.end(ended)
                 if command.is_wanted:
-                    endings += [ending for ending in ended if ending is not None]
+                    endings += ended
         return endings
+
+    def _step(self) -> CoreStep:
+        observer = self._observer
+        if observer is None:
+            return self.core.step()
+        observer.timer.begin()
+        step = self.core.step()
+        observer.timer.end()
+        observer.end(step.endings)
+        return step
+
+    def _watch(self, is_on: bool) -> None:
+        core, observer = self.core, self._observer
+        if not is_on and observer is not None:
+            observer.close()
+            assert isinstance(core.executor, TimedExecutor)
+            core.executor, self._observer = core.executor.executor, None
+        elif is_on and observer is not None:
+            observer.restart()
+        elif is_on:
+            self._observer = Observer(core.scheduler)
+            core.executor = TimedExecutor(core.executor, self._observer.timer)
+
+    def _idle_seconds(self) -> float:
+        if self._observer is None:
+            return IDLE_SECONDS
+        return self._observer.seconds_to_news(at_most=IDLE_SECONDS)
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler

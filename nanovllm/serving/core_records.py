@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep, FinishReason, Request
 from nanovllm.engine.step import ExecutorInfo
+
+if TYPE_CHECKING:
+    from nanovllm.serving.state_records import EngineNews
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,13 @@ class Finish:
     seq_ids: list[int]
     reason: FinishReason
     is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Show the engine's state from now on, from the whole of it; or no more."""
+
+    is_on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +70,4 @@ class CoreUpdate:
     step: CoreStep | None
     stats: CoreStats | None
     limit: float  # seconds within which the next sign is due
+    news: EngineNews | None = None  # for those who watch

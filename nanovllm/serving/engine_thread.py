@@ -62,10 +62,13 @@ class Promise(Generic[T]):
 class Job(Promise[None]):
     """The requests of one `generate` or `stream` call, and what has come for them."""
 
-    def __init__(self, requests: dict[int, Live], is_streaming: bool) -> None:
+    def __init__(
+        self, requests: dict[int, Live], is_streaming: bool, is_open: bool = False
+    ) -> None:
         super().__init__()
         self.requests = requests  # by place among the prompts of the call
         self.is_streaming = is_streaming
+        self.is_open = is_open  # whether more requests may come
         self.places = {live.seq_id: i for i, live in requests.items()}  # unfinished ones
         self.outputs: dict[int, RequestOutput] = {}  # by place
         self.steps: SimpleQueue[StepOutput | None] = SimpleQueue()  # for a stream; None: the end
@@ -128,6 +131,10 @@ class EngineThread:
         finally:
             post(cancel)
         job.result()
+
+    def extend(self, job: Job, requests: dict[int, Live], is_open: bool) -> None:
+        """Add requests to a job that was begun open."""
+        self._commands.put((self._extend, (job, requests, is_open)))
 
     def add(self, live: Live) -> None:
         """Queue a request whose output `step` will return."""
@@ -262,8 +269,7 @@ class EngineThread:
             job.num_decode_tokens += step.num_decode_tokens
             if job.is_streaming:
                 job.steps.put(replace(step, finished=finished[job], pieces=pieces[job]))
-            if not job.places:
-                self._end(job)
+            self._end_if_over(job)
 
     def _deliver_aborted(self, outputs: list[RequestOutput]) -> None:
         """Jobs get what another caller aborted of theirs; of other requests nothing more is due."""
@@ -290,16 +296,23 @@ class EngineThread:
 
     def _begin(self, job: Job) -> None:
         self._jobs[job] = None
+        self._extend((job, job.requests, job.is_open))
+
+    def _extend(self, argument: tuple[Job, dict[int, Live], bool]) -> None:
+        job, requests, is_open = argument
+        job.is_open = is_open
+        if job not in self._jobs:  # it has failed, or was cancelled
+            return
         try:
-            for live in job.requests.values():
+            for place, live in requests.items():
+                job.places[live.seq_id] = place
                 self.engine.submit(live)
                 self._owners[live.seq_id] = job
         except Exception as error:
             self._drop_requests(job)
             self._end(job, error)
         else:
-            if not job.places:
-                self._end(job)
+            self._end_if_over(job)
 
     def _cancel(self, job: Job) -> None:
         if job in self._jobs:
@@ -313,6 +326,10 @@ class EngineThread:
         for seq_id in job.places:
             self.engine.drop(seq_id)
             self._owners.pop(seq_id, None)
+
+    def _end_if_over(self, job: Job) -> None:
+        if not job.places and not job.is_open:
+            self._end(job)
 
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         del self._jobs[job]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
@@ -14,11 +13,7 @@ from nanovllm.worker.tables import SlotTables
 
 
 def make_batch(
-    plan: StepPlan,
-    tables: SlotTables,
-    attention: AttentionBackend,
-    dtype: torch.dtype,
-    caches: list[LayerCache],
+    plan: StepPlan, tables: SlotTables, attention: AttentionBackend, caches: list[LayerCache]
 ) -> ForwardBatch:
     upload = tables.platform.upload
     slots, positions = (upload(column) for column in tokens_of(plan))
@@ -28,11 +23,10 @@ def make_batch(
     if not is_decode(plan):
         is_sampled = plan.num_logits > 0
         last_tokens = np.cumsum(plan.counts)[is_sampled] - 1
-        last_rows = attention.plan(rows.last_tokens(is_sampled), dtype)
+        last_rows = attention.plan(rows.last_tokens(is_sampled))
         sampled = SampledTokens(upload(last_tokens), last_rows)
-    return ForwardBatch(
-        input_ids, positions, cache_offsets, sampled, attention.plan(rows, dtype), caches
-    )
+    planned = attention.plan(rows)
+    return ForwardBatch(input_ids, positions, cache_offsets, sampled, planned, caches)
 
 
 def look_up(tables: SlotTables, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, LayerCache
@@ -37,7 +36,6 @@ class EagerForward:
     tables: SlotTables
     attention: AttentionBackend
     caches: list[LayerCache]
-    dtype: torch.dtype
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         return self.step_logits(self.model(self.batch(plan)), plan)
@@ -59,7 +57,7 @@ class EagerForward:
 
     def batch(self, plan: StepPlan) -> ForwardBatch:
         self.tables.update(plan)
-        return make_batch(plan, self.tables, self.attention, self.dtype, self.caches)
+        return make_batch(plan, self.tables, self.attention, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
         slots, positions = map(self.tables.platform.upload, sampled_rows(plan))

@@ -116,12 +116,6 @@ class UnpackedLayers:
         layer.pack(self._has_room)
 
 
-def expected_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
-    """Every tensor that a checkpoint must have, by name."""
-    by_layer = (layer.expected_tensors(path) for path, layer in _layers(model))
-    return {name: tensor for tensors in by_layer for name, tensor in tensors.items()}
-
-
 def tied_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
     """Every tensor that a checkpoint may have as a copy of another one, by name."""
     by_head = (head.tied_tensors(path) for path, head in _layers(model) if isinstance(head, LMHead))

@@ -84,7 +84,7 @@ class Worker:
         platform.profile(largest_step)
         num_blocks = self._agree(choose_num_blocks(config, spec, platform))
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        eager = EagerForward(model, self._tables(), backend.attention, caches, dtype)
+        eager = EagerForward(model, self._tables(), backend.attention, caches)
         self.runner = backend.runner(eager)
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(
@@ -130,6 +130,6 @@ class Worker:
             num_decode_tokens=0,
         )
         caches = spec.views(cache, num_blocks)
-        eager = EagerForward(model, tables, self.backend.attention, caches, spec.dtype)
+        eager = EagerForward(model, tables, self.backend.attention, caches)
         self.backend.sampler(tables)(eager(plan), plan)
         return eager

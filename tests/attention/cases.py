@@ -59,7 +59,7 @@ class Case:
     spec: AttentionSpec = USUAL
 
     def run(self, backend: Backend) -> Tensor:
-        plan = backend.attention.plan(self.rows, self.qkv.dtype)
+        plan = backend.attention.plan(self.rows)
         self.write(backend.ops)
         return backend.attention.attend(self.queries(), self.cache, plan, self.spec)
 
@@ -86,22 +86,21 @@ class Case:
         return torch.tensor(slots, dtype=torch.int64)
 
     def reference(self) -> Tensor:
-        """Every query alone, in float64, over the history up to itself."""
-        queries, outputs, offset = self.queries().double(), [], 0
-        for (k, v), start, count in zip(
-            self.histories, self.rows.starts, self.rows.counts, strict=True
-        ):
-            for i in range(count):
-                end = start + i + 1
-                first = 0 if self.spec.window is None else max(end - self.spec.window, 0)
-                query = queries[offset + i]
-                size = len(query) // k.shape[1]
-                keys = k[first:end].double().repeat_interleave(size, dim=1)
-                values = v[first:end].double().repeat_interleave(size, dim=1)
-                scores = torch.einsum("hd,thd->ht", query, keys) * self.spec.scale
-                outputs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
-            offset += count
-        return torch.stack(outputs)
+        """Every query in float64 over the history up to itself."""
+        outputs = []
+        queries = self.queries().double().split(self.rows.counts.tolist())
+        for query, (k, v), start in zip(queries, self.histories, self.rows.starts, strict=True):
+            size = query.shape[1] // k.shape[1]
+            keys, values = (each.double().repeat_interleave(size, dim=1) for each in (k, v))
+            ends = start + 1 + torch.arange(len(query)).unsqueeze(1)
+            positions = torch.arange(len(k))
+            is_seen = positions < ends
+            if self.spec.window is not None:
+                is_seen &= positions >= ends - self.spec.window
+            scores = torch.einsum("qhd,thd->hqt", query, keys) * self.spec.scale
+            weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hqt,thd->qhd", weights, values))
+        return torch.cat(outputs)
 
 
 def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:
@@ -116,7 +115,7 @@ def check_last_tokens(attention: AttentionBackend, mix: Rows, ops: Ops) -> None:
     want = case.run(Backend(ops, attention))
     ends = case.rows.counts.cumsum()
     for is_chosen in (np.arange(len(ends)) % 2 == 0, ends > 0, ends < 0):
-        plan = attention.plan(case.rows.last_tokens(is_chosen), case.qkv.dtype)
+        plan = attention.plan(case.rows.last_tokens(is_chosen))
         index = torch.from_numpy(ends[is_chosen] - 1).long()
         output = attention.attend(case.queries()[index], case.cache, plan, case.spec)
         torch.testing.assert_close(output, want[index], rtol=2e-5, atol=2e-5)

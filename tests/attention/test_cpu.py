@@ -145,7 +145,7 @@ def test_random_mixes(make_backend: MakeBackend, seed: int, dtype: torch.dtype) 
 def test_decodes_of_different_lengths_are_grouped() -> None:
     """Together the groups hold every row once, and none pads more than its allowance."""
     case = make_case(MIXES["decodes of very different lengths"])
-    groups = CpuAttention(16).plan(case.rows, torch.float32).groups
+    groups = CpuAttention(16).plan(case.rows).groups
     assert len(groups) > 1
     rows = [group.tokens.tolist() for group in groups]
     assert sorted(row for group in rows for row in group) == list(range(8))

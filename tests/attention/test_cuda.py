@@ -60,7 +60,7 @@ def test_equals_the_reference(
 ) -> None:
     attention = create(platform, name)
     case, want = on_device(MIXES[mix], window)
-    plan = attention.plan(case.rows, torch.bfloat16)
+    plan = attention.plan(case.rows)
     output = attention.attend(case.queries(), case.cache, plan, case.spec)
     assert output.view(len(output), -1).is_contiguous()  # as the layer after it wants it
     assert_close(output, want)

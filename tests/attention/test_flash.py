@@ -50,7 +50,7 @@ def create(
 def test_equals_the_reference(flash: FlashAttention, mix: str, window: int | None) -> None:
     case = make_case(MIXES[mix], block_size=256, window=window, scale=0.17)
     is_decode = all(count == 1 for _, count in MIXES[mix])
-    plan = flash.plan(case.rows, torch.float32)
+    plan = flash.plan(case.rows)
     assert isinstance(plan, FlashDecode if is_decode else FlashMixed)
     output = case.run(Backend(TorchOps(), flash))
     assert output.shape == case.queries().shape
@@ -69,7 +69,7 @@ def test_rows_are_lines_of_the_table_by_slot(flash: FlashAttention, counts: list
     slots = np.array([5, 0, 3], np.int32)
     table[slots] = case.rows.block_table
     rows = type(case.rows)(slots, case.rows.starts, case.rows.counts, table)
-    output = flash.attend(case.queries(), case.cache, flash.plan(rows, torch.float32), case.spec)
+    output = flash.attend(case.queries(), case.cache, flash.plan(rows), case.spec)
     torch.testing.assert_close(output, want)
 
 

@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,19 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", list(MODES))
+DTYPES = ("float32", "bfloat16")
+
+
+def with_each_dtype(names: Iterable[str]) -> list[Any]:
+    """Every name with both, of which one is fast, in turn."""
+    return [
+        pytest.param(name, dtype, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for j, dtype in enumerate(DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), with_each_dtype(MODES))
 def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> None:
     with make_llm(tiny("qwen3").path, dtype=dtype, **MODES[mode]) as llm:
         num_rows = assert_steps_are_the_same(llm)
@@ -113,16 +124,15 @@ def test_every_step_has_the_same_logits(tiny: Tiny, mode: str, dtype: str) -> No
             assert set(num_rows) == set(range(1, runner_of(llm).forward.recorded.max_rows + 1))
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str) -> None:
-    for depth, dtype in enumerate(("float32", "bfloat16")):
-        tokens = []
-        for enforce_eager, kind in ((False, RecordedForward), (True, EagerForward)):
-            options = {"dtype": dtype, "depth": depth, "enforce_eager": enforce_eager}
-            with make_llm(tiny(variant).path, **options) as llm:
-                assert isinstance(runner_of(llm).forward, kind)
-                tokens.append([generate(llm), generate(llm, MIXED), generate(llm)])
-        assert tokens[0] == tokens[1]
+@pytest.mark.parametrize(("variant", "dtype"), with_each_dtype(VARIANTS))
+def test_tokens_equal_those_of_the_eager_engine(tiny: Tiny, variant: str, dtype: str) -> None:
+    tokens = []
+    for enforce_eager, kind in ((False, RecordedForward), (True, EagerForward)):
+        options = {"dtype": dtype, "depth": DTYPES.index(dtype), "enforce_eager": enforce_eager}
+        with make_llm(tiny(variant).path, **options) as llm:
+            assert isinstance(runner_of(llm).forward, kind)
+            tokens.append([generate(llm), generate(llm, MIXED), generate(llm)])
+    assert tokens[0] == tokens[1]
 
 
 def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
@@ -140,27 +150,6 @@ def test_engines_do_not_disturb_each_other(tiny: Tiny) -> None:
     for llm in llms:
         llm.close()
     assert [[tokens[seq_id] for seq_id in sorted(tokens)] for tokens in finished] == want
-
-
-def test_the_first_steps_import_nothing_large(tiny: Tiny) -> None:
-    """Neither torch's compiler nor what it needs: that would take seconds in the second token."""
-    script = """
-import sys
-from nanovllm import LLM, SamplingParams
-with LLM(sys.argv[1], skip_tokenizer_init=True) as llm:
-    executor = llm.engine.core.executor
-    assert list(executor.worker.runner.forward._steps) == [1], "the second token would wait"
-    before = set(sys.modules)
-    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.5, max_tokens=4), use_tqdm=False)
-names = ("torch._dynamo", "torch._inductor", "sympy")
-print([name for name in names if name in sys.modules], len(set(sys.modules) - before))
-"""
-    command = [sys.executable, "-c", script, str(tiny("qwen3").path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    names, num_modules = result.stdout.rsplit(maxsplit=1)
-    assert names == "[]"
-    assert int(num_modules) < 50
 
 
 @pytest.fixture(scope="module")

@@ -167,8 +167,13 @@ def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]])
     assert hub.fetched() == sorted(WANTED)  # the two files from before are not sent again
 
 
-def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]]) -> None:
-    """Neither a model that is not supported, nor one that this device cannot split or hold."""
+def test_what_cannot_run_is_not_fetched(
+    hub: Hub, run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Neither a model that is not supported, nor one that this device cannot split or hold.
+
+    Of a GGUF file the header says so, of which more is fetched until all of it is there.
+    """
     config = json.loads(Path(model_path("llama-3.1-8b")).read_text())
     changes: dict[str, dict[str, Any]] = {
         "architecture": {"architectures": ["NewForCausalLM"]},
@@ -183,7 +188,14 @@ def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]])
     calls += [{**calls[-1], **option} for option in ({"tensor_parallel_size": 3}, {"dtype": "x"})]
     calls += [{**calls[3], "attention_backend": "triton"}]
     calls += [{"model": "org/gguf/q8/a.gguf", "device": "tpu"}]
-    answers = run(START, json.dumps(calls))
+    files, header_bytes = odd_gguf_files(tmp_path)
+    hub.models["org/new"] = {"main": files}
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
+    calls += [{"model": f"org/new/{name}", **options} for name in files]
+    answers = run(
+        "from nanovllm.checkpoint import hub_gguf\nhub_gguf.FIRST_BYTES = 1024\n" + START,
+        json.dumps(calls),
+    )
     messages = [
         "UnsupportedModelError architecture 'NewForCausalLM'",
         "UnsupportedModelError quantization_config=",
@@ -193,17 +205,23 @@ def test_what_cannot_run_is_not_fetched(hub: Hub, run: Callable[..., list[str]])
         "ConfigError dtype must be",
         "ConfigError attention_backend='triton' needs a CUDA device",
         "ConfigError device must be",
+        "UnsupportedModelError org/new/other.gguf has architecture 'llamb'",
+        "UnsupportedModelError org/new/key.gguf uses llama.new: not supported",
+        "UnsupportedModelError org/new/type.gguf: tensor blk.0.new has type I8",
+        "ConfigError org/new/large.gguf in .* does not fit",
     ]
     assert len(answers) == len(messages)
     for answer, message in zip(answers, messages, strict=True):
         assert re.match(message, answer), answer
-    assert set(hub.fetched()) == {"config.json", "generation_config.json"}
+    assert set(hub.fetched()) == {"config.json", "generation_config.json", "good.gguf"}
+    ranges = [each for each in hub.ranges if each[0] in files]
+    assert len(ranges) > 2 * len(files)
+    beyond = {name for name, first, _ in ranges if first >= header_bytes[name]}
+    assert beyond == {"good.gguf"}  # whose factors belong to its config
 
 
-def test_a_gguf_file_that_cannot_run_is_not_fetched(
-    hub: Hub, run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """Its header says so, of which more is fetched until all of it is there."""
+def odd_gguf_files(folder: Path) -> tuple[Files, dict[str, int]]:
+    """Four that cannot run and one that can, and how long the header of each is."""
     tokens = {"tokenizer.ggml.tokens": [f"token {i}" for i in range(1000)]}
     metadata = {
         "key": {"llama.new": 1},
@@ -214,43 +232,30 @@ def test_a_gguf_file_that_cannot_run_is_not_fetched(
     files, header_bytes = {}, {}
     for name in ("other", "key", "type", "large", "good"):
         values = tokens | metadata.get(name, {})
-        path = write_gguf(tmp_path / f"{name}.gguf", metadata=values, raw=raw.get(name))
+        path = write_gguf(folder / f"{name}.gguf", metadata=values, raw=raw.get(name))
         files[path.name], header_bytes[path.name] = path.read_bytes(), open_gguf(path).data_offset
     files["other.gguf"] = files["other.gguf"].replace(b"llama", b"llamb")
-    hub.models["org/new"] = {"main": files}
-    options = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
-    calls = [{"model": f"org/new/{name}", **options} for name in files]
-    answers = run(
-        "from nanovllm.checkpoint import hub_gguf\nhub_gguf.FIRST_BYTES = 1024\n" + START,
-        json.dumps(calls),
-    )
-    messages = [
-        "UnsupportedModelError org/new/other.gguf has architecture 'llamb'",
-        "UnsupportedModelError org/new/key.gguf uses llama.new: not supported",
-        "UnsupportedModelError org/new/type.gguf: tensor blk.0.new has type I8",
-        "ConfigError org/new/large.gguf in .* does not fit",
-    ]
-    assert len(answers) == len(messages)
-    for answer, message in zip(answers, messages, strict=True):
-        assert re.match(message, answer), answer
-    assert hub.fetched() == ["good.gguf"]
-    assert len(hub.ranges) > 2 * len(files)
-    beyond = {name for name, first, _ in hub.ranges if first >= header_bytes[name]}
-    assert beyond == {"good.gguf"}  # whose factors belong to its config
+    return files, header_bytes
 
 
 def test_weights_may_be_bin_or_one_gguf_file(hub: Hub, find: Callable[..., list[Any]]) -> None:
-    of_bin, of_gguf, missing, no_config = find(
+    """And an unknown file, revision or model is named."""
+    of_bin, of_gguf, missing, no_config, revision, absent = find(
         {"model": "org/bin"},
         {"model": "org/gguf/q8/a.gguf"},
         {"model": "org/gguf/b.gguf"},
         {"model": "org/gguf"},
+        {"model": "org/name", "revision": "v3"},
+        {"model": "org/absent"},
     )
     assert of_bin[1:] == ["bin", 4]
     assert of_gguf == ["a.gguf", "gguf", HIDDEN]
     assert "'org/gguf' on the Hugging Face hub has no file 'b.gguf'" in missing
     assert "has no config.json" in no_config
     assert '"org/gguf/file.gguf"' in no_config
+    assert "'org/name' on the Hugging Face hub has no revision 'v3'" in revision
+    assert "'org/absent' is neither a folder here nor a model" in absent
+    assert "set HF_TOKEN or run `hf auth login`" in absent
     assert hub.fetched() == ["config.json", "pytorch_model.bin", "q8/a.gguf"]
 
 
@@ -362,13 +367,6 @@ def test_what_is_gone_from_the_hub_is_no_matter_of_the_network(
     [error] = find({"model": "org/name"})
     assert "'org/name' is neither a folder here nor a model" in error
     assert "set HF_TOKEN or run `hf auth login`" in error
-
-
-def test_an_unknown_revision_or_model_is_named(find: Callable[..., list[Any]]) -> None:
-    revision, absent = find({"model": "org/name", "revision": "v3"}, {"model": "org/absent"})
-    assert "'org/name' on the Hugging Face hub has no revision 'v3'" in revision
-    assert "'org/absent' is neither a folder here nor a model" in absent
-    assert "set HF_TOKEN or run `hf auth login`" in absent
 
 
 @pytest.mark.slow

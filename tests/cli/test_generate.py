@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli import generate, main
+from nanovllm.cli import main, remote
 from tests.cli.fake_llm import FakeLLM
 
 pytestmark = pytest.mark.usefixtures("nothing")
@@ -18,7 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *arguments: str) -> int:
     def load(config: Any, num_threads: int | None) -> FakeLLM:
         return llm
 
-    monkeypatch.setattr(generate, "load_llm", load)
+    monkeypatch.setattr(remote, "load_llm", load)
     return main(["generate", *arguments])
 
 
@@ -137,4 +137,4 @@ def test_a_schema_from_a_file(
     assert llm.params.structured_outputs == {"json": {"type": "null"}}
     for name in ("broken.json", "missing.json"):
         assert run(monkeypatch, FakeLLM("x"), "--json-schema", str(tmp_path / name), "x") == 2
-    assert "missing.json cannot be read" in capsys.readouterr().err
+    assert "missing.json: " in capsys.readouterr().err

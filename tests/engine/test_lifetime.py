@@ -24,7 +24,7 @@ def path(tiny: Callable[[str], TinyCheckpoint]) -> Path:
     return tiny("qwen3").path
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
@@ -33,7 +33,6 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -76,6 +75,7 @@ def test_no_cycle_keeps_an_engine_that_failed(path: Path, device: str) -> None:
     assert [reference() for reference in references if reference() is not None] == []
 
 
+@pytest.mark.usefixtures("thawed")
 def test_no_full_collection_during_a_run(path: Path, device: str) -> None:
     """It would walk all that was imported."""
     with make_llm(path, device) as llm:
@@ -87,6 +87,7 @@ def test_no_full_collection_during_a_run(path: Path, device: str) -> None:
     assert after[2]["collections"] == before[2]["collections"]
 
 
+@pytest.mark.usefixtures("thawed")
 def test_a_cycle_around_an_engine_can_be_collected(path: Path, device: str) -> None:
     class Holder:
         """As an application's: older than the engine that it holds."""

@@ -421,10 +421,10 @@ def test_stop_strings(texts: LLM, monkeypatch: pytest.MonkeyPatch, depth: int) -
     monkeypatch.setattr(texts.engine.core, "depth", depth)
     options = {"temperature": 1.0, "max_tokens": 30, "seed": 1, "ignore_eos": True}
     [free] = texts.generate("Hello", SamplingParams(**options), use_tqdm=False)
-    for start in range(0, len(free.text) - 3, 7):
-        stop = free.text[start : start + 3]
-        params = SamplingParams(**options, stop=[stop, "never said"])
-        [output] = texts.generate("Hello", params, use_tqdm=False)
+    stops = [free.text[start : start + 3] for start in range(0, len(free.text) - 3, 7)]
+    params = [SamplingParams(**options, stop=[stop, "never said"]) for stop in stops]
+    outputs = texts.generate(["Hello"] * len(stops), params, use_tqdm=False)
+    for stop, output in zip(stops, outputs, strict=True):
         assert output.text == free.text[: free.text.index(stop)]
         assert output.finish_reason == "stop"
         assert output.token_ids == free.token_ids[: len(output.token_ids)]

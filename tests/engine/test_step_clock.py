@@ -9,6 +9,7 @@ from nanovllm.engine.step import ExecutorInfo, StepPlan
 from nanovllm.engine.step_clock import FIRST_USE_SECONDS, StepClock
 
 INFO = ExecutorInfo(100, 0, "cpu", "float32", num_weights_per_token=135_000_000)
+GPU = ExecutorInfo(100, 1, "cuda", "bfloat16", num_weights_per_token=135_000_000)
 
 
 class FakeTime:
@@ -43,10 +44,28 @@ def run(clock: StepClock, time: FakeTime, step: StepPlan, seconds: float) -> flo
     return limit
 
 
-def test_a_known_step_that_hangs_is_noticed_soon(clock: StepClock, time: FakeTime) -> None:
+def test_only_the_first_step_of_a_cpu_may_hang_for_longer(clock: StepClock, time: FakeTime) -> None:
     limits = [run(clock, time, plan([1], [10 + i]), 0.02) for i in range(100)]
-    assert limits[0] == 5.0 + FIRST_USE_SECONDS
+    limits += [run(clock, time, plan([1] * num), 0.03) for num in (2, 3, 4, 9)]
+    assert limits[0] == 5.0 + FIRST_USE_SECONDS["cpu"]
     assert set(limits[1:]) == {5.0}
+
+
+def test_kernels_of_a_gpu_may_be_compiled_for_a_new_size(time: FakeTime) -> None:
+    clock = StepClock(GPU, time)
+    limits = [run(clock, time, plan([1] * num), 0.02) for num in (1, 1, 2, 3, 4, 4, 5)]
+    late = 5.0 + FIRST_USE_SECONDS["cuda"]
+    assert limits == [late, 5.0, late, 5.0, late, 5.0, 5.0]
+
+
+def test_a_size_that_is_new_is_measured_by_those_that_are_known(
+    clock: StepClock, time: FakeTime
+) -> None:
+    """And not by what the slowest of all devices would take."""
+    for size in (1, 1, 60, 60):
+        run(clock, time, plan([size]), 0.001 * size)
+    limit = run(clock, time, plan([8000]), 8.0)
+    assert 8.0 < limit < 2 * 10 * 8.0
 
 
 def test_a_slow_device_gets_ten_times_what_it_took(clock: StepClock, time: FakeTime) -> None:

@@ -110,14 +110,6 @@ def test_the_first_rank_speaks_and_all_of_them_warn(
     executor.close()
 
 
-def test_ranks_share_the_cores_and_have_a_session_of_their_own(
-    meeting_executor: MultiprocExecutor,
-) -> None:
-    pid, session, num_threads, _ = answer(meeting_executor, 3)[-NUM_EXTRA:]
-    assert session == pid != os.getsid(0)
-    assert num_threads == max(multiproc.torch.get_num_threads() // 2, 1)
-
-
 def test_closing_fails_whoever_waits_and_whoever_comes(leftovers: Leftovers) -> None:
     executor = make_executor()
     executor.start()
@@ -161,8 +153,8 @@ def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> Non
 @pytest.mark.parametrize(
     ("order", "rank", "build_worker"),
     [
-        pytest.param(Order.RAISE, 0, obedient, marks=pytest.mark.slow),
-        (Order.RAISE, 1, meeting),
+        (Order.RAISE, 0, obedient),
+        pytest.param(Order.RAISE, 1, meeting, marks=pytest.mark.slow),
         (Order.RAISE_LATE, 0, obedient),  # only its tokens are waited for
         pytest.param(Order.DIE, 0, obedient, marks=pytest.mark.slow),
         (Order.DIE, 1, meeting),
@@ -174,6 +166,7 @@ def test_a_fault_in_a_step_fails_every_waiter(
     """Also if the first rank, which answers, waits in a collective."""
     executor = make_executor(build_worker)
     executor.start()
+    check_process(executor, build_worker)
     pending = [executor.submit(orders(1, 2, 3)), executor.submit(orders(order, rank))]
     pending += [executor.submit(orders(Order.MEET, NOBODY)) for _ in range(3)]
     pid = process_ids(executor)[rank]
@@ -193,6 +186,14 @@ def test_a_fault_in_a_step_fails_every_waiter(
     executor.close()
 
 
+def check_process(executor: MultiprocExecutor, build_worker: object) -> None:
+    """Ranks have a session of their own, and those that use torch share the cores."""
+    pid, session, num_threads, _ = answer(executor, 3)[-NUM_EXTRA:]
+    assert session == pid != os.getsid(0)
+    if build_worker is meeting:
+        assert num_threads == max(multiproc.torch.get_num_threads() // 2, 1)
+
+
 @pytest.mark.slow
 def test_a_death_is_reported_while_another_rank_is_in_a_collective(
     meeting_executor: MultiprocExecutor,
@@ -207,19 +208,27 @@ def test_a_death_is_reported_while_another_rank_is_in_a_collective(
     assert time.monotonic() - start < SECONDS
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_worker_that_hangs_is_noticed(meeting_executor: MultiprocExecutor, rank: int) -> None:
+def test_a_worker_that_hangs_is_noticed(executor: MultiprocExecutor) -> None:
+    check_hang(executor, rank=0)
+
+
+@pytest.mark.slow
+def test_a_hang_in_a_collective_is_noticed(meeting_executor: MultiprocExecutor) -> None:
     """The first rank answers only after it met the others, so it does not matter who hangs."""
+    check_hang(meeting_executor, rank=1)
+
+
+def check_hang(executor: MultiprocExecutor, rank: int) -> None:
     meet = orders(Order.MEET, NOBODY)
-    meeting_executor.submit(meet).result()  # such a step is known by now: nothing is compiled
-    os.kill(process_ids(meeting_executor)[rank], signal.SIGSTOP)
-    pending = [meeting_executor.submit(meet) for _ in range(2)]
+    executor.submit(meet).result()  # such a step is known by now: nothing is compiled
+    os.kill(process_ids(executor)[rank], signal.SIGSTOP)
+    pending = [executor.submit(meet) for _ in range(2)]
     start = time.monotonic()
     for each in pending:
         with pytest.raises(WorkerError, match=r"no worker answered a step for 3.5 s"):
             each.result()
     with pytest.raises(WorkerError, match="hangs"):
-        meeting_executor.submit(meet)
+        executor.submit(meet)
     assert time.monotonic() - start < SECONDS
 
 

@@ -27,7 +27,7 @@ from nanovllm.layers.weight_format import ExpertNames
 from nanovllm.models.registry import read_config
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.platforms.cpu_features import find_cpu_features
-from nanovllm.worker.loader import UnpackedLayers, expected_tensors
+from nanovllm.worker.loader import UnpackedLayers
 from tests.checkpoints import VARIANTS
 
 MODEL = replace(
@@ -63,7 +63,7 @@ def build(ops: Ops, group: TPGroup = ALONE) -> Build:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    tensors = expected_tensors(module)
+    tensors = UnpackedLayers(module, CpuPlatform()).expected
     return {name: 0.2 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
 
 

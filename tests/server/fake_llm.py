@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -12,10 +13,14 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.grammar.matching import Vocabulary
-from nanovllm.outputs import CompletionOutput, RequestOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats
+from nanovllm.serving.state_records import EngineNews, EngineState
+from nanovllm.serving.viewers import Viewers
 from tests.server.byte_model import byte_tokenizer
+
+IDLE = EngineState(64, 16, 8, 512, [], [], [], CoreStats(num_blocks=64, num_free_blocks=64), 0)
 
 
 @dataclass
@@ -27,13 +32,16 @@ class FakeLLM:
     seed: int = 0
     max_len: int = 1024
     num_requests: int = 0
+    num_restarts: int = 0
     error: NanovllmError | None = None
     stats: CoreStats = field(default_factory=CoreStats)
     config: EngineConfig = field(default_factory=lambda: EngineConfig("fake"))
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     num_aborted: int = 0
+    pause: float = 0.0  # seconds between pieces
 
     def __post_init__(self) -> None:
+        self.viewers = Viewers(lambda is_on: self.viewers.push(IDLE) if is_on else None)
         self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
@@ -52,14 +60,23 @@ class FakeLLM:
             if self.is_silent:
                 await asyncio.sleep(600)
             for piece in self._cut() if is_streaming else ():
-                yield StreamPiece(0, piece, self.front.encode(piece), None)
-                await asyncio.sleep(0)
+                ids = self.front.encode(piece)
+                logprobs = None if params.logprobs is None else self._logprobs(ids)
+                yield StreamPiece(0, piece, ids, None, logprobs)
+                await asyncio.sleep(self.pause)
                 if self.failure is not None:
                     raise self.failure
             is_over = True
             yield StreamPiece(0, "", [], self._output(prompt))
         finally:
             self.num_aborted += not is_over
+
+    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+        if self.error is not None:
+            raise self.error
+        async with contextlib.aclosing(self.viewers.look()) as news:
+            async for each in news:
+                yield each
 
     def _cut(self) -> list[str]:
         chance, pieces, rest = random.Random(self.seed), [], self.text
@@ -68,6 +85,9 @@ class FakeLLM:
             pieces.append(rest[:size])
             rest = rest[size:]
         return pieces
+
+    def _logprobs(self, ids: list[int]) -> list[dict[int, Logprob]]:
+        return [{i: Logprob(-0.5, 1, self.front.tokenizer.decode([i]))} for i in ids]
 
     def _output(self, prompt: list[int]) -> RequestOutput:
         ids = self.front.encode(self.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import httpx
 from openai import OpenAI
 
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.run import listen, make_server
+from nanovllm.server.run import Server, listen, make_server
 
 OPTIONS: dict[str, Any] = {"model_names": ("tiny", "org/tiny")}
 
@@ -23,6 +24,12 @@ class Running:
     url: str
     http: httpx.Client
     openai: OpenAI
+    server: Server
+
+    @property
+    def num_tasks(self) -> int:
+        """Of the server's event loop."""
+        return len(asyncio.all_tasks(self.server.servers[0].get_loop()))
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -40,7 +47,7 @@ def running(llm: Any, **options: Any) -> Iterator[Running]:
             httpx.Client(base_url=url, timeout=60) as http,
             OpenAI(base_url=f"{url}/v1", api_key="a key", max_retries=0) as openai,
         ):
-            yield Running(llm, url, http, openai)
+            yield Running(llm, url, http, openai, server)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -118,10 +119,15 @@ WITH_TOOLS = [name for name, (_, tools, _) in TEMPLATES.items() if tools is not 
 QUESTION = {"role": "user", "content": "What is <think>, and how is <tool_call> spelt?"}
 
 
-def render(template: str, messages: Sequence[Any], **options: Any) -> str:
+@cache
+def compile_template(template: str) -> jinja2.Template:
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    program = environment.from_string(template)
+    return environment.from_string(template)
+
+
+def render(template: str, messages: Sequence[Any], **options: Any) -> str:
+    program = compile_template(template)
     return program.render(messages=messages, tools=[{}], bos_token="", eos_token="", **options)
 
 

@@ -14,6 +14,7 @@ from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
+LOGPROBS = "message.output_text.logprobs"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -67,6 +68,26 @@ def test_streams_have_the_items_of_whole_answers(
     for item_id, item in final.items():
         said = item.arguments if item.type == "function_call" else item.content[0].text
         assert pieces[item_id] == said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", [{"top_logprobs": 1}, {"include": [LOGPROBS]}], ids=str)
+def test_text_has_the_logprobs_of_its_own_tokens(
+    fake: Running, asked: dict[str, Any], stream: bool
+) -> None:
+    fake.llm.text = "<think>Hm.</think>Sunny, I think."
+    answer = ask(fake, stream=stream, **asked)
+    events = list(answer) if stream else []
+    (part,) = (events[-1].response if stream else answer).output[-1].content
+    assert "".join(each.token for each in part.logprobs) == part.text
+    for each in part.logprobs:
+        assert each.logprob == -0.5
+        assert len(each.top_logprobs) == asked.get("top_logprobs", 0)
+    pieces = [event for event in events if event.type == "response.output_text.delta"]
+    if stream:
+        assert [each.token for event in pieces for each in event.logprobs] == [
+            each.token for each in part.logprobs
+        ]
 
 
 def test_parts_are_begun_before_they_grow(fake: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,11 +55,16 @@ def accepts(grammar: str, text: str, special_ids: dict[str, int] | None = None) 
     for char in text:
         is_special = 0xE000 <= ord(char) < 0xF000
         tokens += [ord(char) - 0xE000] if is_special else char.encode()
-    matcher = llguidance.LLMatcher(
-        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0
-    )
+    matcher = start_matcher(grammar).deep_copy()
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@cache
+def start_matcher(grammar: str) -> Any:
+    tokenizer = llguidance.LLTokenizer("byte")
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar)
+    return llguidance.LLMatcher(tokenizer, lark, log_level=0)
 
 
 def write(name: str, *calls: dict[str, Any], content: str = "") -> str:

@@ -32,8 +32,8 @@ from nanovllm.kernels.cpu.simd import (
     store,
 )
 
-EMBED, LINEAR, NORM, ADD_NORM, GATE, ROPE_WRITE, ATTEND = range(7)
-ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(7, 11)
+EMBED, LINEAR, NORM, GATE, ROPE_WRITE, ATTEND = range(6)
+ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(6, 10)
 PROGRAM_WIDTH = 24
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -49,8 +49,6 @@ def run_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any
         _linear(args, at + 1, thread, num_threads, like)
     elif number == NORM:
         _norm(args, at + 1, thread, num_threads, like)
-    elif number == ADD_NORM:
-        _add_norm(args, at + 1, thread, num_threads, like)
     elif number == GATE:
         _gate(args, at + 1, thread, num_threads, like)
     elif number == ROPE_WRITE:
@@ -131,30 +129,15 @@ def _linear(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
 
 @kernel
 def _norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """out = rms_norm(x)."""
-    out, x, weight = (
-        pointer_to(args[at], like),
-        pointer_to(args[at + 1], like),
-        pointer_to(args[at + 2], float32(0)),
-    )
-    eps, num_rows, dim = as_float(uint32(args[at + 3])), args[at + 4], args[at + 5]
+    """out = rms_norm(residual), to which an update is added first if that is what out holds."""
+    out, residual = pointer_to(args[at], like), pointer_to(args[at + 1], like)
+    weight, eps = pointer_to(args[at + 2], float32(0)), as_float(uint32(args[at + 3]))
+    num_rows, dim, is_update = args[at + 4], args[at + 5], args[at + 6] != 0
     for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
-        _rms_norm(out, x, row * dim, weight, eps, dim, like)
-
-
-@kernel
-def _add_norm(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """residual += x; x = rms_norm(residual)."""
-    x, residual, weight = (
-        pointer_to(args[at], like),
-        pointer_to(args[at + 1], like),
-        pointer_to(args[at + 2], float32(0)),
-    )
-    eps, num_rows, dim = as_float(uint32(args[at + 3])), args[at + 4], args[at + 5]
-    for row in range(thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads):
-        for i in range(row * dim, (row + 1) * dim):
-            store(residual, i, load(residual, i) + load(x, i))
-        _rms_norm(x, residual, row * dim, weight, eps, dim, like)
+        if is_update:
+            for i in range(row * dim, (row + 1) * dim):
+                store(residual, i, load(residual, i) + load(out, i))
+        _rms_norm(out, residual, row * dim, weight, eps, dim, like)
 
 
 @ordered_kernel

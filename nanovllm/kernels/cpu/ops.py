@@ -56,8 +56,8 @@ class NumbaOps:
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update
         addresses = out.data_ptr(), residual.data_ptr(), norm.weight.data_ptr()
-        kernel = kernels.NORM if update is None else kernels.ADD_NORM
-        self._launch(kernel, *addresses, float_bits(norm.eps), num_rows, dim)
+        sizes = num_rows, dim, update is not None
+        self._launch(kernels.NORM, *addresses, float_bits(norm.eps), *sizes)
         return out, residual
 
     def rope_write(

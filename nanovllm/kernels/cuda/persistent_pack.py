@@ -10,7 +10,7 @@ from torch import Tensor
 from nanovllm.kernels.cuda.ops import CudaLinear
 from nanovllm.kernels.cuda.persistent_step import PersistentStep, StepShape, device_problem
 from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
-from nanovllm.kernels.ops import DecoderWeights, NormWeights, PackedLinear
+from nanovllm.kernels.ops import DecoderWeights, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def pack_tensors(weights: DecoderWeights) -> StepTensors:
     qkv = [_linear(layer.qkv) for layer in layers]
     return StepTensors(
         embedding=weights.embedding,
-        norms=_stack_norms(weights),
+        norms=_stack_pairs([(layer.norm.weight, layer.mlp_norm.weight) for layer in layers]),
         qkv=_move_together(qkv),
         qkv_bias=_stack_biases(qkv),
         qk_norms=_stack_qk_norms(weights),
@@ -127,18 +127,13 @@ def _stack_biases(linears: list[CudaLinear]) -> Tensor | None:
     return torch.stack(biases) if biases else None
 
 
-def _stack_norms(weights: DecoderWeights) -> Tensor:
-    pairs = [_pair(layer.norm, layer.mlp_norm) for layer in weights.layers]
-    return torch.stack(pairs).bfloat16()
-
-
-def _pair(first: NormWeights, second: NormWeights) -> Tensor:
-    return torch.stack((first.weight, second.weight))
-
-
 def _stack_qk_norms(weights: DecoderWeights) -> Tensor | None:
     norms = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
-    return torch.stack([torch.stack((n.q, n.k)) for n in norms]).bfloat16() if norms else None
+    return _stack_pairs([(norm.q, norm.k) for norm in norms]) if norms else None
+
+
+def _stack_pairs(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.stack([torch.stack(pair) for pair in pairs]).bfloat16()
 
 
 def _is_bfloat16(values: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.ops import Activation
-from nanovllm.kernels.torch_ops import rms_norm, rotate
+from nanovllm.kernels.torch_ops import TorchOps, rms_norm, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,8 @@ def reference_step(
         output = _attend(qkv, qk_norms, angles, offsets, k_cache, v_cache, constants)
         x = x + F.linear(output, tensors.o[layer].to(dtype))
         normed = rms_norm(x, mlp_norm, constants.eps)
-        gate, up = F.linear(normed, tensors.gate_up[layer].to(dtype)).chunk(2)
-        silu = constants.activation == "silu"
-        gated = (F.silu(gate) if silu else F.gelu(gate, approximate="tanh")) * up
+        gate_up = F.linear(normed, tensors.gate_up[layer].to(dtype))
+        gated = TorchOps().gate(gate_up, constants.activation)
         x = x + F.linear(gated, tensors.down[layer].to(dtype))
     return F.linear(rms_norm(x, tensors.final_norm, constants.eps), tensors.head.to(dtype))
 

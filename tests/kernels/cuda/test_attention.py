@@ -1,4 +1,7 @@
-"""The paged attention kernels equal plain torch in float64: interpreted here, compiled on a GPU."""
+"""The paged attention kernels, compiled, equal plain torch in float64.
+
+test_interpreted.py does the same without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,11 @@ from nanovllm.kernels.cuda.attention_decode import (
     paged_decode,
 )
 from nanovllm.kernels.cuda.attention_prefill import choose_prefill_splits, prefill_config
-from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
-
-
-@pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases and more, compiled")
-@interpreted_cases
-def test_interpreted_kernels_equal_the_reference(which: str) -> None:
-    run_interpreted(cases.__name__, which)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])

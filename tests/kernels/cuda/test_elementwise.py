@@ -1,4 +1,4 @@
-"""The fused kernels equal plain torch: interpreted here, compiled on a GPU."""
+"""The fused kernels, compiled, equal plain torch; test_interpreted.py does it without a GPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.cuda.linear_few_rows import choose_splits
-from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import fused_cases as cases
 
 HAS_GPU = torch.cuda.is_available()
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
-
-
-@pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
-@interpreted_cases
-def test_interpreted_kernels_equal_the_reference(which: str) -> None:
-    run_interpreted(cases.__name__, which)
 
 
 def test_splits_are_for_few_rows_and_more_rows_of_small_weights() -> None:

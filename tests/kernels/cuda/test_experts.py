@@ -1,4 +1,4 @@
-"""The kernels of experts equal plain torch: interpreted here, compiled on a GPU."""
+"""The kernels of experts, compiled, equal plain torch; test_interpreted.py needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import experts_cases as cases
 from tests.kernels.expert_layers import Layer
 
@@ -15,12 +14,6 @@ HAS_GPU = torch.cuda.is_available()
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
-
-
-@pytest.mark.skipif(HAS_GPU, reason="the gpu tests run these cases compiled")
-@interpreted_cases
-def test_interpreted_kernels_equal_the_reference(which: str) -> None:
-    run_interpreted(cases.__name__, which)
 
 
 @pytest.mark.gpu

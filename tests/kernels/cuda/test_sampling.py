@@ -1,4 +1,4 @@
-"""The sampling kernels against plain torch: in Triton's interpreter, and natively where marked."""
+"""The sampling kernels against plain torch, natively; test_interpreted.py does it elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from nanovllm.kernels.cuda.sampling import (
 )
 from nanovllm.kernels.ops import Sampling
 from nanovllm.kernels.torch_sampling import noise_bits, sample_by_noise
-from tests.devices import interpreted_cases, run_interpreted
 from tests.kernels.cuda.interpreted import sampling_cases as cases
 from tests.kernels.test_torch_sampling import (
     SEEDS,
@@ -28,11 +27,6 @@ from tests.kernels.test_torch_sampling import (
 
 VOCAB_SIZE = 151_936
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-
-
-@interpreted_cases
-def test_cases_in_the_interpreter(which: str) -> None:
-    run_interpreted(cases.__name__, which)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 17, 64, 200, 256, 1024, 5000])
@@ -135,7 +129,7 @@ def test_draws_follow_the_exact_probabilities(row: Row, varied: str) -> None:
 
 def test_many_equal_tokens_are_drawn_equally_often() -> None:
     """The winner among many has a tiny uniform number, whose rounding must not favour low ids."""
-    tokens = draw(torch.zeros(1, 20_000), Row(), 1000, "seed", "cpu")
+    tokens = draw(torch.zeros(1, 20_000), Row(), 500, "seed", "cpu")
     counts = np.bincount(tokens.numpy() // 1000, minlength=20)
     assert chi_square(counts, np.full(20, 1 / 20))[0] < chi_square_limit(19)
 

@@ -1,0 +1,92 @@
+"""What it costs an engine to be watched: CPU time of its loop, with and without a watcher.
+
+    python -m benchmarks.engine.watching_cost [--rows 64] [--step-ms 5]
+
+The device does nothing, so that all time is the host's: scheduling, and telling what changed,
+packed for the socket. The least of some rounds counts. Steps of `--step-ms` are what a device
+would take; the bar is 2% of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import time
+from array import array
+
+from benchmarks.engine.scheduler_cost import InstantExecutor
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats
+from nanovllm.serving.observer import Observer, TimedExecutor
+
+NUM_STEPS = 400
+ROUNDS = 7
+
+
+class FakeClock:
+    """Moves on by the time of a step, so that news come as often as they would."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def main() -> None:
+    args = parse_args()
+    for num_rows in args.rows:
+        pairs = [
+            [seconds(num_rows, args.step_ms, is_watched) for is_watched in (False, True)]
+            for _ in range(ROUNDS)
+        ]
+        alone, watched = map(min, zip(*pairs, strict=True))
+        share = (watched - alone) / (args.step_ms / 1000)
+        print(
+            f"{num_rows:5d} rows: {alone * 1e6:7.1f} us a step alone, {watched * 1e6:7.1f} watched:"
+            f" {share:.2%} of {args.step_ms:g} ms"
+        )
+
+
+def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
+    """CPU seconds of a step of steady decode."""
+    scheduler = Scheduler(BlockManager(64 * num_rows, 32, True), num_rows, 16384)
+    core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
+    params = SamplingParams(max_tokens=2000)
+    for seq_id in range(num_rows):
+        prompt = array("i", [seq_id + 1] * 16)
+        core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
+    clock = FakeClock()
+    observer = Observer(scheduler, clock) if is_watched else None
+    if observer is not None:
+        core.executor = TimedExecutor(core.executor, observer.timer)
+    for _ in range(5):
+        core.step()
+    begin = time.process_time()
+    for step in range(NUM_STEPS):
+        if observer is None:
+            core.step()
+            continue
+        clock.now = step * step_ms / 1000
+        observer.timer.begin()
+        taken = core.step()
+        observer.timer.end()
+        observer.end(taken.endings)
+        news = observer.news(CoreStats(num_running=num_rows, num_decode_tokens=step))
+        if news is not None:
+            pickle.dumps(news, pickle.HIGHEST_PROTOCOL)
+    return (time.process_time() - begin) / NUM_STEPS
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""`nanovllm batch`: answer every row of a file; killed and started again, it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.cli.options import Commands, add_command, at_least
+from nanovllm.cli.serve import (
+    add_engine_options,
+    add_model_options,
+    engine_config,
+    read_chat_template,
+    read_sampling_defaults,
+)
+from nanovllm.config import EngineConfig
+from nanovllm.errors import NanovllmError
+
+if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
+    from nanovllm.jobs.ledger import Ledger
+    from nanovllm.jobs.rows import Scan
+    from nanovllm.server.service import Service
+
+DESCRIPTION = """\
+Answer every row of a JSONL or Parquet file: OpenAI's batch format, or rows with a "prompt" or
+"messages", fields of sampling, and whatever else should come back with the answer. Rows that
+cannot be answered go to OUTPUT.errors.jsonl. Stopped or killed, it goes on when it is started
+again: no row is lost or answered twice. Engine options are those of `nanovllm serve`."""
+
+EXAMPLES = """\
+examples:
+  nanovllm batch questions.jsonl -o answers.jsonl
+  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --max-model-len 8k"""
+
+SECONDS_BETWEEN_LINES = 30.0  # of progress, where they go to a file
+# What an answer depends on; the rest of the options may change between one start and the next.
+SETTINGS = (
+    *("model", "revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens"),
+    *("chat_template", "generation_config", "tool_call_parser", "reasoning_parser"),
+)
+
+
+def add_parser(commands: Commands) -> None:
+    about, usage = "answer a file of any size", "nanovllm batch INPUT -o OUTPUT [options]"
+    parser = add_command(commands, "batch", about, usage, DESCRIPTION, EXAMPLES)
+    add = parser.add_argument
+    add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
+    add("-o", "--output", type=Path, required=True, help="a .jsonl file, in any order of rows")
+    add("--max-tokens", type=at_least(1), metavar="N",
+        help="of answers to rows that do not say (default: as the API has it)")  # fmt: skip
+    add("--overwrite", action="store_true", help="begin anew whatever there is of the output")
+    add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
+    add("-v", "--verbose", action="store_true", help="tell what the engine does")
+    add_model_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=run, parser=parser, model_tag=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nanovllm.jobs.ledger import Ledger
+    from nanovllm.jobs.rows import scan
+
+    config = engine_config(args)
+    found = scan(args.input)
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings |= {"model": config.model, "input": found.digest}
+    ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
+    progress = Progress(found, ledger)
+    try:
+        if ledger.num_done < found.num_rows:
+            asyncio.run(_answer_all(args, config, ledger, progress))
+    except (KeyboardInterrupt, NanovllmError):
+        progress.close()
+        print("The same command again goes on from here.", file=sys.stderr)
+        raise
+    finally:
+        ledger.close()
+    progress.close()
+    progress.print_summary()
+    return 0
+
+
+async def _answer_all(
+    args: argparse.Namespace, config: EngineConfig, ledger: Ledger, progress: Progress
+) -> None:
+    from nanovllm.async_llm import AsyncLLM
+    from nanovllm.jobs.answers import Answers
+    from nanovllm.jobs.run import run_job
+
+    llm = AsyncLLM(**asdict(config))
+    try:
+        answers = Answers(_service(args, config, llm), config.seed, args.max_tokens)
+        num_at_once = 2 * config.max_num_seqs  # as many wait as run
+        await run_job(args.input, ledger, answers, num_at_once, progress.add)
+    finally:
+        llm.close()
+
+
+def _service(args: argparse.Namespace, config: EngineConfig, llm: AsyncLLM) -> Service:
+    from nanovllm.server.options import ServerOptions
+    from nanovllm.server.service import Service
+
+    options = ServerOptions(
+        model_names=tuple(args.served_model_name or [config.model]),
+        chat_template=read_chat_template(args.chat_template),
+        tool_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        sampling_defaults=read_sampling_defaults(args.generation_config, llm.generation_config),
+    )
+    return Service(llm, options)
+
+
+class Progress:
+    """A bar with the rate and the time left, and the figures of the summary."""
+
+    def __init__(self, found: Scan, ledger: Ledger) -> None:
+        from tqdm import tqdm
+
+        self._found, self._ledger = found, ledger
+        self._num_tokens = {"prompt_tokens": 0, "completion_tokens": 0}
+        self._start = time.perf_counter()
+        seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+        self._bar = tqdm(
+            total=found.num_rows,
+            initial=ledger.num_done,
+            unit="row",
+            mininterval=seconds,
+            dynamic_ncols=True,
+        )
+
+    def add(self, line: dict[str, Any] | None) -> None:
+        usage: Mapping[str, int] = {}
+        if line is not None:
+            usage = line.get("usage") or line["response"]["body"].get("usage") or {}
+        for name in self._num_tokens:
+            self._num_tokens[name] += usage.get(name, 0)
+        rate = self._num_tokens["completion_tokens"] / (time.perf_counter() - self._start)
+        self._bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def print_summary(self) -> None:
+        num_errors, tokens = self._ledger.num_errors, self._num_tokens
+        errors = f", {num_errors} failed (see {self._ledger.errors})" if num_errors else ""
+        print(
+            f"{self._found.num_rows - num_errors} of {self._found.num_rows} rows answered in "
+            f"{self._ledger.output}{errors}; this time {tokens['prompt_tokens']} prompt and "
+            f"{tokens['completion_tokens']} answer tokens in "
+            f"{time.perf_counter() - self._start:.1f} s",
+            file=sys.stderr,
+        )

@@ -1,0 +1,46 @@
+"""`nanovllm trace`: what a running server's engine does, as a file for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from nanovllm.cli.options import Commands, add_command, add_server_options
+from nanovllm.client import OpenAIClient
+from nanovllm.errors import ConfigError
+
+DESCRIPTION = """\
+Record the steps of a `nanovllm serve` for some seconds: on the host (schedule, submit, wait,
+commit), on the device, and every request as a span. Open the file at https://ui.perfetto.dev or
+chrome://tracing."""
+
+EXAMPLES = """\
+examples:
+  nanovllm trace --seconds 5 --out trace.json
+  nanovllm trace --url http://127.0.0.1:8001 --api-key secret"""
+
+
+def add_parser(commands: Commands) -> None:
+    about, usage = "record what a server's engine does", "nanovllm trace [options]"
+    parser = add_command(commands, "trace", about, usage, DESCRIPTION, EXAMPLES)
+    add = parser.add_argument
+    add_server_options(parser, url="http://127.0.0.1:8000")
+    add("--seconds", type=float, default=3.0, metavar="X", help="to record (default: %(default)s)")
+    add("--out", default="trace.json", metavar="FILE", help="to write (default: %(default)s)")
+    add("-v", "--verbose", action="store_true", help="tell more (default: at a terminal)")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    client = OpenAIClient(args.url, args.api_key)
+    trace = asyncio.run(client.get(f"/trace?seconds={args.seconds:g}", args.seconds + 60))
+    try:
+        Path(args.out).write_text(json.dumps(trace), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.out}: {error.strerror}") from error
+    num_steps = sum(event["name"] == "submit" for event in trace["traceEvents"])
+    print(f"{args.out} has {num_steps} steps; open it at https://ui.perfetto.dev", file=sys.stderr)
+    return 0

@@ -1,0 +1,29 @@
+"""Conversations as prompts, written by a model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.engine.front import Front, check_text
+from nanovllm.errors import RequestError
+from nanovllm.prompts import Messages, as_conversations, at_index
+
+
+def prompts_of(front: Front, messages: Messages, **template_options: Any) -> list[list[int]]:
+    """Return one prompt of token ids per conversation."""
+    from nanovllm.chat_template import ChatTemplate  # jinja2, which only chats need
+
+    tokenizer = front.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
+    special_tokens = tokenizer.special_tokens_map
+    template = ChatTemplate(tokenizer.chat_template, special_tokens, **template_options)
+    prompts, conversations = [], as_conversations(messages)
+    for index, conversation in enumerate(conversations):
+        try:
+            text = template.render(conversation)
+            check_text("a message", text)
+        except RequestError as error:
+            raise at_index(error, "messages", index, len(conversations)) from error
+        prompts.append(front.encode(text, add_special_tokens=False))
+    return prompts

@@ -1,0 +1,142 @@
+"""Answers to rows, by the code that answers HTTP requests; they depend on nothing but the row."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.jobs.ledger import ROW_ID
+from nanovllm.jobs.rows import Row
+from nanovllm.server.answer import Answer
+from nanovllm.server.chat_completions import answer_chat
+from nanovllm.server.completions import answer_completion
+from nanovllm.server.embeddings import answer_embeddings
+from nanovllm.server.errors import ApiError, as_api_error
+from nanovllm.server.openai_records import ChatRequest, CompletionRequest, EmbeddingRequest
+from nanovllm.server.records import ApiRecord, as_record
+from nanovllm.server.responses import answer_response
+from nanovllm.server.responses_records import ResponsesRequest
+from nanovllm.server.service import Service
+
+ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answer]]]] = {
+    "/v1/chat/completions": (ChatRequest, answer_chat),
+    "/v1/completions": (CompletionRequest, answer_completion),
+    "/v1/embeddings": (EmbeddingRequest, answer_embeddings),
+    "/v1/responses": (ResponsesRequest, answer_response),
+}
+BATCH_FIELDS = {"custom_id", "method", "url", "body"}
+RUN_DEPENDENT = ("prompt_tokens_details", "input_tokens_details")  # what the cache held
+
+
+class RowError(Exception):
+    """Why a row has no answer."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+class Answers:
+    def __init__(self, service: Service, seed: int, max_tokens: int | None) -> None:
+        self._service, self._seed, self._max_tokens = service, seed, max_tokens
+
+    async def __call__(self, row: Row) -> dict[str, Any]:
+        """Return the line of a row; raises RowError for a bad one."""
+        if row.error is not None:
+            raise RowError("invalid_row", row.error)
+        try:
+            return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
+        except (ApiError, RequestError, ConfigError) as error:
+            told = as_api_error(error).openai()["error"]
+            raise RowError(told["code"] or told["type"], told["message"]) from error
+
+    async def _batch_line(self, row: Row) -> dict[str, Any]:
+        url, body = row.fields.get("url"), row.fields["body"]
+        if unknown := row.fields.keys() - BATCH_FIELDS:
+            raise RowError("invalid_row", f"{min(unknown)!r} is no field of a batch")
+        if not isinstance(row.custom_id, str):
+            raise RowError("invalid_row", "custom_id must be a string")
+        if row.fields.get("method", "POST") != "POST" or url not in ROUTES:
+            raise RowError("invalid_url", f"url must be one of {', '.join(ROUTES)}, to POST to")
+        if not isinstance(body, dict):
+            raise RowError("invalid_row", "body must be an object")
+        if body.get("stream"):
+            raise RowError("invalid_row", "a row of a batch is not streamed")
+        body = await self._body(row.index, url, body)
+        request_id = f"req_{row.index}"
+        response = {"status_code": 200, "request_id": request_id, "body": body}
+        row_id = ROW_ID.format(row.index)
+        return {"id": row_id, "custom_id": row.custom_id, "response": response, "error": None}
+
+    async def _plain_line(self, row: Row) -> dict[str, Any]:
+        if ("prompt" in row.fields) == ("messages" in row.fields):
+            raise RowError("invalid_row", "a row has a prompt, or messages, or a batch's body")
+        is_chat = "messages" in row.fields
+        url = "/v1/chat/completions" if is_chat else "/v1/completions"
+        names = ROUTES[url][0].model_fields.keys() - {"model", "stream", "stream_options"}
+        body = {name: value for name, value in row.fields.items() if name in names}
+        prompt = body.get("prompt", "")
+        if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
+            raise RowError("invalid_row", "the prompt of a row is one text, or one list of ids")
+        body = await self._body(row.index, url, body)
+        answers = [_plain_answer(choice) for choice in body["choices"]]
+        joined = {name: [each.get(name) for each in answers] for name in answers[0]}
+        answer = answers[0] if len(answers) == 1 else joined
+        result = {"index": row.index, **answer, "usage": body["usage"]}
+        kept = {f"input_{k}" if k in result else k: v for k, v in row.fields.items()}
+        return {**kept, **result}
+
+    async def _body(self, index: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        kind, answer = ROUTES[url]
+        defaults = {"seed": row_seed(self._seed, index), "max_output_tokens": self._max_tokens}
+        if "max_completion_tokens" not in body:
+            defaults["max_tokens"] = self._max_tokens
+        defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
+        made = await answer(self._service, as_record(kind, {**defaults, **body}))
+        async with contextlib.aclosing(made.events()) as events:
+            collected = [event async for event in events]
+        settled: dict[str, Any] = _Settled(index).value(made.whole(collected))
+        return settled
+
+
+def row_seed(seed: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _plain_answer(choice: dict[str, Any]) -> dict[str, Any]:
+    message = choice.get("message", choice)
+    answer = {"text": message.get("content", message.get("text")) or ""}
+    for name in ("reasoning", "tool_calls"):
+        if message.get(name):
+            answer[name] = message[name]
+    if choice.get("logprobs") is not None:
+        answer["logprobs"] = choice["logprobs"]
+    return {**answer, "finish_reason": choice["finish_reason"]}
+
+
+class _Settled:
+    """Writes a body without what differs from run to run: its ids, times, and the cache's hits."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._ids: dict[str, str] = {}  # by those that they replace
+
+    def value(self, value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: self.value(v, k) for k, v in value.items() if k not in RUN_DEPENDENT}
+        if isinstance(value, list):
+            return [self.value(each) for each in value] if name != "embedding" else value
+        if name in ("id", "call_id", "item_id") and isinstance(value, str):
+            return self._ids.setdefault(value, self._id(value))
+        return 0 if name in ("created", "created_at", "completed_at") and value else value
+
+    def _id(self, value: str) -> str:
+        """One of the same form."""
+        prefix, rest = re.fullmatch(r"([a-z]+[-_])?(.*)", value, re.DOTALL).groups("")  # type: ignore[union-attr]
+        text = f"{self._index}:{len(self._ids)}"
+        return prefix + hashlib.sha256(text.encode()).hexdigest()[: len(rest)]

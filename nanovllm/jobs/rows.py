@@ -1,0 +1,133 @@
+"""The rows of a batch job: a stream from a file, so that any number of them fits into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanovllm.errors import ConfigError
+
+MAX_WINDOW_ROWS = 4096
+READ_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    index: int  # among those of the file
+    fields: dict[str, Any]
+    error: str | None = None  # why it has no fields
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is a row of OpenAI's batch format, and not a plain one."""
+        return "custom_id" in self.fields and "body" in self.fields
+
+    @property
+    def custom_id(self) -> Any:
+        return self.fields.get("custom_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What one reading of the whole input finds out."""
+
+    digest: str
+    num_rows: int
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a JSONL or Parquet file; empty lines are none."""
+    items = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
+    return (_row(index, item) for index, item in enumerate(items))
+
+
+def scan(path: Path) -> Scan:
+    """Read everything once; raise ConfigError if two rows have the same id."""
+    digest, num_rows = hashlib.sha256(), 0
+    with _open(path) as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    hashes: list[np.ndarray] = []
+    rows = read_rows(path)
+    while window := list(islice(rows, MAX_WINDOW_ROWS)):
+        num_rows += len(window)
+        ids = [row.custom_id for row in window if row.is_batch]
+        hashes.append(np.array([_hash(custom_id) for custom_id in ids], np.uint64))
+    _refuse_duplicates(path, np.concatenate([np.zeros(0, np.uint64), *hashes]))
+    return Scan(digest.hexdigest(), num_rows)
+
+
+def windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Group rows, and put those whose prompts begin alike next to each other in each group."""
+    iterator = iter(rows)
+    while window := list(islice(iterator, MAX_WINDOW_ROWS)):
+        yield sorted(window, key=_prompt_text)
+
+
+def _prompt_text(row: Row) -> str:
+    body = row.fields.get("body", row.fields)
+    if not isinstance(body, dict):
+        return ""
+    prompt = body.get("prompt", body.get("messages", body.get("input")))
+    tools = json.dumps(body["tools"]) if body.get("tools") else ""
+    return tools + (prompt if isinstance(prompt, str) else json.dumps(prompt))
+
+
+def _row(index: int, item: Any) -> Row:
+    if isinstance(item, ValueError):
+        return Row(index, {}, f"it is not valid JSON: {item}")
+    if not isinstance(item, dict):
+        return Row(index, {}, "it is not a JSON object")
+    return Row(index, item)
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    with _open(path) as file:
+        for line in file:
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield ValueError(str(error))
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ConfigError("to read Parquet: pip install pyarrow") from error
+    with _open(path) as file:
+        try:
+            for batch in ParquetFile(file).iter_batches(READ_BYTES // 1024):
+                yield from batch.to_pylist()
+        except ArrowInvalid as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _open(path: Path) -> Any:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _hash(custom_id: Any) -> int:
+    text = json.dumps(custom_id, sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _refuse_duplicates(path: Path, hashes: np.ndarray) -> None:
+    values, counts = np.unique(hashes, return_counts=True)
+    doubled = {int(value) for value in values[counts > 1]}
+    if not doubled:
+        return
+    first = next(r for r in read_rows(path) if r.is_batch and _hash(r.custom_id) in doubled)
+    raise ConfigError(f"{path}: several rows have the custom_id {first.custom_id!r:.80}")

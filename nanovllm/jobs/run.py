@@ -1,0 +1,66 @@
+"""Run a job: rows are read, answered many at a time, and written as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nanovllm.jobs.answers import RowError
+from nanovllm.jobs.ledger import Ledger
+from nanovllm.jobs.rows import Row, read_rows, windows
+
+OnLine = Callable[[dict[str, Any] | None], None]  # what was written; None: an error
+
+
+async def run_job(
+    path: Path,
+    ledger: Ledger,
+    answer: Callable[[Row], Awaitable[dict[str, Any]]],
+    num_at_once: int,
+    on_line: OnLine = lambda line: None,
+) -> None:
+    """Answer every row that is not done; an error that is not a row's own ends the job."""
+    queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
+    workers = [
+        asyncio.create_task(_work(queue, ledger, answer, on_line)) for _ in range(num_at_once)
+    ]
+    tasks = [asyncio.create_task(_feed(path, ledger, queue, num_at_once)), *workers]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _feed(
+    path: Path, ledger: Ledger, queue: asyncio.Queue[Row | None], num_workers: int
+) -> None:
+    todo = (row for row in read_rows(path) if not ledger.is_done[row.index])
+    groups: Iterator[list[Row]] = windows(todo)
+    while (window := await asyncio.to_thread(next, groups, None)) is not None:
+        for row in window:
+            await queue.put(row)
+    for _ in range(num_workers):
+        await queue.put(None)
+
+
+async def _work(
+    queue: asyncio.Queue[Row | None],
+    ledger: Ledger,
+    answer: Callable[[Row], Awaitable[dict[str, Any]]],
+    on_line: OnLine,
+) -> None:
+    while (row := await queue.get()) is not None:
+        try:
+            line = await answer(row)
+        except RowError as error:
+            ledger.write_error(row.index, row.custom_id, error.code, error.message)
+            on_line(None)
+        else:
+            ledger.write(row.index, line)
+            on_line(line)

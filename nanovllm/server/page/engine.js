@@ -1,0 +1,175 @@
+// The engine, live: reads its stream while somebody looks, and shows what it says.
+
+import { ApiFailure, events } from "./api.js";
+import { BlockMap } from "./blockmap.js";
+import { Sparkline, Timeline } from "./charts.js";
+import { find, make } from "./elements.js";
+import { apply, counts, holders, hue, running } from "./state.js";
+
+const MAX_ROWS = 64;
+const SAMPLE_MS = 250;
+
+export class Engine {
+  constructor(onFailure) {
+    this.onFailure = onFailure;
+    this.state = null;
+    this.map = new BlockMap(find("map"), find("map-detail"));
+    this.timeline = new Timeline(find("steps"), find("step-detail"));
+    this.lines = {
+      speed: new Sparkline(find("speed-line")),
+      hits: new Sparkline(find("hits-line"), 1),
+      usage: new Sparkline(find("usage-line"), 1),
+    };
+    this.rows = new Map(); // of running sequences, by id
+    this.totals = []; // answer tokens, one entry a sample
+    this.isDrawn = true;
+    setInterval(() => this.sample(), SAMPLE_MS);
+    document.addEventListener("visibilitychange", () => this.watch());
+    new ResizeObserver(() => this.drawSoon()).observe(find("engine"));
+  }
+
+  /** Look while the page is visible; a hidden one costs the engine nothing. */
+  async watch() {
+    this.controller?.abort();
+    if (document.hidden) return;
+    const controller = (this.controller = new AbortController());
+    try {
+      for await (const event of events("engine/events", { signal: controller.signal })) {
+        this.state = apply(this.state, event);
+        this.setStatus("live", "live");
+        this.drawSoon();
+      }
+      throw new ApiFailure("the server closed the connection", 0);
+    } catch (error) {
+      if (controller.signal.aborted) return;
+      this.fail(error);
+    }
+  }
+
+  fail(error) {
+    const isDead = error instanceof ApiFailure && error.status !== 0;
+    this.setStatus("dead", isDead ? "engine lost" : "no connection");
+    find("failure").textContent = isDead ? `The engine is lost: ${error.message}` : "The server does not answer.";
+    find("failure").hidden = false;
+    if (!this.onFailure(error)) setTimeout(() => this.watch(), 2000);
+  }
+
+  setStatus(state, text) {
+    const status = find("status");
+    if (status.dataset.state === state && status.textContent === text) return;
+    status.dataset.state = state;
+    status.textContent = text;
+    if (state === "live") find("failure").hidden = true;
+  }
+
+  drawSoon() {
+    if (!this.isDrawn || !this.state) return;
+    this.isDrawn = false;
+    requestAnimationFrame(() => ((this.isDrawn = true), this.draw()));
+  }
+
+  draw() {
+    const { state } = this;
+    const held = holders(state);
+    const number = counts(state, held);
+    this.map.draw(state, held);
+    this.timeline.set(state.steps);
+    for (const [name, count] of Object.entries(number)) setText(`num-${name}`, count);
+    setText("map-size", `${state.numBlocks} blocks of ${state.blockSize} tokens`);
+    find("map").setAttribute("aria-label", `KV cache: ${number.held} blocks held, ${number.shared} of them shared, ${number.cached} cached, ${number.free} free`);
+    this.drawNumbers();
+    this.drawRunning();
+    this.drawQueue();
+    const last = state.steps.findLast((step) => step.rows);
+    setText("step-size", last ? `${last.prompt + last.answer} tokens in ${(last.device / 1000).toFixed(1)} ms` : "");
+  }
+
+  drawNumbers() {
+    const { stats } = this.state;
+    setText("hits", percent(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1)));
+    setText("usage", percent(1 - stats.num_free_blocks / stats.num_blocks));
+    setText("num-running", `${stats.num_running} of ${this.state.maxSeqs} places`);
+    setText("num-waiting", stats.num_waiting);
+    setText("preemptions", `${stats.num_preemptions} preempted so far`);
+    find("preemptions").classList.toggle("warn", stats.num_preemptions > 0);
+  }
+
+  drawRunning() {
+    const shown = running(this.state).sort((one, other) => one.id - other.id);
+    const kept = new Set(shown.slice(0, MAX_ROWS).map((sequence) => sequence.id));
+    for (const [id, row] of this.rows) {
+      if (kept.has(id)) continue;
+      row.remove();
+      this.rows.delete(id);
+    }
+    for (const sequence of shown.slice(0, MAX_ROWS)) {
+      if (!this.rows.has(sequence.id)) {
+        this.rows.set(sequence.id, this.makeRow(sequence));
+        find("running").append(this.rows.get(sequence.id));
+      }
+      updateRow(this.rows.get(sequence.id), sequence);
+    }
+    find("running").dataset.more = shown.length > MAX_ROWS ? `and ${shown.length - MAX_ROWS} more` : "";
+  }
+
+  makeRow(sequence) {
+    const row = make("li", { tabIndex: 0 }, make("b", { className: "swatch" }, `#${sequence.id}`));
+    row.dataset.id = sequence.id;
+    row.style.setProperty("--hue", hue(sequence.id));
+    const prompt = make("span", { className: "bar" }, make("i", { className: "from-cache" }), make("i", { className: "computed" }));
+    const answer = make("span", { className: "bar" }, make("i", { className: "computed" }));
+    row.append(make("span", { className: "bars" }, prompt, answer), make("span", { className: "amounts" }));
+    const choose = (id) => () => ((this.map.chosen = id), this.drawSoon());
+    row.onpointerenter = row.onfocus = choose(sequence.id);
+    row.onpointerleave = row.onblur = choose(null);
+    return row;
+  }
+
+  drawQueue() {
+    const entries = this.state.queue.map((id) => {
+      const { prompt, tokens, status } = this.state.sequences.get(id);
+      const item = make("li", { className: status }, `#${id} · ${tokens} tokens`);
+      item.dataset.id = id;
+      if (status === "preempted") item.append(` · preempted after ${tokens - prompt}`);
+      if (status === "postponed") item.append(" · waits for its grammar");
+      return item;
+    });
+    const list = find("queue");
+    list.replaceChildren(...entries);
+    const rest = this.state.stats.num_waiting - entries.length;
+    list.dataset.more = rest > 0 ? `and ${rest} more` : "";
+  }
+
+  sample() {
+    if (!this.state || document.hidden) return;
+    const { stats } = this.state;
+    this.totals.push(stats.num_decode_tokens);
+    if (this.totals.length > 1000 / SAMPLE_MS + 1) this.totals.shift();
+    const seconds = ((this.totals.length - 1) * SAMPLE_MS) / 1000;
+    const speed = seconds ? Math.max(0, this.totals.at(-1) - this.totals[0]) / seconds : 0;
+    setText("speed", speed < 100 ? speed.toFixed(1) : Math.round(speed).toLocaleString());
+    this.lines.speed.add(speed);
+    this.lines.hits.add(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1));
+    this.lines.usage.add(1 - stats.num_free_blocks / stats.num_blocks);
+  }
+}
+
+function updateRow(row, sequence) {
+  const { prompt, most, cached, computed, tokens } = sequence;
+  const read = Math.min(computed, prompt);
+  const [fromCache, readBar, answerBar] = row.querySelectorAll("i");
+  fromCache.style.width = `${(100 * Math.min(cached, read)) / prompt}%`;
+  readBar.style.width = `${(100 * Math.max(0, read - cached)) / prompt}%`;
+  answerBar.style.width = `${(100 * (tokens - prompt)) / (most - prompt)}%`;
+  const [written, longest] = [tokens - prompt, most - prompt];
+  const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
+  row.querySelector(".amounts").textContent = read < prompt ? `reads ${read} / ${prompt}` : `${written} / ${longest}`;
+  row.dataset.tip = `Prompt, left: ${read} of ${prompt} tokens read${hits}. Answer, right: ${written} of at most ${longest} tokens written.`;
+}
+
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
+
+function setText(id, value) {
+  const element = find(id);
+  if (element.textContent !== String(value)) element.textContent = value;
+}

@@ -1,0 +1,98 @@
+// The engine's state as its stream tells it: the whole once, then changes. Nothing here draws.
+
+const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "blocks"];
+const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows"];
+export const MAX_STEPS = 400;
+
+const named = (names, row) => Object.fromEntries(names.map((name, i) => [name, row[i]]));
+
+/** The state after an event; the old one is not used any more. */
+export function apply(state, event) {
+  if (event.kind === "state") {
+    return {
+      numBlocks: event.num_blocks,
+      blockSize: event.block_size,
+      maxSeqs: event.max_num_seqs,
+      maxTokens: event.max_num_batched_tokens,
+      sequences: new Map(event.sequences.map((row) => [row[0], named(SEQUENCE, row)])),
+      queue: event.queue,
+      cached: new Set(event.cached),
+      steps: state?.steps ?? [],
+      stats: event.stats,
+      time: event.time,
+    };
+  }
+  for (const row of event.sequences) state.sequences.set(row[0], named(SEQUENCE, row));
+  for (let at = 0; at < event.progress.length; at += 3) {
+    const [id, computed, tokens] = event.progress.slice(at, at + 3);
+    Object.assign(state.sequences.get(id), { computed, tokens });
+  }
+  for (const [id, blocks] of event.grown) state.sequences.get(id).blocks.push(...blocks);
+  for (const id of event.gone) state.sequences.delete(id);
+  if (event.queue !== null) state.queue = event.queue;
+  for (const id of event.cached) state.cached.add(id);
+  for (const id of event.uncached) state.cached.delete(id);
+  for (const row of event.steps) state.steps.push(named(STEP, row));
+  state.steps.splice(0, state.steps.length - MAX_STEPS);
+  state.stats = event.stats;
+  state.time = event.time;
+  return state;
+}
+
+export const running = (state) => [...state.sequences.values()].filter((each) => each.status === "running");
+
+/** For each block who holds it: a list of [sequence, index of the block in it]. */
+export function holders(state) {
+  const held = new Map();
+  for (const sequence of state.sequences.values()) {
+    sequence.blocks.forEach((block, index) => {
+      if (!held.has(block)) held.set(block, []);
+      held.get(block).push([sequence, index]);
+    });
+  }
+  return held;
+}
+
+export function counts(state, held = holders(state)) {
+  let shared = 0;
+  for (const each of held.values()) shared += each.length > 1;
+  let cached = 0;
+  for (const block of state.cached) cached += !held.has(block);
+  return { held: held.size, shared, cached, free: state.numBlocks - held.size - cached };
+}
+
+/** How much of a block is computed, from 0 to 1. */
+export function filled(state, [sequence, index]) {
+  return Math.min(1, Math.max(0, sequence.computed / state.blockSize - index));
+}
+
+export function describeBlock(state, block, held = holders(state)) {
+  const owners = held.get(block) ?? [];
+  if (owners.length === 0) {
+    return state.cached.has(block)
+      ? `Block ${block}: cached. Nobody holds it, and a prompt that begins the same way will take it over.`
+      : `Block ${block}: free.`;
+  }
+  const names = owners.map(([sequence]) => `#${sequence.id}`);
+  const first = owners[0][1] * state.blockSize;
+  const where = `tokens ${first} to ${first + state.blockSize - 1} of ${joined(names)}`;
+  const full = `${Math.round(100 * Math.max(...owners.map((owner) => filled(state, owner))))}% computed`;
+  const shared = owners.length > 1 ? ". Shared: computed once, read by all of them" : "";
+  return `Block ${block}: ${where}, ${full}${shared}.`;
+}
+
+export function describeStep(step) {
+  const host = step.schedule + step.submit + step.commit;
+  const tokens = `${step.prompt} prompt and ${step.answer} answer tokens in ${step.rows} rows`;
+  return `${tokens}; device ${ms(step.device)}, host ${ms(host)} (schedule ${ms(step.schedule)}, submit ${ms(step.submit)}, commit ${ms(step.commit)}).`;
+}
+
+const ms = (us) => (us < 10_000 ? `${(us / 1000).toFixed(2)} ms` : `${Math.round(us / 1000)} ms`);
+
+function joined(names) {
+  const shown = names.length > 6 ? [...names.slice(0, 5), `${names.length - 5} others`] : names;
+  return shown.length > 1 ? `${shown.slice(0, -1).join(", ")} and ${shown.at(-1)}` : shown[0];
+}
+
+/** Neighbouring numbers get hues far apart. */
+export const hue = (id) => (id * 137.508) % 360;

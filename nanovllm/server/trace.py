@@ -1,0 +1,85 @@
+"""A Chrome trace of what watchers are told: the host's parts of steps, the device's, requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nanovllm.server.answer import Event
+from nanovllm.serving.state_records import EngineNews, EngineState, SequenceEnd, StepState
+
+HOST, DEVICE, REQUESTS = 1, 2, 3
+NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
+
+
+class Trace:
+    """Collects news; `events` are in the format that ui.perfetto.dev and chrome://tracing read."""
+
+    def __init__(self) -> None:
+        self._begin = self._end = 0
+        self._steps: list[StepState] = []
+        self._ended: list[SequenceEnd] = []
+        self._arrivals: dict[int, int] = {}  # of all that were seen
+        self._running: dict[int, int] = {}  # when the unfinished ones were first seen to run
+
+    def add(self, news: EngineNews) -> None:
+        for seq in news.sequences:
+            self._arrivals[seq.seq_id] = seq.arrival
+            if seq.status == "running":
+                self._running.setdefault(seq.seq_id, news.time)
+        self._end = news.time
+        if isinstance(news, EngineState):  # which may come again
+            self._begin = self._begin or news.time
+            return
+        self._steps += news.steps
+        self._ended += news.ended
+        for end in news.ended:
+            self._running.pop(end.seq_id, None)
+
+    def events(self) -> Iterator[Event]:
+        for pid, name in NAMES.items():
+            yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+        for step in self._steps:
+            yield from self._step_events(step)
+        for end in self._ended:
+            yield from self._ending_events(end)
+        for seq_id, begin in self._running.items():
+            name = f"sequence {seq_id}, unfinished"
+            yield self._span(REQUESTS, seq_id, name, begin, self._end - begin)
+
+    def _step_events(self, step: StepState) -> Iterator[Event]:
+        begin = step.begin
+        for name in ("schedule", "submit", "wait", "commit"):
+            duration = getattr(step, name)
+            if name == "wait":  # the parts after it end with the turn; masks may come before
+                begin = max(begin, step.device_begin + step.device - duration)
+            yield self._span(HOST, 1, name, begin, duration)
+            begin += duration
+        counts = {
+            "prompt tokens": step.num_prefill_tokens,
+            "answer tokens": step.num_decode_tokens,
+        }
+        if step.num_rows:
+            event = self._span(DEVICE, 1, _step_name(step), step.device_begin, step.device)
+            yield {**event, "args": {**counts, "rows": step.num_rows}}
+            counter = {"ph": "C", "pid": DEVICE, "name": "tokens", "args": counts}
+            yield {**counter, "ts": step.device_begin - self._begin}
+
+    def _ending_events(self, end: SequenceEnd) -> Iterator[Event]:
+        begin = self._arrivals.get(end.seq_id, end.start) or end.end
+        start, first = end.start or end.end, end.first_token or end.end
+        args = {"finish reason": end.reason, "tokens": end.num_new_tokens}
+        whole = self._span(REQUESTS, end.seq_id, f"sequence {end.seq_id}", begin, end.end - begin)
+        yield {**whole, "args": args}
+        spans = {"queue": (begin, start), "prefill": (start, first), "decode": (first, end.end)}
+        for name, (since, until) in spans.items():
+            if until > since:
+                yield self._span(REQUESTS, end.seq_id, name, since, until - since)
+
+    def _span(self, pid: int, tid: int, name: str, begin: int, duration: int) -> Event:
+        head = {"ph": "X", "pid": pid, "tid": tid, "name": name}
+        return {**head, "ts": begin - self._begin, "dur": duration}
+
+
+def _step_name(step: StepState) -> str:
+    kinds = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens}
+    return " + ".join(name for name, count in kinds.items() if count)

@@ -1,0 +1,154 @@
+"""Commands that ask a server: chat, generate, trace, bench serve."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanovllm.bench.load import Limits, Measured, random_prompts, read_prompts, summary, table
+from nanovllm.cli import main
+from nanovllm.errors import ConfigError
+from tests.server.fake_llm import FakeLLM
+from tests.server.running import Running, running
+
+pytestmark = pytest.mark.usefixtures("nothing")
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Running]:
+    with running(FakeLLM(text="Hello, you!"), api_keys=("secret",)) as server:
+        yield server
+
+
+def options(server: Running) -> list[str]:
+    return ["--url", server.url, "--api-key", "secret"]
+
+
+def test_generate_asks_all_prompts_of_a_server(
+    fake: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del fake.llm.asked[:]
+    command = ["generate", *options(fake), "--json", "--temperature", "0.5", "--top-k", "7"]
+    assert main([*command, "one", "two"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["one", "two"]
+    assert lines[0] == {"prompt": "one", "text": "Hello, you!", "finish_reason": "stop"}
+    params = fake.llm.asked[0][1]
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 128)
+
+
+def test_a_schema_is_sent_as_every_server_reads_it(fake: Running, tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "object"}')
+    assert main(["generate", *options(fake), "--json-schema", str(path), "x"]) == 0
+    assert fake.llm.asked[-1][1].structured_outputs["json"] == {"type": "object"}
+
+
+def test_generate_raw_continues_a_text(fake: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *options(fake), "--raw", "abc"]) == 0
+    assert "Hello, you!" in capsys.readouterr().out
+
+
+def test_chat_remembers_what_was_said(
+    fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    turns = iter(["first\n", "second\n"])
+    monkeypatch.setattr("nanovllm.cli.chat.answer_pipe", lambda talk: talk_all(talk, turns))
+    del fake.llm.asked[:]
+    assert main(["chat", *options(fake)]) == 0
+    assert capsys.readouterr().out == "Hello, you!Hello, you!"
+    assert len(fake.llm.asked[1][0]) > len(fake.llm.asked[0][0]) + len("Hello, you!")
+
+
+def talk_all(conversation: object, turns: Iterator[str]) -> None:
+    for turn in turns:
+        conversation.ask(turn.strip(), lambda text: print(text, end=""))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--device", "cpu"], ["--threads", "1"], ["--no-prefix-caching"]]
+)
+def test_options_of_an_engine_do_not_fit_a_url(
+    fake: Running, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(["generate", *options(fake), *arguments, "x"]) == 2
+    assert "--url asks another" in capsys.readouterr().err
+
+
+def test_wrong_keys_and_servers_are_said(fake: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--url", fake.url, "x"]) == 1
+    assert "401" in capsys.readouterr().err
+    assert main(["trace", "--url", "http://127.0.0.1:9"]) == 1
+    assert "no server answers" in capsys.readouterr().err
+
+
+def test_a_trace_is_written(fake: Running, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert main(["trace", *options(fake), "--seconds", "0.2", "--out", str(path)]) == 0
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "200"]])
+def test_a_load_is_measured(
+    fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, load: list[str]
+) -> None:
+    path = tmp_path / "result.json"
+    command = ["bench", "serve", *options(fake), *load, "--num-requests", "12", "--json", str(path)]
+    assert main([*command, "--prompt-words", "20", "--shared-words", "5"]) == 0
+    result = json.loads(path.read_text())
+    assert result["num_requests"] == len(result["requests"]) == 12
+    assert result["num_failed"] == 0
+    assert result["tokens_per_second"] > 0
+    times = result["first_token_ms"]
+    assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+    assert "first token" in capsys.readouterr().out
+
+
+def test_a_load_from_a_file_counts_errors(
+    fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    file.write_text("\n".join(map(json.dumps, [chat, {"prompt": "x" * 5000}])))
+    assert main(["bench", "serve", *options(fake), "--prompts", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "2, 1 failed" in out
+    assert "1 x the server answered 400" in out
+
+
+def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for text in ("", "no json", '{"other": 1}', "[1]"):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            read_prompts(str(path))
+
+
+def test_a_summary_counts_what_keeps_the_limits() -> None:
+    measured = [
+        Measured(0.0, 0.1, (0.02, 0.02), 1.0, 10, 20),
+        Measured(1.0, 0.3, (0.02, 0.08), 1.0, 10, 20),
+        Measured(2.0, error="refused"),
+    ]
+    result = summary(measured, Limits(first_token=0.2))
+    assert result["seconds"] == 2.0
+    assert result["tokens_per_second"] == 20
+    assert result["goodput_requests_per_second"] == 0.5
+    assert result["first_token_ms"]["p50"] == pytest.approx(200)
+    assert result["errors"] == {"refused": 1}
+    assert summary(measured, Limits(gap=0.03))["goodput_requests_per_second"] == 0.5
+    assert "p99" in table(result)
+    assert summary(measured[2:], Limits())["first_token_ms"] is None
+
+
+def test_random_prompts_share_their_beginning_and_nothing_else() -> None:
+    prompts = random_prompts(5, 50, 20, seed=1)
+    beginnings = {" ".join(prompt.split()[:20]) for prompt in prompts}
+    assert len(beginnings) == 1
+    assert len(set(prompts)) == 5
+    assert prompts == random_prompts(5, 50, 20, seed=1)

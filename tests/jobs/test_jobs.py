@@ -1,0 +1,198 @@
+"""Batch jobs go on where they were stopped, whatever stopped them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.errors import ConfigError, EngineError
+from nanovllm.jobs.answers import RowError, row_seed
+from nanovllm.jobs.ledger import Ledger
+from nanovllm.jobs.rows import Row, read_rows, scan, windows
+from nanovllm.jobs.run import run_job
+
+
+async def echo(row: Row) -> dict[str, Any]:
+    await asyncio.sleep(0)
+    if row.error is not None:
+        raise RowError("invalid_row", row.error)
+    if row.is_batch:
+        return {"id": f"batch_req_{row.index}", "custom_id": row.custom_id, "response": {}}
+    return {**row.fields, "index": row.index, "text": row.fields["prompt"][::-1]}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def run(path: Path, output: Path, answer: Any = echo, overwrite: bool = False) -> Ledger:
+    found = scan(path)
+    ledger = Ledger(output, {"input": found.digest}, found.num_rows, overwrite)
+    try:
+        asyncio.run(run_job(path, ledger, answer, num_at_once=8))
+    finally:
+        ledger.close()
+    return ledger
+
+
+def plain_rows(count: int) -> list[Any]:
+    return [{"prompt": f"prompt {i * 7919 % count}", "kept": i} for i in range(count)]
+
+
+def test_rows_are_answered_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", [*plain_rows(100), "no object"])
+    with path.open("a") as file:
+        file.write("{broken\n\n")
+    ledger = run(path, tmp_path / "out.jsonl")
+    lines = read_lines(ledger.output)
+    assert sorted(line["index"] for line in lines) == list(range(100))
+    assert all(line["kept"] == line["index"] for line in lines)
+    errors = {line["index"]: line["error"] for line in read_lines(ledger.errors)}
+    assert errors[100]["message"] == "it is not a JSON object"
+    assert errors[101]["message"].startswith("it is not valid JSON")
+    before = ledger.output.read_bytes(), ledger.errors.read_bytes()
+    again = run(path, tmp_path / "out.jsonl", answer=None)  # nothing is left to answer
+    assert (again.output.read_bytes(), again.errors.read_bytes()) == before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 17])
+def test_a_half_line_is_cut_and_its_row_answered_again(tmp_path: Path, cut: int) -> None:
+    path = write_rows(tmp_path / "in.jsonl", plain_rows(50))
+    ledger = run(path, tmp_path / "out.jsonl")
+    whole = ledger.output.read_bytes()
+    half = whole.rfind(b"\n", 0, len(whole) // 2) + 1 + cut
+    ledger.output.write_bytes(whole[:half])
+    again = run(path, tmp_path / "out.jsonl")
+    assert sorted(again.output.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_an_engine_that_dies_ends_the_job_and_costs_no_row(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", plain_rows(200))
+
+    async def dying(row: Row) -> dict[str, Any]:
+        if row.index == 77:
+            raise EngineError("it died")
+        return await echo(row)
+
+    with pytest.raises(EngineError, match="it died"):
+        run(path, tmp_path / "out.jsonl", dying)
+    ledger = run(path, tmp_path / "out.jsonl")
+    assert sorted(line["index"] for line in read_lines(ledger.output)) == list(range(200))
+
+
+def test_only_the_job_that_was_begun_goes_on(tmp_path: Path) -> None:
+    path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
+    run(path, output)
+    write_rows(path, plain_rows(6))
+    with pytest.raises(ConfigError, match="begun with another input"):
+        run(path, output)
+    assert len(read_lines(run(path, output, overwrite=True).output)) == 6
+    stranger = tmp_path / "notes.jsonl"
+    stranger.write_text("something else\n")
+    with pytest.raises(ConfigError, match="not of a job"):
+        run(path, stranger)
+    assert stranger.read_text() == "something else\n"
+
+
+def test_lines_of_another_job_are_noticed(tmp_path: Path) -> None:
+    path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
+    run(path, output)
+    with output.open("a") as file:
+        file.write('{"index": 5}\n')
+    with pytest.raises(ConfigError, match="line 6 is not of this job"):
+        run(path, output)
+
+
+def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
+    rows = [{"custom_id": f"row {i % 9}", "url": "/v1/completions", "body": {}} for i in range(10)]
+    with pytest.raises(ConfigError, match="several rows have the custom_id 'row 0'"):
+        scan(write_rows(tmp_path / "in.jsonl", rows))
+    ledger = run(write_rows(tmp_path / "in.jsonl", rows[:9]), tmp_path / "out.jsonl")
+    assert {line["custom_id"] for line in read_lines(ledger.output)} == {
+        row["custom_id"] for row in rows
+    }
+
+
+HOLDER = """\
+import sys, time
+from pathlib import Path
+from nanovllm.jobs.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]), {}, 1, False)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_one_process_works_on_a_job_and_its_lock_dies_with_it(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", HOLDER, str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="another process is working"):
+            Ledger(output, {}, 1, False)
+        holder.kill()
+    Ledger(output, {}, 1, False).close()
+
+
+def test_rows_that_begin_alike_meet(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [{"prompt": f"system {rng.randrange(5)}: {i}"} for i in range(500)]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    (window,) = windows(read_rows(path))
+    systems = [row.fields["prompt"][:8] for row in window]
+    assert sum(a != b for a, b in itertools.pairwise(systems)) == 4
+
+
+def test_parquet_needs_pyarrow_or_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.write_bytes(b"PAR1")
+        with pytest.raises(ConfigError, match="pip install pyarrow"):
+            scan(path)
+        return
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain_rows(10)), path)
+    assert [row.fields for row in read_rows(path)] == plain_rows(10)
+
+
+def test_a_seed_is_the_rows_own() -> None:
+    seeds = {row_seed(seed, index) for seed in range(3) for index in range(1000)}
+    assert len(seeds) > 2990
+
+
+MEASURED = """\
+import asyncio, resource, sys
+from pathlib import Path
+from tests.jobs.test_jobs import run
+run(Path(sys.argv[1]), Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.endurance
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, count: Callable[[int], int]) -> None:
+    megabytes = []
+    for number in (2000, count(200_000)):
+        rows = [{"prompt": f"row {i}", "max_tokens": 4} for i in range(number)]
+        path = write_rows(tmp_path / f"{number}.jsonl", rows)
+        command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / f"{number}.out")]
+        megabytes.append(int(subprocess.run(command, capture_output=True, check=True).stdout))
+    assert megabytes[1] < megabytes[0] + 50

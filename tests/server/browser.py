@@ -1,0 +1,88 @@
+"""A real browser for tests of the page, which skip where none is found."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+LIVE = "#status[data-state=live]"
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"no browser is found under the names {', '.join(NAMES)}")
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield launched
+        launched.close()
+
+
+class Tabs:
+    """Opens pages; `check` fails on whatever went wrong in any, or was loaded from elsewhere."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self._contexts: list[Any] = []
+        self.faults: list[str] = []
+        self.expected: tuple[str, ...] = ()  # parts of faults that a test provokes
+
+    def open(self, url: str, *, waits: bool = True, **options: Any) -> Any:
+        context = self._browser.new_context(**options)
+        self._contexts.append(context)
+        context.set_default_timeout(60_000)
+        page = context.new_page()
+        page.on("console", lambda message: self._note(message.type, message.text))
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("request", lambda request: self._check_host(request.url, url))
+        page.goto(url)
+        if waits:
+            page.wait_for_selector(LIVE)
+        return page
+
+    def check(self) -> None:
+        for context in self._contexts:
+            context.close()
+        unexpected = [
+            fault for fault in self.faults if not any(part in fault for part in self.expected)
+        ]
+        assert not unexpected, unexpected
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.faults.append(text)
+
+    def _check_host(self, asked: str, own: str) -> None:
+        if urlsplit(asked).scheme != "blob" and urlsplit(asked).netloc != urlsplit(own).netloc:
+            self.faults.append(f"a request to {asked}")
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+
+
+def wait_for_answer(page: Any) -> None:
+    page.wait_for_selector("#send:visible")
+
+
+def answers(page: Any) -> list[str]:
+    return page.locator(".message.assistant .body").all_inner_texts()
+
+
+def wait_for(page: Any, condition: str, seconds: float = 60.0) -> None:
+    """Until an expression holds; playwright's own way is forbidden by the page's policy."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, f"never: {condition}"
+        page.wait_for_timeout(50)

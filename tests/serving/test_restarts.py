@@ -1,0 +1,117 @@
+"""A core that failed is replaced: callers are told, later ones are served, and there is an end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.errors import EngineError
+from nanovllm.serving import restarts
+from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
+from tests.server.byte_model import make_byte_model
+from tests.server.running import Running, running
+
+LONG = SamplingParams(max_tokens=900, ignore_eos=True)
+
+
+class FakeTime:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_cores_that_fail_soon_are_replaced_later_and_in_the_end_not_at_all() -> None:
+    time = FakeTime()
+    policy = Restarts(time)
+    delays = []
+    while (delay := policy.delay()) is not None:
+        delays.append(delay)
+        policy.ready()
+        time.now += SOON_SECONDS / 2
+    assert delays == [0, 1, 2, 4, 8]
+    assert policy.num_restarts == len(delays) == MAX_SOON - 1
+
+
+def test_a_core_that_lasts_is_replaced_at_once() -> None:
+    time = FakeTime()
+    policy = Restarts(time)
+    for _ in range(3 * MAX_SOON):
+        time.now += SOON_SECONDS + 1
+        assert policy.delay() == 0
+        assert policy.delay() == 1  # another one failed while it started
+        policy.ready()
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Any:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64}
+    llm = AsyncLLM(make_byte_model(tmp_path), restart_core=True, **options)
+    yield llm
+    llm.close()
+
+
+async def answer(llm: AsyncLLM, params: SamplingParams) -> list[int]:
+    pieces = [piece async for piece in llm.generate([1, 2, 3], params)]
+    assert pieces[-1].output is not None
+    return pieces[-1].output.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    wanted = asyncio.run(answer(llm, params))
+    pid = llm._core.pid
+
+    async def fail(server: Running) -> None:
+        waiting = [asyncio.create_task(answer(llm, LONG)) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        os.kill(pid, number)
+        for task in waiting:
+            with pytest.raises(EngineError, match="it is started anew"):
+                await asyncio.wait_for(task, 10)
+        assert server.http.get("/health").status_code == 503
+        assert server.post("/v1/completions", prompt="x").status_code == 503
+        assert llm.stats.num_running == 0
+
+    with running(llm) as server:
+        asyncio.run(fail(server))
+        until_healthy(server.http)
+        assert asyncio.run(answer(llm, params)) == wanted
+        assert llm._core.pid != pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+        assert 'engine_restarts_total{model_name="tiny"} 1.0' in server.http.get("/metrics").text
+
+
+def until_healthy(http: httpx.Client) -> None:
+    deadline = time.monotonic() + 120
+    while http.get("/health").status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_in_the_end_it_gives_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "MAX_SOON", 2)
+    monkeypatch.setattr(restarts, "SOON_SECONDS", 600.0)
+    with running(llm) as server:
+        for _ in range(2):
+            os.kill(llm._core.pid, signal.SIGKILL)
+            while llm.error is None:
+                time.sleep(0.01)
+            if "in a row" not in str(llm.error):
+                until_healthy(server.http)
+        response = server.post("/v1/completions", prompt="x")
+        assert response.status_code == 503
+        assert "no more are started" in response.json()["error"]["message"]
