@@ -61,6 +61,11 @@ lock: ## Rewrite constraints.txt (needs uv; LOCK_FLAGS=--upgrade for newer versi
 	UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.10 \
 		--annotation-style line --extra dev $(LOCK_FLAGS) pyproject.toml -o constraints.txt
 	echo "$(MODEL_PACKAGE)" >> constraints.txt
+	for wanted in tests/clients/requirements/*.in; do \
+		UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal \
+			--python-version 3.11 --annotation-style line $(LOCK_FLAGS) $$wanted -o $${wanted%.in}.txt \
+			|| exit 1; \
+	done
 
 clean: ## Remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

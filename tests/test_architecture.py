@@ -121,7 +121,7 @@ NOT_CORE = {
     "worker/memory.py",
     "layers/moe.py",
 }
-MAX_CORE_LINES = 2840
+MAX_CORE_LINES = 2836
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nanovllm.server.answer import Event
-from nanovllm.serving.state_records import EngineNews, EngineState, SequenceEnd, StepState
+from nanovllm.serving.state_records import EngineNews, SequenceEnd, StepState
 
 HOST, DEVICE, REQUESTS = 1, 2, 3
 NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
@@ -26,10 +26,7 @@ class Trace:
             self._arrivals[seq.seq_id] = seq.arrival
             if seq.status == "running":
                 self._running.setdefault(seq.seq_id, news.time)
-        self._end = news.time
-        if isinstance(news, EngineState):  # which may come again
-            self._begin = self._begin or news.time
-            return
+        self._begin, self._end = self._begin or news.time, news.time
         self._steps += news.steps
         self._ended += news.ended
         for end in news.ended:

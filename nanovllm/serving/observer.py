@@ -97,8 +97,8 @@ class Observer:
         scheduler = self._scheduler
         self._cached.changes = {}
         self._shown, self._queue = {}, []
-        self.timer.steps, self._ended = [], []
         sequences, _, _ = self._compare()
+        steps, ended = self._take_past()
         return EngineState(
             scheduler.blocks.num_blocks,
             scheduler.blocks.block_size,
@@ -107,6 +107,8 @@ class Observer:
             sequences,
             self._queue,
             sorted(self._cached.values()),
+            steps,
+            ended,
             stats,
             _us(now),
         )
@@ -117,14 +119,19 @@ class Observer:
         gone = self._forget_gone()
         queue = None if old_queue == self._queue else self._queue
         cached, uncached = self._cached.take_changes()
-        steps, self.timer.steps = self.timer.steps, []
-        ended, self._ended = self._ended, []
+        steps, ended = self._take_past()
         has_changed = sequences or progress or gone or cached or uncached or steps or ended
         if not has_changed and queue is None and stats == self._stats:
             return None
         return EngineChange(
             sequences, progress, grown, gone, queue, cached, uncached, steps, ended, stats, _us(now)
         )
+
+    def _take_past(self) -> tuple[list[StepState], list[SequenceEnd]]:
+        """Return the steps and the ends since the last news."""
+        steps, self.timer.steps = self.timer.steps, []
+        ended, self._ended = self._ended, []
+        return steps, ended
 
     def _compare(self) -> tuple[list[SequenceState], list[int], list[tuple[int, list[int]]]]:
         """Note how each sequence is that is to be shown; return which moved, went on and grew."""

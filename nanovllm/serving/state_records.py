@@ -62,6 +62,8 @@ class EngineState:
     sequences: list[SequenceState]  # all that run, and those in `queue`
     queue: list[int]  # the next ones of those that wait; `stats` counts all
     cached: list[int]  # blocks that hold a prefix others may share, in use or not
+    steps: list[StepState]  # since the last change, for those who watched before
+    ended: list[SequenceEnd]
     stats: CoreStats
     time: int
 

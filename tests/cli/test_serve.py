@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from nanovllm.cli import parse
-from nanovllm.cli.serve import _sampling_defaults, engine_config
+from nanovllm.cli.serve import engine_config, read_sampling_defaults
 from nanovllm.config import WHOLE_CONTEXT
 from tests.server.byte_model import make_byte_model
 
@@ -89,10 +89,10 @@ def test_what_cannot_be_is_refused_at_once(arguments: list[str], message: str) -
 
 def test_sampling_defaults_come_from_where_they_are_asked_for(tmp_path: Path) -> None:
     of_model = {"temperature": 0.6, "top_k": 20, "eos_token_id": 5, "top_p": None}
-    assert _sampling_defaults("auto", of_model) == {"temperature": 0.6, "top_k": 20}
-    assert _sampling_defaults("vllm", of_model) == {}
+    assert read_sampling_defaults("auto", of_model) == {"temperature": 0.6, "top_k": 20}
+    assert read_sampling_defaults("vllm", of_model) == {}
     (tmp_path / "generation_config.json").write_text('{"min_p": 0.1}')
-    assert _sampling_defaults(str(tmp_path), of_model) == {"min_p": 0.1}
+    assert read_sampling_defaults(str(tmp_path), of_model) == {"min_p": 0.1}
 
 
 class ServeProcess:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 
 import pytest
 
-from tests.clients.conftest import Servers
+from tests.clients.conftest import KEY, Servers
 from tests.clients.environments import HERE, environment
 
 pytestmark = pytest.mark.slow
@@ -28,6 +29,21 @@ def test_node(servers: Servers) -> None:
     variables = {"NODE_PACKAGES": f"{programs.parent}/"}
     checks = CHECKS / "node_checks.test.mjs"
     run([str(programs / "node"), "--test", "--test-reporter=spec", str(checks)], servers, variables)
+
+
+def examples() -> dict[str, str]:
+    """The programs of the section on clients, by the package that each is for."""
+    text = (HERE.parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = text.partition("## Clients")[2].partition("\n## ")[0]
+    programs = re.findall(r"```python\n(.*?)```", section, re.S)
+    return {re.split(r"[ _]", program.split(maxsplit=2)[1])[0]: program for program in programs}
+
+
+@pytest.mark.parametrize("name", ["openai", "anthropic", "langchain", "litellm"])
+def test_what_the_documentation_shows(name: str, servers: Servers) -> None:
+    program = examples()[name].replace("http://127.0.0.1:8000", servers.url)
+    program = program.replace('"secret"', repr(KEY)).replace("smollm2", "tiny")
+    assert run([str(environment(name) / "python"), "-c", program], servers).strip()
 
 
 def run(command: list[str], servers: Servers, variables: Mapping[str, str] = {}) -> str:

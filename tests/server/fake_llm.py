@@ -20,7 +20,8 @@ from nanovllm.serving.state_records import EngineNews, EngineState
 from nanovllm.serving.viewers import Viewers
 from tests.server.byte_model import byte_tokenizer
 
-IDLE = EngineState(64, 16, 8, 512, [], [], [], CoreStats(num_blocks=64, num_free_blocks=64), 0)
+STATS = CoreStats(num_blocks=64, num_free_blocks=64)
+IDLE = EngineState(64, 16, 8, 512, [], [], [], [], [], STATS, 0)
 
 
 @dataclass

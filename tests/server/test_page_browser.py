@@ -14,12 +14,13 @@ import pytest
 
 from nanovllm.errors import EngineError
 from nanovllm.server.engine_events import as_event
-from nanovllm.serving.observer import Observer
+from nanovllm.serving.observer import Observer, TimedExecutor
 from tests.engine.test_fuzz import build_core, make_requests, make_sequences
 from tests.server.browser import LIVE, Tabs, answers, browser, say, wait_for, wait_for_answer
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 from tests.server.test_operations import wait_until
+from tests.serving.state_changes import apply
 from tests.serving.test_observer import Clock, snapshot, stats_of
 
 pytestmark = pytest.mark.slow
@@ -215,6 +216,34 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
     assert page.evaluate("own.state.steps.length") > 10
 
 
+def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
+    """Of a pool so small that sequences are preempted, at the first change that shows one."""
+    sent, steps, state = [], [], None
+    for news, _ in recorded(1):
+        sent.append(news)
+        state = apply(state, news)
+        steps += [step for step in getattr(news, "steps", []) if step.num_rows]
+        if any(seq.status == "preempted" for seq in state.sequences):
+            break
+    llm = FakeLLM()
+    with running(llm) as server:
+        page = tabs.open(server.url)
+        for news in sent:
+            llm.viewers.push(news)
+        number = state.stats.num_preemptions
+        page.wait_for_selector(f"#preemptions:text-is('{number} preempted so far')")
+        chips = page.locator("#queue li")
+        assert [int(each.get_attribute("data-id")) for each in chips.all()] == state.queue
+        assert "preempted after" in page.locator("#queue .preempted").first.inner_text()
+        rows = [int(each.get_attribute("data-id")) for each in page.locator("#running li").all()]
+        assert rows == sorted(seq.seq_id for seq in state.sequences if seq.status == "running")
+        page.focus("#steps")
+        for step in reversed(steps[-5:]):
+            page.keyboard.press("ArrowLeft")
+            text = f"{step.num_prefill_tokens} prompt and {step.num_decode_tokens} answer tokens"
+            assert page.locator("#step-detail").inner_text().startswith(text)
+
+
 # Compares, every 50 ms while sequences run, what is drawn with the state of the stream.
 COLLECT = """async () => {
   const wrong = [];
@@ -347,10 +376,14 @@ def recorded(seed: int) -> Iterator[tuple[Any, Any]]:
     sequences = make_sequences(make_requests(rng))
     clock = Clock()
     observer = Observer(core.scheduler, clock)
+    core.executor = TimedExecutor(core.executor, observer.timer)
     while sequences or core.has_unfinished:
         while sequences and rng.random() < 0.5:
             core.add(sequences.pop(0).request)
-        observer.end(core.step().endings)
+        observer.timer.begin()
+        endings = core.step().endings
+        observer.timer.end()
+        observer.end(endings)
         clock.now += rng.choice([0.0, 0.1])
         news = observer.news(stats_of(core))
         if news is not None:

@@ -40,5 +40,5 @@ def _changed(state: EngineState, change: EngineChange) -> EngineState:
 
 
 def comparable(state: EngineState) -> EngineState:
-    """Without what two equal states may differ in: the time, and the order of sequences."""
-    return replace(state, sequences=sorted(state.sequences), time=0)
+    """Without what two equal states may differ in: the past, and the order of sequences."""
+    return replace(state, sequences=sorted(state.sequences), steps=[], ended=[], time=0)

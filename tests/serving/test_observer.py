@@ -211,3 +211,22 @@ def test_a_viewer_who_falls_behind_gets_the_state_anew() -> None:
         assert asked == [True, True, False]
 
     asyncio.run(look())
+
+
+def test_who_joins_takes_no_step_from_those_who_watched_before() -> None:
+    core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=0, is_paced=False)
+    clock = Clock()
+    observer = Observer(core.scheduler, clock)
+    core.executor = TimedExecutor(core.executor, observer.timer)
+    assert observer.news(stats_of(core)) is not None
+    core.add(request(0, num_tokens=1))
+    observer.timer.begin()
+    step = core.step()
+    observer.timer.end()
+    observer.end(step.endings)
+    observer.restart()
+    clock.now += 2 * SECONDS_BETWEEN
+    state = observer.news(stats_of(core))
+    assert isinstance(state, EngineState)
+    assert [taken.num_prefill_tokens for taken in state.steps] == [10]
+    assert [end.seq_id for end in state.ended] == [0]

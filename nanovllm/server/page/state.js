@@ -17,7 +17,7 @@ export function apply(state, event) {
       sequences: new Map(event.sequences.map((row) => [row[0], named(SEQUENCE, row)])),
       queue: event.queue,
       cached: new Set(event.cached),
-      steps: state?.steps ?? [],
+      steps: withSteps(state?.steps ?? [], event.steps),
       stats: event.stats,
       time: event.time,
     };
@@ -32,11 +32,16 @@ export function apply(state, event) {
   if (event.queue !== null) state.queue = event.queue;
   for (const id of event.cached) state.cached.add(id);
   for (const id of event.uncached) state.cached.delete(id);
-  for (const row of event.steps) state.steps.push(named(STEP, row));
-  state.steps.splice(0, state.steps.length - MAX_STEPS);
+  withSteps(state.steps, event.steps);
   state.stats = event.stats;
   state.time = event.time;
   return state;
+}
+
+function withSteps(steps, rows) {
+  steps.push(...rows.map((row) => named(STEP, row)));
+  steps.splice(0, steps.length - MAX_STEPS);
+  return steps;
 }
 
 export const running = (state) => [...state.sequences.values()].filter((each) => each.status === "running");
