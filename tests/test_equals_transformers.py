@@ -34,7 +34,10 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tiny: Any) -> Case:
-    checkpoint: TinyCheckpoint = tiny(request.param)
+    return make_case(tiny(request.param))
+
+
+def make_case(checkpoint: TinyCheckpoint) -> Case:
     prompts = make_prompts()
     answers = checkpoint.answers(prompts, MAX_TOKENS)
     num_different = [len(set(answer)) for answer in answers]
@@ -82,6 +85,10 @@ def family_cases() -> Iterator[Any]:
     ("case", "mode", "depth"), [*variant_cases(), *family_cases()], indirect=["case"]
 )
 def test_equals_transformers(case: Case, mode: str, depth: int) -> None:
+    check(case, mode, depth)
+
+
+def check(case: Case, mode: str, depth: int) -> None:
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **MODES[mode]}
     with LLM(case.path, skip_tokenizer_init=True, depth=depth, **options) as llm:
         for max_tokens in (MAX_TOKENS, 5):  # the second time everything is cached

@@ -39,7 +39,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> SmolLM3Config:
 def test_the_family_equals_transformers(
     config: SmolLM3Config, tmp_path: Path, mode: str, depth: int
 ) -> None:
-    check(make_case(0, make_checkpoint(tmp_path, config)), mode, depth)
+    check(make_case(make_checkpoint(tmp_path, config)), mode, depth)
 
 
 def test_layers_without_rotation_know_nothing_of_its_scaling(
@@ -47,7 +47,7 @@ def test_layers_without_rotation_know_nothing_of_its_scaling(
 ) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 2e6, "factor": 4.0}
     config.rope_parameters = {**yarn, "original_max_position_embeddings": 64}
-    check(make_case(0, make_checkpoint(tmp_path, config)), "plain", 1)
+    check(make_case(make_checkpoint(tmp_path, config)), "plain", 1)
 
 
 def read(config: SmolLM3Config, **changes: Any) -> ModelConfig:
