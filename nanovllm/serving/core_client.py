@@ -7,6 +7,7 @@ import math
 import pickle
 import select
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -114,9 +115,10 @@ class CoreClient:
         limit = math.inf  # a model may take any time to load
         silence = 0.0  # while somebody listened: this thread may have to wait for others
         while self._failure is None:
+            start = time.monotonic()
             ready, _, _ = select.select([self._child.channel], [], [], LOOK_SECONDS)
             if not ready:
-                silence += LOOK_SECONDS
+                silence += min(time.monotonic() - start, 2 * LOOK_SECONDS)
                 if silence > limit:
                     self._fail(self._silence(limit))
                 continue
