@@ -56,6 +56,7 @@ HOST = (
     "grammar.json_schema",
     "grammar.json_disjoint",
     "grammar.json_formats",
+    "grammar.json_keywords",
     "grammar.json_negation",
 )
 # What executors and workers know of the engine.

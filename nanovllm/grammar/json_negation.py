@@ -32,7 +32,7 @@ class Negation:
 
     find: Callable[[str], Any]  # what a reference means
     rewrite: Callable[[Any], Schema]
-    is_reference_alone: bool  # drafts up to 7 ignore what stands beside a reference
+    draft: int  # up to 7 what stands beside a reference is ignored, before 6 there is no const
 
     def of(self, schema: Any, depth: int = 0) -> Schema | None:
         """Return what excludes every value of a schema, or None where that cannot be said."""
@@ -40,7 +40,7 @@ class Negation:
             return not schema
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return None
-        if "$ref" in schema and self.is_reference_alone:
+        if "$ref" in schema and self.draft < 8:
             schema = {"$ref": schema["$ref"]}
         keys = sorted(schema, key=lambda key: key == "properties")  # the many ways come last
         ways = [way for key in keys for way in self._ways(key, schema[key], depth + 1)]
@@ -50,7 +50,7 @@ class Negation:
         """The ways in which a value can break one keyword."""
         if key == "type":
             yield from _other_types([value] if isinstance(value, str) else value)
-        elif key == "const":
+        elif key == "const" and self.draft >= 6:
             yield from _other_values([value])
         elif key == "not":
             yield self.rewrite(value)

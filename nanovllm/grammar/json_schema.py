@@ -15,18 +15,30 @@ from urllib.parse import unquote, urljoin
 
 from nanovllm.errors import RequestError
 from nanovllm.grammar.json_disjoint import are_disjoint
-from nanovllm.grammar.json_formats import NUMBER_FORMATS, STRING_FORMATS
+from nanovllm.grammar.json_keywords import (
+    APPLICATORS,
+    DEPENDENT,
+    UNWRITABLE,
+    add_constant,
+    add_count,
+    add_format,
+    add_numbers,
+    add_part,
+    add_pattern,
+    add_required,
+    check_pattern,
+    check_spans,
+    demand,
+    name_pattern,
+    refused,
+    types_of,
+)
 from nanovllm.grammar.json_negation import TYPES, Negation
 
 Schema = dict[str, Any] | bool
 
-EXACT = 2**53  # llguidance reads numbers as float64, which hold whole numbers up to here
 MAX_OPTIONS = 64  # of oneOf, each of which is compared with every other
-DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
-APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "not", *DEPENDENT))
-ASKED_OF_TEXT = APPLICATORS | {"pattern", "enum", "const", "format", "minLength", "maxLength"}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # What no token mask can tell, with the types that it speaks of, and values that ask for nothing.
 REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
     "uniqueItems": (frozenset(("array",)), (False,)),
@@ -38,15 +50,6 @@ REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
     "extends": (TYPES, ()),
     "divisibleBy": (TYPES, ()),
 }
-# The pieces of a regular expression: escapes, sets, groups with a mark, other characters.
-REGEX_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<?[=!]|P<|.)|.", re.DOTALL)
-# Those that llguidance lacks or reads differently: what is no digit or letter, which Python takes
-# from all of Unicode; sets of sets; borders, lookaround, flags and references.
-DIFFERENT_PIECE = re.compile(
-    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWb]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
-    re.DOTALL,
-)
-UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \uXXXX
 
 
 def enforceable(schema: Schema) -> dict[str, Any]:
@@ -102,7 +105,7 @@ class _Rewriter:
         self._check_base(schema, path)
         if "$ref" in schema and self.draft < 8:
             return self._reference(schema["$ref"], path)  # where it stands alone
-        types = _types(schema, path)
+        types = types_of(schema, path)
         out: dict[str, Any] = {}
         for key, value in schema.items():
             self._check(key, value, schema, types, path)
@@ -112,9 +115,9 @@ class _Rewriter:
         if "type" in schema:
             out["type"] = sorted(types) if len(types) != 1 else min(types)
         self._items(out, schema, path)
-        _numbers(out, schema, types, path)
-        _format(out, schema, types, path)
-        _check_spans(out, types, path)
+        add_numbers(out, schema, types, path)
+        add_format(out, schema, types, path)
+        check_spans(out, types, path)
         return out
 
     def _check_base(self, schema: dict[str, Any], path: str) -> None:
@@ -138,12 +141,12 @@ class _Rewriter:
         return {
             **lists,
             **maps,
-            **dict.fromkeys(COUNTS, _count),
+            **dict.fromkeys(COUNTS, add_count),
             "additionalProperties": self._single,
-            "required": _required,
-            "const": _constant,
-            "enum": _constant,
-            "pattern": _pattern,
+            "required": add_required,
+            "const": add_constant,
+            "enum": add_constant,
+            "pattern": add_pattern,
             "$ref": self._sibling_reference,
             "not": self._not,
             "if": self._if,
@@ -162,7 +165,7 @@ class _Rewriter:
         parts = [self._part(each, f"{path}/{index}") for index, each in enumerate(value)]
         if key == "oneOf":
             self.negations[id(parts)] = [self._negation().of(each) for each in value]
-        _and(out, {key: parts})
+        add_part(out, {key: parts})
 
     def _map(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
         key = path.rsplit("/", 1)[1]
@@ -182,14 +185,14 @@ class _Rewriter:
         return Negation(
             lambda target: self._find(self._pointer(target, "#")),
             lambda schema: self._part(schema, "#"),
-            is_reference_alone=self.draft < 8,
+            self.draft,
         )
 
     def _not(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
         negation = self._negation().of(value)
         if negation is None:
             raise refused("not", path)
-        _demand(out, negation)
+        demand(out, negation)
 
     def _if(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
         """Say that the condition and `then` hold, or that it does not and `else` does."""
@@ -202,7 +205,7 @@ class _Rewriter:
         base = path.rsplit("/", 1)[0]
         met = [self._part(value, path), self._part(then, f"{base}/then")]
         not_met = [negation, self._part(otherwise, f"{base}/else")]
-        _demand(out, {"anyOf": [{"allOf": met}, {"allOf": not_met}]})
+        demand(out, {"anyOf": [{"allOf": met}, {"allOf": not_met}]})
 
     def _dependent(
         self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
@@ -213,7 +216,7 @@ class _Rewriter:
             needed = [needed] if isinstance(needed, str) else needed
             part = {"required": needed} if isinstance(needed, list) else needed
             absent = {"properties": {name: False}}
-            _demand(out, {"anyOf": [absent, self._part(part, f"{path}/{name}")]})
+            demand(out, {"anyOf": [absent, self._part(part, f"{path}/{name}")]})
 
     def _unevaluated(
         self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
@@ -231,7 +234,7 @@ class _Rewriter:
         """Write what names may be as the pattern of all properties that are not listed."""
         if isinstance(value, dict) and "$ref" in value:
             value = self._find(self._pointer(value["$ref"], path))
-        pattern = _name_pattern(value)
+        pattern = name_pattern(value)
         others = schema.get("additionalProperties", True)
         if pattern == "":
             return
@@ -242,15 +245,15 @@ class _Rewriter:
         if listed and others not in (True, {}, False):
             raise refused("propertyNames", path, "other properties have a schema of their own")
         wrong = [name for name in listed if not re.search(pattern, name)]
-        _demand(out, {"properties": dict.fromkeys(wrong, False)})
+        demand(out, {"properties": dict.fromkeys(wrong, False)})
         if others is not False:
             found = self._part(others, path)
-            _demand(out, {"patternProperties": {pattern: found}, "additionalProperties": False})
+            demand(out, {"patternProperties": {pattern: found}, "additionalProperties": False})
 
     def _sibling_reference(
         self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
     ) -> None:
-        _and(out, self._reference(value, path.rsplit("/", 1)[0]))
+        add_part(out, self._reference(value, path.rsplit("/", 1)[0]))
 
     def _reference(self, target: Any, path: str) -> dict[str, Any]:
         return {"$ref": f"#/$defs/{self._name(self._pointer(target, path))}"}
@@ -296,7 +299,7 @@ class _Rewriter:
                 return
             exclusive.append({"allOf": [option, *others]} if others else option)
         del schema["oneOf"]
-        _and(schema, {"anyOf": exclusive})
+        add_part(schema, {"anyOf": exclusive})
 
     def _refuse_endless(self) -> None:
         """Refuse parts that no text of finite length fits: they require themselves."""
@@ -314,165 +317,11 @@ class _Rewriter:
                 raise refused(keyword, "#" + pointer, "no text of finite length fits")
 
 
-def refused(keyword: str, path: str, reason: str = "no mask can tell what it asks") -> RequestError:
-    return RequestError(f"structured_outputs: {keyword!r} at {path} cannot be enforced: {reason}")
-
-
-def check_pattern(keyword: str, pattern: Any, path: str) -> None:
-    if not isinstance(pattern, str):
-        raise refused(keyword, path, "it must be a string")
-    for piece in REGEX_PIECE.findall(pattern):
-        if DIFFERENT_PIECE.match(piece):
-            raise refused(keyword, path, f"{piece!r:.40} is not supported in {pattern!r:.80}")
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError) as error:
-        raise refused(
-            keyword, path, f"{pattern!r:.80} is no regular expression ({error})"
-        ) from error
-
-
 def _draft(root: Schema) -> int:
     """The draft's number; the two after 7 count as 8 and, like no draft at all, 10."""
     name = root.get("$schema") if isinstance(root, dict) else None
     found = re.search(r"draft-0([3-7])|draft/2019", name) if isinstance(name, str) else None
     return 10 if found is None else int(found[1] or 8)
-
-
-def _types(schema: dict[str, Any], path: str) -> frozenset[str]:
-    types = schema.get("type", sorted(TYPES))
-    types = [types] if isinstance(types, str) else types
-    if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
-        raise refused("type", path, f"{types!r:.40} are no types")
-    if unknown := {*types} - TYPES:
-        raise refused("type", path, f"{min(unknown)!r} is no type")
-    return frozenset(types)
-
-
-def _and(out: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a demand to others that may have the same keyword."""
-    if out.keys() & part.keys():
-        out["allOf"] = [*out.get("allOf", ()), part]
-    else:
-        out.update(part)
-
-
-def _demand(out: dict[str, Any], part: Schema) -> None:
-    """Add a demand whose keywords the schema itself may have too."""
-    out["allOf"] = [*out.get("allOf", ()), part]
-
-
-def _name_pattern(schema: Any) -> str | None:
-    """What propertyNames asks for as a pattern, if it is one; it is empty if that is nothing."""
-    if isinstance(schema, bool) or not isinstance(schema, dict):
-        return "" if schema is True else None
-    asked = {key: value for key, value in schema.items() if key in ASKED_OF_TEXT}
-    if schema.get("type", "string") != "string":
-        return None
-    if asked.keys() <= {"minLength", "maxLength"}:
-        low, high = asked.get("minLength", 0), asked.get("maxLength", "")
-        return f"^[\\s\\S]{{{low},{high}}}$" if asked else ""
-    if asked.keys() == {"pattern"} and isinstance(pattern := asked["pattern"], str):
-        return pattern
-    if asked.keys() == {"enum"} and isinstance(asked["enum"], list):
-        return f"^(?:{'|'.join(re.escape(str(name)) for name in asked['enum'])})$"
-    return None
-
-
-def _count(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
-    key = path.rsplit("/", 1)[1]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise refused(key, path, "it must be a whole number")
-    required = schema.get("required")
-    if key == "minProperties" and isinstance(required, list):
-        value = 0 if value <= len({*map(str, required)}) else value
-    if key == "minProperties" and value > 1:
-        raise refused(key, path, "names may come twice")
-    if key != "minProperties" or value:
-        out[key] = int(value)
-
-
-def _required(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise refused("required", path, "it must be a list of names")
-    if any(map(UNWRITABLE.search, value)):
-        raise refused("required", path, "a name has control characters")
-    out["required"] = value
-
-
-def _constant(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
-    key = path.rsplit("/", 1)[1]
-    if key == "enum" and (not isinstance(value, list) or not value):
-        raise refused(key, path, "it must be a list of values")
-    for leaf in _leaves(value):
-        if isinstance(leaf, str) and UNWRITABLE.search(leaf):
-            raise refused(key, path, f"{leaf!r:.40} has control characters")
-        if isinstance(leaf, int | float) and abs(leaf) > EXACT:
-            raise refused(key, path, f"{leaf} is too large a number")
-    _and(out, {key: value})
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        for each in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-def _pattern(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
-    check_pattern("pattern", value, path)
-    _and(out, {"pattern": value})
-
-
-def _numbers(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str) -> None:
-    """Bounds and multiples. A float that is written with many digits may be read as its bound, so
-    those that a number must not reach move by a little."""
-    if not {"number", "integer"} & types:
-        return
-    for key in (*BOUNDS, "multipleOf"):
-        value = schema.get(key, False)
-        is_number = isinstance(value, int | float)
-        if not is_number or abs(value) > EXACT:
-            raise refused(key, path, f"{value!r:.40} is no number up to 2**53")
-    for low, sign in (("minimum", 1), ("maximum", -1)):
-        strict = "exclusive" + low.capitalize()
-        bound, limit = schema.get(low), schema.get(strict)
-        if isinstance(limit, bool):  # as draft 4 has it
-            bound, limit = (None, bound) if limit else (bound, None)
-        if limit is not None and "number" in types:
-            moved = float(f"{limit + sign * max(abs(limit), 1) * 1e-9:.12g}")
-            bound, limit = moved if bound is None else sign * max(sign * bound, sign * moved), None
-        out.update({key: v for key, v in ((low, bound), (strict, limit)) if v is not None})
-    if "multipleOf" in schema:
-        _multiple(out, schema["multipleOf"], path)
-
-
-def _check_spans(out: dict[str, Any], types: frozenset[str], path: str) -> None:
-    for low in ("minimum", "minLength", "minItems", "minProperties"):
-        high = low.replace("min", "max")
-        if len(types) == 1 and low in out and high in out and out[low] > out[high]:
-            raise refused(low, path, f"it is above {high}")
-
-
-def _multiple(out: dict[str, Any], value: float, path: str) -> None:
-    """Python's check divides floats, which is exact for whole numbers, halves, quarters..."""
-    if value <= 0 or value * 1024 != int(value * 1024):
-        raise refused("multipleOf", path, f"floats are no exact multiples of {value}")
-    out["multipleOf"] = int(value) if value == int(value) else value
-
-
-def _format(out: dict[str, Any], schema: dict[str, Any], types: frozenset[str], path: str) -> None:
-    """Formats are patterns that allow less than they could; those of no standard say nothing."""
-    name = schema.get("format")
-    if name is None or not types & {"string", "number", "integer"}:
-        return
-    if isinstance(name, str) and name in NUMBER_FORMATS and "string" not in types:
-        _and(out, {"allOf": [NUMBER_FORMATS[name]]})
-    elif isinstance(name, str) and name in STRING_FORMATS:
-        _and(out, {"pattern": f"^(?:{STRING_FORMATS[name]})$"})
-    elif not isinstance(name, str):
-        raise refused("format", path, "it must be a string")
 
 
 def _within(schemas: list[Schema]) -> Iterator[dict[str, Any]]:

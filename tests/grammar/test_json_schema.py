@@ -38,6 +38,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("uniqueItems", {"type": "array", "uniqueItems": True}),
     ("not", {"properties": {"a": {"not": {"pattern": "a"}}}}),
     ("not", {"not": {}}),
+    ("not", {"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": "a"}}),
     ("if", {"if": {"multipleOf": 3}, "then": {"const": 1}}),
     ("contains", {"contains": {"type": "null"}}),
     ("propertyNames", {"propertyNames": {"format": "date"}}),
@@ -261,7 +262,7 @@ def test_nothing_fits_a_schema_and_its_negation() -> None:
         negation = Negation(
             lambda target, root=schema: resolve(root, target),
             lambda part: part,
-            is_reference_alone=False,
+            draft=10,
         ).of(schema)
         assert negation is not None
         is_valid = jsonschema.Draft202012Validator(schema).is_valid
