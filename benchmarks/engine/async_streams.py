@@ -59,12 +59,17 @@ async def stream_all(llm: AsyncLLM, prompts: list[list[int]], params: SamplingPa
     await asyncio.gather(*(read(prompt) for prompt in prompts))
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def stream_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = stream_parser(__doc__)
     parser.add_argument("--dummy", action="store_true", help="random weights, no tokenizer")
     return parser.parse_args()
 

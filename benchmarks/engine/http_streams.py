@@ -8,7 +8,6 @@ the engine's events. The bars are 95% on a CPU, and 98% while watched.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -20,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from benchmarks.engine.async_streams import stream_all
+from benchmarks.engine.async_streams import stream_all, stream_parser
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.bench.models import model_path
 from nanovllm.server.options import ServerOptions
@@ -28,7 +27,7 @@ from nanovllm.server.run import listen, make_server
 
 
 def main() -> None:
-    args = parse_args()
+    args = stream_parser(__doc__).parse_args()
     rng = random.Random(0)
     prompts = [[rng.randrange(10_000) for _ in range(64)] for _ in range(args.streams)]
     params = SamplingParams(temperature=0.6, max_tokens=args.max_tokens, ignore_eos=True)
@@ -113,15 +112,6 @@ async def _post(port: int, prompt: list[int], max_tokens: int) -> None:
         end = (end + piece)[-100:]
     assert b"[DONE]" in end, end
     writer.close()
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -45,14 +45,20 @@ def main() -> None:
         print(f"{num_rows:5d} rows: {microseconds_per_row(num_rows):.2f} us per row and step")
 
 
-def microseconds_per_row(num_rows: int) -> float:
-    """Median over rounds of steady decode, blocks growing and prefixes being hashed on the way."""
+def decoding_core(num_rows: int) -> EngineCore:
+    """A core with requests that decode for long, and a device that takes no time."""
     scheduler = Scheduler(BlockManager(64 * num_rows, 32, True), num_rows, 16384)
     core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
     params = SamplingParams(max_tokens=2000)
     for seq_id in range(num_rows):
         prompt = array("i", [seq_id + 1] * 16)
         core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
+    return core
+
+
+def microseconds_per_row(num_rows: int) -> float:
+    """Median over rounds of steady decode, blocks growing and prefixes being hashed on the way."""
+    core = decoding_core(num_rows)
     for _ in range(5):
         core.step()
     rounds = []

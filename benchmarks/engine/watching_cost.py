@@ -12,14 +12,8 @@ from __future__ import annotations
 import argparse
 import pickle
 import time
-from array import array
 
-from benchmarks.engine.scheduler_cost import InstantExecutor
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.sampling_params import SamplingParams
+from benchmarks.engine.scheduler_cost import decoding_core
 from nanovllm.serving.core_records import CoreStats
 from nanovllm.serving.observer import Observer, TimedExecutor
 
@@ -53,14 +47,9 @@ def main() -> None:
 
 def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
     """CPU seconds of a step of steady decode."""
-    scheduler = Scheduler(BlockManager(64 * num_rows, 32, True), num_rows, 16384)
-    core = EngineCore(scheduler, InstantExecutor(), depth=1, max_model_len=4096)
-    params = SamplingParams(max_tokens=2000)
-    for seq_id in range(num_rows):
-        prompt = array("i", [seq_id + 1] * 16)
-        core.add(Request(seq_id, prompt, params, stop_token_ids=frozenset({2})))
+    core = decoding_core(num_rows)
     clock = FakeClock()
-    observer = Observer(scheduler, clock) if is_watched else None
+    observer = Observer(core.scheduler, clock) if is_watched else None
     if observer is not None:
         core.executor = TimedExecutor(core.executor, observer.timer)
     for _ in range(5):
