@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -401,8 +402,11 @@ def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> None:
+    others_are_done = threading.Event()
+
     def slow(fill: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: (time.sleep(0.2), fill(*args))[1]
+        """No mask is ready before the answers beside it are whole, unless they wait for it."""
+        return lambda *args: (others_are_done.wait(60), fill(*args))[1]
 
     with (
         patch.object(grammar, "_fill_all", slow(grammar._fill_all)),
@@ -410,19 +414,27 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
         LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm,
     ):
         constrained = params_of({"regex": "[ab]{16}"}, 0)
-        params = [constrained, *(params_of(None, seed, max_tokens=30) for seed in range(4))]
-        outputs = generate(llm, params)
-    assert fits({"regex": "[ab]{16}"}, outputs[0].text)
-    assert outputs[0].duration > 4 * 0.2
-    assert max(output.duration for output in outputs[1:]) < outputs[0].duration / 2
+        first = llm.add_request(prompt_of(0), constrained)
+        others = {
+            llm.add_request(prompt_of(1 + seed), params_of(None, seed, max_tokens=30))
+            for seed in range(4)
+        }
+        done: list[RequestOutput] = []
+        while len(done) < len(others):
+            done += llm.step().finished
+        assert {output.seq_id for output in done} == others
+        others_are_done.set()
+        while not llm.is_finished():
+            done += llm.step().finished
+    assert done[-1].seq_id == first
+    assert fits({"regex": "[ab]{16}"}, done[-1].text)
 
 
 def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
-    def slow(*args: Any) -> None:
-        time.sleep(0.3)
+    is_aborted = threading.Event()
 
     with (
-        patch.object(grammar, "_fill_all", slow),
+        patch.object(grammar, "_fill_all", lambda *args: is_aborted.wait(60)),
         LLM(str(path), device="cpu", **OPTIONS) as llm,
     ):
         engine = llm.engine
@@ -435,6 +447,7 @@ def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
         assert output.finish_reason == "abort"
         assert engine.is_finished()
         engine.core.scheduler.check()
+        is_aborted.set()
 
 
 PATHOLOGICAL: list[dict[str, Any]] = [
