@@ -72,7 +72,12 @@ class FakeLLM:
         finally:
             self.num_aborted += not is_over
 
-    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+    @property
+    def replicas(self) -> list[FakeLLM]:
+        """It is its only one."""
+        return [self]
+
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
         if self.error is not None:
             raise self.error
         async with contextlib.aclosing(self.viewers.look()) as news:
