@@ -170,8 +170,8 @@ def _watching_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/engine/events")
-    async def engine_events(engine: int = 0) -> Response:
-        """The state of one engine, then what changes in it, as server-sent events."""
+    async def engine_events(engine: int | None = None) -> Response:
+        """The state of an engine, then what changes in it, as server-sent events."""
         return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
 
     @router.get("/trace")

@@ -24,24 +24,26 @@ MAX_TRACE_SECONDS = 60.0
 
 
 class EngineEvents:
-    """A snapshot, then changes, for as long as the client reads."""
+    """A snapshot, then changes, for as long as the client reads; of any engine that answers."""
 
     end = b""
 
-    def __init__(self, llm: AsyncLLM, engine: int = 0) -> None:
+    def __init__(self, llm: AsyncLLM, engine: int | None = None) -> None:
         num_engines = len(llm.replicas)
+        if engine is None:
+            living = (i for i, replica in enumerate(llm.replicas) if replica.error is None)
+            engine = next(living, 0)
         if not 0 <= engine < num_engines:
             text = f"engine must be from 0 to {num_engines - 1}, got {engine}"
             raise ApiError(text, param="engine")
-        self._llm, self._engine = llm, engine
+        self._llm = llm
+        self._place = {"engine": engine, "num_engines": num_engines}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing(self._llm.watch(self._engine)) as news:
+        async with contextlib.aclosing(self._llm.watch(self._place["engine"])) as news:
             async for each in news:
                 event = as_event(each)
-                if isinstance(each, EngineState):
-                    event["num_engines"] = len(self._llm.replicas)
-                yield event
+                yield {**event, **self._place} if isinstance(each, EngineState) else event
 
     def encode(self, event: Event) -> bytes:
         return b"data: " + to_json(event) + b"\n\n"

@@ -90,7 +90,7 @@ def test_what_operators_see(llm: AsyncLLM) -> None:
             assert f"vllm:engine_up{labels} 1.0" in text
             with server.http.stream("GET", f"/engine/events?engine={number}") as response:
                 event = json.loads(next(response.iter_lines()).removeprefix("data: "))
-                assert event["num_engines"] == 2
+                assert (event["engine"], event["num_engines"]) == (number, 2)
                 assert event["stats"]["num_cache_queries"] == replica.stats.num_cache_queries
         assert server.http.get("/engine/events?engine=2").status_code == 400
         assert server.http.get("/health").content == b""
@@ -194,6 +194,9 @@ def test_without_restarts_the_rest_goes_on_until_none_is_left(path: Path) -> Non
             'vllm:engine_up{engine="0",model_name="tiny"} 0.0' in server.http.get("/metrics").text
         )
         assert server.http.get("/engine/events?engine=0").status_code == 503
+        with server.http.stream("GET", "/engine/events") as response:
+            event = json.loads(next(response.iter_lines()).removeprefix("data: "))
+            assert event["engine"] == 1
         asyncio.run(answer_all(llm, shared_prefixes()[:4]))
         kill(1)
         assert server.http.get("/health").status_code == 503
