@@ -18,6 +18,13 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.jobs.answers import Answers
+from nanovllm.jobs.ledger import Ledger
+from nanovllm.jobs.rows import scan
+from nanovllm.jobs.run import OnLine, run_job
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.service import Service
+from tests.jobs.test_jobs import read_lines, write_rows
 from tests.server.byte_model import make_byte_model
 from tests.server.running import Running, running
 
@@ -176,6 +183,38 @@ def test_one_of_two_is_killed_and_comes_back(llm: AsyncLLM) -> None:
         assert [replica.num_restarts for replica in llm.replicas] == [0, 1]
         asyncio.run(answer_all(llm, shared_prefixes()))
         assert min(replica.stats.num_cache_queries for replica in llm.replicas) > 0
+
+
+@pytest.mark.slow
+def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{'abcdefgh'[i % 8] * 40} {i}", "max_tokens": 30, "temperature": i % 2}
+        for i in range(60)
+    ]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None)
+
+    def run(name: str, on_line: OnLine) -> list[Any]:
+        found = scan(path)
+        ledger = Ledger(tmp_path / name, {}, found.num_rows, overwrite=False)
+        with contextlib.closing(ledger):
+            asyncio.run(run_job(path, ledger, answers, num_at_once=16, on_line=on_line))
+        assert ledger.num_errors == 0
+        return sorted(read_lines(ledger.output), key=lambda line: line["index"])
+
+    def kill(line: Any) -> None:
+        lines.append(line)
+        busy = {stream.replica for stream in llm._streams.values()}
+        if not killed and len(lines) >= 10 and 1 in busy:
+            killed.append(llm.replicas[1].core.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    lines: list[Any] = []
+    killed: list[int] = []
+    wanted = run("undisturbed.jsonl", lambda line: None)
+    assert run("disturbed.jsonl", kill) == wanted
+    assert len(wanted) == 60
+    assert killed
 
 
 @pytest.mark.slow
