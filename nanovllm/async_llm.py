@@ -56,12 +56,12 @@ class AsyncLLM:
         self.replicas = [self._start(0, given)]
         try:
             found = self.replicas[0].core.wait_until_found()  # it may be fetched, by one of them
-            others = [self._start(number, given) for number in range(1, given.data_parallel_size)]
-            self.replicas += others
+            for number in range(1, given.data_parallel_size):
+                self.replicas.append(self._start(number, given))
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
-            for replica in others:
+            for replica in self.replicas[1:]:
                 replica.core.wait_until_found()
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
