@@ -191,7 +191,8 @@ class AsyncLLM:
         requests = [sample.request for sample in live.samples]
         first = requests[0]
         lengths = [min(each.params.max_tokens, GUESSED_TOKENS) for each in requests]
-        ids = first.token_ids if self.config.enable_prefix_caching else ()
+        is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
+        ids = first.token_ids if is_of_use else ()
         with self._lock:
             self._raise_if_failed()
             stream.replica = self._router.choose(ids, first.cache_salt)
