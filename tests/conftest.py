@@ -16,6 +16,17 @@ import pytest
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
+# The longest come first, so that no process is left with one when the others are done. Types are
+# checked while another process compiles the CPU kernels, which it would have to compile too.
+FIRST = (
+    "tests/test_types.py",
+    "tests/attention/test_cpu.py",
+    "tests/kernels/cuda/test_interpreted.py",
+    "tests/kernels/cpu/test_experts.py",
+    "tests/server/",
+    "tests/backends/test_recorded_forward.py",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-counts", action="store_true", help="run endurance tests in full")
@@ -35,6 +46,20 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """What is collected is never garbage; looking for some in all the imports takes long."""
+    gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gc.enable()
+    items.sort(key=lambda item: order_of(item.nodeid))
+
+
+def order_of(nodeid: str) -> int:
+    return next((i for i, path in enumerate(FIRST) if nodeid.startswith(path)), len(FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)

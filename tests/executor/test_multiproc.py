@@ -156,8 +156,8 @@ def test_a_dropped_executor_takes_its_workers_along(leftovers: Leftovers) -> Non
         (Order.RAISE, 0, obedient),
         pytest.param(Order.RAISE, 1, meeting, marks=pytest.mark.slow),
         (Order.RAISE_LATE, 0, obedient),  # only its tokens are waited for
-        pytest.param(Order.DIE, 0, obedient, marks=pytest.mark.slow),
-        (Order.DIE, 1, meeting),
+        (Order.DIE, 0, obedient),
+        pytest.param(Order.DIE, 1, meeting, marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_in_a_step_fails_every_waiter(
