@@ -94,7 +94,7 @@ TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
-    "os.environ": ("config.py",),
+    "os.environ": ("config.py", "executor/child_process.py"),  # which a child inherits
     "os.getenv": ("config.py",),
 }
 # A function fits on a screen, and its arguments in a head; kernels have no records to pass.
