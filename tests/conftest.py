@@ -6,7 +6,7 @@ import functools
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -48,13 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
 
 
-def pytest_collection(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """What is collected is never garbage; looking for some in all the imports takes long."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gc.enable()
     items.sort(key=lambda item: order_of(item.nodeid))
 
 
