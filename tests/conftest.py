@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 FIRST = (
     "tests/test_types.py",
     "tests/attention/test_cpu.py",
-    "tests/kernels/cuda/test_interpreted.py",
     "tests/kernels/cpu/test_experts.py",
+    "tests/kernels/cuda/test_interpreted.py",
     "tests/server/",
     "tests/backends/test_recorded_forward.py",
 )
+SHARED = {
+    "tests/server/": "server",
+    # Compiled after the other kernels, those of experts take half the time.
+    "tests/attention/test_cpu.py": "kernels",
+    "tests/kernels/cpu/test_experts.py": "kernels",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,14 +74,15 @@ def order_of(nodeid: str) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, and all that share a server."""
+    """Keep the tests of a file in one process, and all that share what takes long to make."""
     from xdist.scheduler import LoadFileScheduling
 
-    class FilesOrServer(LoadFileScheduling):
+    class FilesOrShared(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
+            shared = (name for path, name in SHARED.items() if nodeid.startswith(path))
+            return next(shared, None) or super()._split_scope(nodeid)
 
-    return FilesOrServer(config, log) if config.getoption("dist") == "loadfile" else None
+    return FilesOrShared(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)
