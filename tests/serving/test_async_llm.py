@@ -59,7 +59,7 @@ def tokens_of(pieces: list[StreamPiece], sample: int = 0) -> list[int]:
     return [token for piece in pieces if piece.sample == sample for token in piece.token_ids]
 
 
-async def until_idle(llm: AsyncLLM, seconds: float = SECONDS) -> None:
+async def until_idle(llm: AsyncLLM, seconds: float = 60.0) -> None:
     """All sequences and blocks come back."""
     deadline = time.monotonic() + seconds
     stats = llm.stats
