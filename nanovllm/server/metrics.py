@@ -6,15 +6,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanovllm.outputs import RequestOutput, StreamPiece
-
-if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
+from nanovllm.server.model import Model
 
 LABELS = ("model_name",)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,7 +39,7 @@ HISTOGRAMS = {
 class Metrics:
     """Observes requests; what the engine counts itself is read when Prometheus asks."""
 
-    def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
+    def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._histograms = {
@@ -110,7 +107,7 @@ class Metrics:
 class EngineCounts:
     """A collector, in prometheus-client's words: `collect` is called when somebody asks."""
 
-    def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
+    def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._llm, self._prefix, self._labels = llm, prefix, [model_name]
 
     def collect(self) -> Iterator[Metric]:
