@@ -67,6 +67,7 @@ CLIENT = (
     "serving.state_records",
     "serving.observer",
     "serving.viewers",
+    "serving.routing",
     "engine.found_model",
     "serving.core_client",
 )
