@@ -1,0 +1,1 @@
+"""nanovllm on a Ray cluster; needs `pip install nanovllm[ray]`, which nothing else imports."""
