@@ -1,0 +1,132 @@
+"""The engines of a Ray Serve deployment, in the place of the AsyncLLM that a server has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
+from contextvars import Context
+from dataclasses import fields
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from nanovllm.engine.found_model import FoundModel, make_front
+from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.outputs import EmbeddingOutput, StreamPiece
+from nanovllm.ray.records import Call
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats
+from nanovllm.serving.state_records import EngineNews
+
+LOOK_SECONDS = 2.0  # between looks at all engines
+WAIT_SECONDS = 10.0  # for their answers
+NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
+
+
+class RemoteLLM:
+    """Sends each prompt to an engine; `follow` keeps the counts and the health of all of them."""
+
+    num_restarts = 0  # Serve replaces engines, and counts them
+
+    def __init__(self, engines: DeploymentHandle, found: FoundModel, max_len: int) -> None:
+        self._engines = engines
+        self.config, self.max_len = found.config, max_len
+        self.front = make_front(found, is_remote=True)
+        self.stats = CoreStats()
+        self.error: NanovllmError | None = None
+        self.num_requests = 0
+
+    async def generate(
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = True,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Yield what an engine does; leaving the iterator early aborts the request there."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        call = Call(prompt, params, cache_salt, is_streaming)
+        async with contextlib.aclosing(self._answer("generate", call)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
+        call = Call(prompt, SamplingParams(max_tokens=1))
+        async with contextlib.aclosing(self._answer("embed", call, normalize)) as outputs:
+            return await anext(outputs)
+
+    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+        """Yield the state of one engine, then what changes."""
+        async with contextlib.aclosing(self._items("watch")) as news:
+            async for each in news:
+                yield each
+
+    async def follow(self) -> None:
+        """Ask all engines for their counts, again and again."""
+        while True:
+            with contextlib.suppress(TimeoutError):  # one is slow: what was known stays
+                stats = await self._all_stats()
+                self.stats, self.error = add_up(stats), None if stats else NO_ENGINE
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _all_stats(self) -> list[CoreStats]:
+        """Those of the engines that work."""
+        response = self._engines.broadcast("stats")
+        try:
+            found = await response.results_async(timeout_s=WAIT_SECONDS, return_exceptions=True)
+        except (RayError, RayServeException):  # there is none
+            return []
+        return [each for each in found if isinstance(each, CoreStats)]
+
+    async def _answer(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        """Yield what a method yields for a prompt; a second engine tries what one never began."""
+        self.num_requests += 1
+        has_begun = False
+        try:
+            for is_last in (False, True):
+                try:
+                    async with contextlib.aclosing(self._items(method, *arguments)) as items:
+                        async for item in items:
+                            has_begun = True
+                            yield item
+                    return
+                except EngineDied:
+                    if has_begun or is_last:
+                        raise
+        finally:
+            self.num_requests -= 1
+
+    async def _items(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        handle = self._engines.options(method_name=method, stream=True)
+        # Not in the context of the HTTP request: Serve takes all calls that are made in there for
+        # one, but the prompts of a request are sent each by itself.
+        response = Context().run(handle.remote, *arguments)
+        is_over = False
+        try:
+            async for item in response:
+                yield item
+            is_over = True
+        except ActorDiedError as error:
+            raise EngineDied("the process of the engine died") from error
+        except RayTaskError as error:
+            raise error.cause from None
+        except (RayError, RayServeException) as error:
+            raise EngineError(f"the engine cannot be reached: {error}") from error
+        finally:
+            if not is_over:
+                response.cancel()
+
+
+class EngineDied(EngineError):
+    """With its process; another engine may answer."""
+
+
+def add_up(all_stats: Iterable[CoreStats]) -> CoreStats:
+    rows = list(all_stats)
+    return CoreStats(
+        **{each.name: sum(getattr(row, each.name) for row in rows) for each in fields(CoreStats)}
+    )
