@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextvars import Context
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -16,9 +16,9 @@ from ray.serve.handle import DeploymentHandle
 from nanovllm.engine.found_model import FoundModel, make_front
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
-from nanovllm.ray.records import Call
+from nanovllm.ray.records import Call, EngineCounts, RemoteEngine
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats
+from nanovllm.serving.core_records import CoreStats, total
 from nanovllm.serving.state_records import EngineNews
 
 LOOK_SECONDS = 2.0  # between looks at all engines
@@ -29,15 +29,22 @@ NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
 class RemoteLLM:
     """Sends each prompt to an engine; `follow` keeps the counts and the health of all of them."""
 
-    num_restarts = 0  # Serve replaces engines, and counts them
-
     def __init__(self, engines: DeploymentHandle, found: FoundModel, max_len: int) -> None:
         self._engines = engines
         self.config, self.max_len = found.config, max_len
         self.front = make_front(found, is_remote=True)
-        self.stats = CoreStats()
-        self.error: NanovllmError | None = None
+        self.replicas: list[RemoteEngine] = []
+        self._numbers: dict[str, int] = {}  # by engine_id, of all that were ever seen
         self.num_requests = 0
+
+    @property
+    def stats(self) -> CoreStats:
+        return total([engine.stats for engine in self.replicas])
+
+    @property
+    def error(self) -> NanovllmError | None:
+        errors = [engine.error for engine in self.replicas]
+        return None if None in errors else NO_ENGINE
 
     async def generate(
         self,
@@ -59,28 +66,35 @@ class RemoteLLM:
         async with contextlib.aclosing(self._answer("embed", call, normalize)) as outputs:
             return await anext(outputs)
 
-    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
         """Yield the state of one engine, then what changes."""
-        async with contextlib.aclosing(self._items("watch")) as news:
+        call = Call(engine_id=self.replicas[engine].engine_id)
+        async with contextlib.aclosing(self._items("watch", call)) as news:
             async for each in news:
                 yield each
 
     async def follow(self) -> None:
-        """Ask all engines for their counts, again and again."""
+        """Look at all engines, again and again."""
         while True:
-            with contextlib.suppress(TimeoutError):  # one is slow: what was known stays
-                stats = await self._all_stats()
-                self.stats, self.error = add_up(stats), None if stats else NO_ENGINE
             await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
 
-    async def _all_stats(self) -> list[CoreStats]:
-        """Those of the engines that work."""
-        response = self._engines.broadcast("stats")
+    async def look(self) -> None:
+        """Ask all engines for their counts; those that do not work have none."""
+        response = self._engines.broadcast("counts")
+        found: list[EngineCounts | Exception] = []
         try:
             found = await response.results_async(timeout_s=WAIT_SECONDS, return_exceptions=True)
+        except TimeoutError:  # one is slow: what was known stays
+            return
         except (RayError, RayServeException):  # there is none
-            return []
-        return [each for each in found if isinstance(each, CoreStats)]
+            pass
+        counts = {each.engine_id: each.stats for each in found if isinstance(each, EngineCounts)}
+        for engine_id in counts:
+            self._numbers.setdefault(engine_id, len(self._numbers))
+        numbered = sorted((self._numbers[engine_id], engine_id) for engine_id in counts)
+        lost = [replace(engine, error=NO_ENGINE) for engine in self.replicas]
+        self.replicas = [RemoteEngine(*each, counts[each[1]]) for each in numbered] or lost
 
     async def _answer(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
         """Yield what a method yields for a prompt; a second engine tries what one never began."""
@@ -123,10 +137,3 @@ class RemoteLLM:
 
 class EngineDied(EngineError):
     """With its process; another engine may answer."""
-
-
-def add_up(all_stats: Iterable[CoreStats]) -> CoreStats:
-    rows = list(all_stats)
-    return CoreStats(
-        **{each.name: sum(getattr(row, each.name) for row in rows) for each in fields(CoreStats)}
-    )

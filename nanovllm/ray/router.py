@@ -41,6 +41,9 @@ class PrefixRequestRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True  # when all of them are full
         by_number = {self._numbers[each.replica_id]: each for each in candidate_replicas}
         request_id, call = pending_request.metadata.internal_request_id, _call_of(pending_request)
+        named = [each for each in candidate_replicas if each.replica_id.unique_id == call.engine_id]
+        if named:
+            return [named]
         self._end(request_id)  # what an earlier try had chosen
         number = self._prefixes.choose(call.token_ids, call.cache_salt)
         self._begin(request_id, number, call.num_tokens)

@@ -30,11 +30,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
-from nanovllm.ray.records import Call, EngineFacts
+from nanovllm.ray.records import Call, EngineCounts, EngineFacts
 from nanovllm.ray.remote_llm import RemoteLLM
 from nanovllm.server.app import make_app
 from nanovllm.server.service import Service
-from nanovllm.serving.core_records import CoreStats
 from nanovllm.serving.state_records import EngineNews
 
 HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
@@ -49,7 +48,8 @@ ONE_LOOP = {
 }
 SERVES_OWN = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
-    "restart_engine", "config", "verbose",
+    "restart_engine",
+    "data_parallel_size", "config", "verbose",
 )  # fmt: skip
 
 
@@ -110,14 +110,15 @@ class Engine:
         self._end_if_failed()
         yield await self._llm.embed(call.token_ids, normalize=normalize)
 
-    async def watch(self) -> AsyncGenerator[EngineNews, None]:
+    async def watch(self, call: Call) -> AsyncGenerator[EngineNews, None]:
         async with contextlib.aclosing(self._llm.watch()) as news:
             async for each in news:
                 yield each
 
-    def stats(self) -> CoreStats:
+    def counts(self) -> EngineCounts:
         self.check_health()
-        return self._llm.stats
+        replica_id = serve.get_replica_context().replica_id
+        return EngineCounts(replica_id.unique_id, self._llm.stats)
 
     def check_health(self) -> None:
         """Raise what ended the engine's core, or that it hangs: Serve calls this."""
@@ -153,6 +154,7 @@ class Ingress:
         )
         found = FoundModel(config, facts.model_config, checkpoint)
         llm = await asyncio.to_thread(RemoteLLM, self._engines, found, facts.max_len)
+        await llm.look()
         self._following = asyncio.create_task(llm.follow())
         options = server_options(self._args, config.model, checkpoint.generation_config)
         app = make_app(Service(llm, options))

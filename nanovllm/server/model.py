@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from nanovllm.config import EngineConfig
@@ -14,22 +14,51 @@ from nanovllm.serving.core_records import CoreStats
 from nanovllm.serving.state_records import EngineNews
 
 
+class OneEngine(Protocol):
+    """One of the engines that answer together."""
+
+    @property
+    def number(self) -> int:
+        """It alone has this one, though there may be fewer engines."""
+
+    @property
+    def stats(self) -> CoreStats:
+        """Its counts."""
+
+    @property
+    def error(self) -> NanovllmError | None:
+        """Why it cannot answer now."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often another one took its place."""
+
+
 class Model(Protocol):
     """An AsyncLLM, or what stands for several of them."""
 
     config: EngineConfig
     front: Front
-    max_len: int
-    stats: CoreStats
-    error: NanovllmError | None  # why it cannot answer now
+
+    @property
+    def replicas(self) -> Sequence[OneEngine]:
+        """All engines."""
+
+    @property
+    def max_len(self) -> int:
+        """Where sequences end."""
+
+    @property
+    def stats(self) -> CoreStats:
+        """The sums over all engines."""
+
+    @property
+    def error(self) -> NanovllmError | None:
+        """Why no engine can answer now."""
 
     @property
     def num_requests(self) -> int:
         """Those that are under way."""
-
-    @property
-    def num_restarts(self) -> int:
-        """Engines that took the place of others."""
 
     def generate(
         self,
@@ -44,5 +73,5 @@ class Model(Protocol):
     async def embed(self, prompt: Any, *, normalize: bool = True) -> EmbeddingOutput:
         """Return the embedding of a prompt."""
 
-    def watch(self) -> AsyncGenerator[EngineNews, None]:
-        """Yield an engine's state, then what changes."""
+    def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+        """Yield the state of one of `replicas`, then what changes."""

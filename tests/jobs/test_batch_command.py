@@ -93,6 +93,9 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     done = batch(model, path, output, "--max-tokens", "6", "--max-num-seqs", "8")
     assert done.returncode == 0
     assert by_id(output) == lines
+    shared = batch(model, path, tmp_path / "shared.jsonl", "--max-tokens", "6", "-dp", "2")
+    assert shared.returncode == 0, shared.stderr
+    assert by_id(tmp_path / "shared.jsonl") == lines
 
 
 def mixed_rows(count: int) -> list[Any]:

@@ -273,7 +273,7 @@ def engine_stats() -> list[Any]:
     from ray import serve
 
     engines = serve.get_deployment_handle("Engine", "nanovllm")
-    return engines.broadcast("stats").results(timeout_s=DEADLINE)
+    return [each.stats for each in engines.broadcast("counts").results(timeout_s=DEADLINE)]
 
 
 def num_engines(*states: str) -> int:

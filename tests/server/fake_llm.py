@@ -32,6 +32,7 @@ class FakeLLM:
     reason: str = "stop"
     seed: int = 0
     max_len: int = 1024
+    number: int = 0  # among several engines
     num_requests: int = 0
     num_restarts: int = 0
     error: NanovllmError | None = None
@@ -40,9 +41,11 @@ class FakeLLM:
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     num_aborted: int = 0
     pause: float = 0.0  # seconds between pieces
+    idle: EngineState = IDLE  # what it shows to those who watch
+    others: list[FakeLLM] = field(default_factory=list)  # of several engines
 
     def __post_init__(self) -> None:
-        self.viewers = Viewers(lambda is_on: self.viewers.push(IDLE) if is_on else None)
+        self.viewers = Viewers(lambda is_on: self.viewers.push(self.idle) if is_on else None)
         self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
@@ -72,10 +75,15 @@ class FakeLLM:
         finally:
             self.num_aborted += not is_over
 
-    async def watch(self) -> AsyncGenerator[EngineNews, None]:
-        if self.error is not None:
-            raise self.error
-        async with contextlib.aclosing(self.viewers.look()) as news:
+    @property
+    def replicas(self) -> list[FakeLLM]:
+        return [self, *self.others]
+
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+        replica = self.replicas[engine]
+        if replica.error is not None:
+            raise replica.error
+        async with contextlib.aclosing(replica.viewers.look()) as news:
             async for each in news:
                 yield each
 
