@@ -48,8 +48,7 @@ ONE_LOOP = {
 }
 SERVES_OWN = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
-    "restart_engine",
-    "data_parallel_size", "config", "verbose",
+    "restart_engine", "data_parallel_size", "config", "verbose",
 )  # fmt: skip
 
 
@@ -78,6 +77,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
         request_router_config=_routing(config),
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=5 * HEALTH_SECONDS,
+        logging_config={"enable_access_log": False},  # the ingress has one
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"runtime_env": ONE_LOOP}
@@ -88,10 +88,11 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
 class Engine:
     """A replica: an AsyncLLM that other processes call."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._llm = AsyncLLM(**asdict(config))
+    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
+        """Load the model in another thread: in this one Serve may want to end the engine."""
+        self._llm = await asyncio.to_thread(AsyncLLM, **asdict(config))
 
-    def facts(self) -> EngineFacts:
+    async def facts(self) -> EngineFacts:
         return EngineFacts(self._llm.config, self._llm.model_config, self._llm.max_len)
 
     async def generate(self, call: Call) -> AsyncGenerator[StreamPiece, None]:
@@ -115,19 +116,20 @@ class Engine:
             async for each in news:
                 yield each
 
-    def counts(self) -> EngineCounts:
-        self.check_health()
+    async def counts(self) -> EngineCounts:
+        await self.check_health()
         replica_id = serve.get_replica_context().replica_id
         return EngineCounts(replica_id.unique_id, self._llm.stats)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raise what ended the engine's core, or that it hangs: Serve calls this."""
         if self._llm.error is not None:
             raise self._llm.error
 
     def __del__(self) -> None:
         """Free the GPU's memory for the next engine: Serve calls this before the process ends."""
-        self._llm.close()
+        if hasattr(self, "_llm"):
+            self._llm.close()
 
     def _end_if_failed(self) -> None:
         """End the process rather than answer requests with errors until Serve has noticed.

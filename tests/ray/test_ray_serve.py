@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -195,25 +196,29 @@ def test_requests_with_a_prefix_reach_the_engine_that_has_it(client: httpx.Clien
 
 
 def test_a_hung_engine_is_replaced(client: httpx.Client, url: str) -> None:
-    engines = engine_processes()
-    (core,) = [pid for pid, (parent, _) in processes().items() if parent == engines[0]]
+    before, core = engines_up(client), core_of(engine_processes()[0])
     lines = asyncio.run(break_one_stream(url, lambda: os.kill(core, signal.SIGSTOP)))
     assert_ends_with_error(lines)
     assert "no sign of life" in lines[-2]
-    wait_until(lambda: engines[0] not in engine_processes() and num_engines("RUNNING") == 2)
-    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    wait_for_another_engine(client, before)
+    assert_answers(client)
     assert client.get("/health").status_code == 200
 
 
 def test_a_killed_engine_fails_its_streams_alone(client: httpx.Client, url: str) -> None:
-    killed = engine_processes()[0]
+    before, killed = engines_up(client), engine_processes()[0]
     lines = asyncio.run(break_one_stream(url, lambda: os.kill(killed, signal.SIGKILL)))
     assert_ends_with_error(lines)
-    start = time.monotonic()
-    for number in range(4):
-        body = {"prompt": f"{number} after that", "max_tokens": 2}
-        assert client.post("/v1/completions", json=body).status_code == 200
-    assert time.monotonic() - start < 10
+    assert_answers(client)
+    wait_for_another_engine(client, before)
+
+
+def test_an_engine_without_its_core_gets_no_requests(client: httpx.Client, url: str) -> None:
+    """Before Serve has noticed: it would answer with errors, and always have the least to do."""
+    core = core_of(engine_processes()[0])
+    lines = asyncio.run(break_one_stream(url, lambda: os.kill(core, signal.SIGKILL)))
+    assert_ends_with_error(lines)
+    assert_answers(client)
 
 
 def test_more_requests_start_another_engine(url: str) -> None:
@@ -269,6 +274,14 @@ def assert_ends_with_error(lines: list[str]) -> None:
     assert lines[-1] == "data: [DONE]"
 
 
+def assert_answers(client: httpx.Client) -> None:
+    start = time.monotonic()
+    for number in range(4):
+        body = {"prompt": f"{number} after that", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert time.monotonic() - start < 10
+
+
 def engine_stats() -> list[Any]:
     from ray import serve
 
@@ -276,14 +289,22 @@ def engine_stats() -> list[Any]:
     return [each.stats for each in engines.broadcast("counts").results(timeout_s=DEADLINE)]
 
 
-def num_engines(*states: str) -> int:
-    """Those in some states, or in any but the last."""
+def engines_up(client: httpx.Client) -> set[str]:
+    """The numbers of the engines that the ingress knows to work."""
+    text = client.get("/metrics").text
+    return set(re.findall(r'^vllm:engine_up{engine="(\d+)".* 1.0$', text, re.MULTILINE))
+
+
+def wait_for_another_engine(client: httpx.Client, before: set[str]) -> None:
+    wait_until(lambda: len(now := engines_up(client)) == 2 and now != before)
+
+
+def num_engines() -> int:
+    """Those that run or start."""
     from ray import serve
 
-    found = serve.status().applications["nanovllm"].deployments["Engine"].replica_states
-    return sum(
-        num for state, num in found.items() if (state in states if states else state != "STOPPING")
-    )
+    states = serve.status().applications["nanovllm"].deployments["Engine"].replica_states
+    return sum(num for state, num in states.items() if state != "STOPPING")
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -305,6 +326,11 @@ def processes() -> dict[int, tuple[int, str]]:
 
 def engine_processes() -> list[int]:
     return [pid for pid, (_, title) in processes().items() if ":Engine" in title]
+
+
+def core_of(engine: int) -> int:
+    (core,) = [pid for pid, (parent, _) in processes().items() if parent == engine]
+    return core
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
