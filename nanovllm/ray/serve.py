@@ -37,9 +37,10 @@ from nanovllm.server.service import Service
 from nanovllm.serving.state_records import EngineNews
 
 HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
+DRAIN_SECONDS = 60.0  # for the answers of an engine that is no longer needed
 MAX_REQUESTS = 2**16  # at an ingress, which itself refuses those that would wait too long
-# Serve's way between threads costs more than all else that is done for a token; and without it a
-# reader who is late is known to the engine, which then sends several tokens at once.
+# By default Serve hands every token from thread to thread, through queues without an end. In one
+# loop there are none, and the tokens that a reader is late for are joined where they are made.
 ONE_LOOP = {
     "env_vars": {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -77,6 +78,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
         request_router_config=_routing(config),
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=5 * HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
         logging_config={"enable_access_log": False},  # the ingress has one
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
