@@ -55,13 +55,14 @@ class AsyncLLM:
         self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
         self.replicas = [self._start(0, given)]
         try:
-            found = self.replicas[0].core.wait_until_found()  # it may be fetched, by one of them
-            others = [self._start(number, given) for number in range(1, given.data_parallel_size)]
-            self.replicas += others
+            # The first one fetches a model that is not here; the others then find it.
+            found = self.replicas[0].core.wait_until_found()
+            for number in range(1, given.data_parallel_size):
+                self.replicas.append(self._start(number, given))
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
-            for replica in others:
+            for replica in self.replicas[1:]:
                 replica.core.wait_until_found()
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
@@ -191,7 +192,8 @@ class AsyncLLM:
         requests = [sample.request for sample in live.samples]
         first = requests[0]
         lengths = [min(each.params.max_tokens, GUESSED_TOKENS) for each in requests]
-        ids = first.token_ids if self.config.enable_prefix_caching else ()
+        is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
+        ids = first.token_ids if is_of_use else ()
         with self._lock:
             self._raise_if_failed()
             stream.replica = self._router.choose(ids, first.cache_salt)

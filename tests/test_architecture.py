@@ -97,7 +97,8 @@ TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
-    "os.environ": ("platforms/shares.py",),
+    # What a child inherits.
+    "os.environ": ("config.py", "executor/child_process.py", "platforms/shares.py"),
     "os.getenv": ("config.py",),
 }
 # A function fits on a screen, and its arguments in a head; kernels have no records to pass.

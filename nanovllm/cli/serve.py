@@ -27,6 +27,7 @@ examples:
   nanovllm serve
   nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
+  nanovllm serve Qwen/Qwen3-8B --data-parallel-size 4
   nanovllm serve --config server.yaml"""
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}

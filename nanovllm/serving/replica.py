@@ -75,7 +75,7 @@ class Replica:
 
     def _start(self) -> None:
         self.core = CoreClient(self._config, self._update, self._fail, self.number)
-        self._at_exit = weakref.finalize(self, self.core.close)
+        self._at_exit = weakref.finalize(self, _close, self._closing, self.core)
 
     def _update(self, update: CoreUpdate) -> None:
         """In the core's thread: note how it is, and hand its step on."""
@@ -129,3 +129,8 @@ class Replica:
             self.ready, self.error = ready, None
             self._on_back(self)
         logger.warning("%s was started anew (process %d)", core.name, core.pid)
+
+
+def _close(closing: threading.Event, core: CoreClient) -> None:
+    closing.set()  # nothing takes its place
+    core.close()

@@ -24,7 +24,7 @@ class PrefixRouter:
     def __init__(self, num_replicas: int, block_size: int, max_blocks: int = 2**16) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks  # that are remembered of each: what its cache has room for
-        self._replicas = {number: Replica() for number in range(num_replicas)}
+        self._replicas = {number: Destination() for number in range(num_replicas)}
 
     @property
     def loads(self) -> dict[int, int]:
@@ -58,7 +58,7 @@ class PrefixRouter:
 
     def joined(self, replica: int) -> None:
         """A new one is there, or another one in the place of one that was lost: it has nothing."""
-        self._replicas[replica] = Replica()
+        self._replicas[replica] = Destination()
 
     def _is_overloaded(self, chosen: int, least: int, num_tokens: int) -> bool:
         most = MAX_RATIO * self._replicas[least].load + MAX_EXTRA * num_tokens
@@ -72,7 +72,7 @@ class PrefixRouter:
 
 
 @dataclass(slots=True)
-class Replica:
+class Destination:
     load: int = 0  # tokens
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # hashes, newest last
 

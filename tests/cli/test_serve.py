@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -118,7 +120,7 @@ class ServeProcess:
         self.lines: list[str] = []
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"is at (http\S+)/v1", line):
+            if found := re.search(r"is at (https?://\S+)/v1", line):
                 self.url = found.group(1)
                 break
         else:
@@ -183,3 +185,24 @@ def httpx_refused(url: str) -> None:
             httpx.get(f"{url}/health", timeout=1)
         except httpx.TransportError:
             return
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_with_a_certificate_the_server_speaks_https(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    server = ServeProcess(str(make_byte_model(tmp_path)), *ENGINE, *tls, "--api-key", "secret")
+    try:
+        assert server.url.startswith("https://127.0.0.1:")
+        trust = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=server.url, verify=trust) as client:
+            assert client.get("/v1/models").status_code == 401
+            known = {"Authorization": "Bearer secret"}
+            body = {"prompt": "x", "max_tokens": 3}
+            assert client.post("/v1/completions", json=body, headers=known).status_code == 200
+    finally:
+        server.process.kill()
