@@ -17,25 +17,7 @@ from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, NanovllmError
 
 PERCENTILES = (50, 90, 99)
-WORDS = [
-    "the",
-    "engine",
-    "reads",
-    "a",
-    "prompt",
-    "in",
-    "blocks",
-    "and",
-    "writes",
-    "one",
-    "token",
-    "of",
-    "every",
-    "answer",
-    "in",
-    "each",
-    "step",
-]
+TEXT = "the engine reads a prompt in blocks and writes one token of every answer in each step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,26 +211,16 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def plot(path: str, all_measured: Sequence[Measured]) -> None:
-    """Draw how the waiting times are distributed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install it, or use --json") from error
+def waits(all_measured: Sequence[Measured]) -> dict[str, list[float]]:
+    """Return the milliseconds of each kind of wait, of the requests that were answered."""
     good = [one for one in all_measured if one.error is None]
-    columns = {
+    seconds = {
         "first token": [one.first_token for one in good],
         "inter-token": [gap for one in good for gap in one.gaps],
         "end to end": [one.seconds for one in good],
     }
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
-    for axes, (name, seconds) in zip(figure.subplots(1, 3), columns.items(), strict=True):
-        values = sorted(1000 * each for each in seconds)
-        axes.plot(values, [(index + 1) / len(values) for index in range(len(values))])
-        axes.set(title=name, xlabel="ms", ylabel="share of all", ylim=(0, 1.02))
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
+    return {name: [1000 * each for each in values] for name, values in seconds.items()}
 
 
 def _words(rng: random.Random, number: int) -> list[str]:
-    return [rng.choice(WORDS) for _ in range(number)]
+    return rng.choices(TEXT.split(), k=number)

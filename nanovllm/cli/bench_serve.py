@@ -13,13 +13,14 @@ from nanovllm.bench.load import (
     Limits,
     Load,
     Measured,
-    plot,
     random_prompts,
     read_prompts,
     run_load,
     summary,
     table,
+    waits,
 )
+from nanovllm.bench.plot import draw
 from nanovllm.bench.report import check_writable
 from nanovllm.cli.options import Commands, add_command, add_server_options, at_least
 from nanovllm.client import OpenAIClient
@@ -35,7 +36,7 @@ EXAMPLES = """\
 examples:
   nanovllm bench serve --concurrency 64 --num-requests 512
   nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50
-  nanovllm bench serve --shared-words 1000 --prompt-words 1100 --json result.json --plot result.png
+  nanovllm bench serve --shared-words 1000 --prompt-words 1100 --json result.json --plot result.svg
   nanovllm bench serve --url https://example.com/v1 --api-key KEY --prompts chats.jsonl"""
 
 
@@ -74,7 +75,7 @@ def _add_result_options(parser: argparse.ArgumentParser) -> None:
         text = f"most milliseconds {text}, to count as goodput (default: any)"
         add(f"--goodput-{name}-ms", type=float, metavar="X", help=text)
     add("--json", metavar="FILE", help="write the result and every request (default: no file)")
-    add("--plot", metavar="FILE", help="draw the distributions, with matplotlib (default: none)")
+    add("--plot", metavar="FILE", help="draw the distributions as SVG (default: no file)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         record = {"load": asdict(load), "limits": in_seconds, **result, "requests": requests}
         Path(args.json).write_text(json.dumps(record) + "\n", encoding="utf-8")
     if args.plot is not None:
-        plot(args.plot, measured)
+        Path(args.plot).write_text(draw(waits(measured)), encoding="utf-8")
     return 1 if result["num_failed"] else 0
 
 

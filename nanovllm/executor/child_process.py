@@ -24,6 +24,9 @@ _BOOT = (
 PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
 FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
+# Products for a number of rows that torch and oneDNN keep: each may take half a megabyte, and by
+# themselves they keep 1,024. docs/cpu.md
+KEPT_PRODUCTS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ def start_child(module: str, name: str, *numbers: int) -> ChildProcess:
             [*command, *arguments, *sys.path, str(PACKAGES)],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
+            env={**KEPT_PRODUCTS, **os.environ},
             start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
         )
     return ChildProcess(name, process, Channel(ours))

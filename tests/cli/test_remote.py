@@ -6,10 +6,20 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from nanovllm.bench.load import Limits, Measured, random_prompts, read_prompts, summary, table
+from nanovllm.bench.load import (
+    Limits,
+    Measured,
+    random_prompts,
+    read_prompts,
+    summary,
+    table,
+    waits,
+)
+from nanovllm.bench.plot import draw
 from nanovllm.cli import main
 from nanovllm.errors import ConfigError
 from tests.server.fake_llm import FakeLLM
@@ -97,9 +107,11 @@ def test_a_trace_is_written(fake: Running, tmp_path: Path) -> None:
 def test_a_load_is_measured(
     fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, load: list[str]
 ) -> None:
-    path = tmp_path / "result.json"
+    path, picture = tmp_path / "result.json", tmp_path / "result.svg"
     command = ["bench", "serve", *options(fake), *load, "--num-requests", "12", "--json", str(path)]
+    command += ["--plot", str(picture)]
     assert main([*command, "--prompt-words", "20", "--shared-words", "5"]) == 0
+    assert picture.read_text().count("<polyline") == 3
     result = json.loads(path.read_text())
     assert result["num_requests"] == len(result["requests"]) == 12
     assert result["num_failed"] == 0
@@ -143,6 +155,10 @@ def test_a_summary_counts_what_keeps_the_limits() -> None:
     assert result["errors"] == {"refused": 1}
     assert summary(measured, Limits(gap=0.03))["goodput_requests_per_second"] == 0.5
     assert "p99" in table(result)
+    svg = ElementTree.fromstring(draw(waits(measured)))
+    lines = [each.get("points", "").split() for each in svg.iter() if "polyline" in each.tag]
+    assert [len(points) for points in lines] == [2, 4, 2]
+    assert lines[0][-1].split(",")[1] == lines[1][-1].split(",")[1] == "34.0"  # all of them
     assert summary(measured[2:], Limits())["first_token_ms"] is None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -30,7 +32,19 @@ def config_of(*arguments: str) -> Any:
 
 def test_flags_have_the_names_of_vllms() -> None:
     config = config_of(
-        *("org/name", "-tp", "2", "--max-model-len", "16K", "--dtype", "half", "--seed", "3"),
+        *(
+            "org/name",
+            "-tp",
+            "2",
+            "-dp",
+            "3",
+            "--max-model-len",
+            "16K",
+            "--dtype",
+            "half",
+            "--seed",
+            "3",
+        ),
         *("--no-enable-prefix-caching", "--block-size", "32", "--num-gpu-blocks-override", "7"),
         *("--max-num-seqs=4", "--gpu-memory-utilization", "0.5", "--enforce-eager"),
     )
@@ -43,6 +57,7 @@ def test_flags_have_the_names_of_vllms() -> None:
     assert (config.kvcache_block_size, config.num_kvcache_blocks) == (32, 7)
     assert (config.max_num_seqs, config.gpu_memory_utilization) == (4, 0.5)
     assert config.enforce_eager
+    assert config.data_parallel_size == 3
 
 
 def test_without_a_model_the_built_in_one_is_served() -> None:
@@ -105,7 +120,7 @@ class ServeProcess:
         self.lines: list[str] = []
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"is at (http\S+)/v1", line):
+            if found := re.search(r"is at (https?://\S+)/v1", line):
                 self.url = found.group(1)
                 break
         else:
@@ -129,28 +144,36 @@ class ServeProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_a_signal_lets_answers_end_and_another_does_not(tmp_path: Path, num_signals: int) -> None:
+@pytest.mark.parametrize(("num_signals", "num_engines"), [(1, 1), (2, 1), (1, 2)])
+def test_a_signal_lets_answers_end_and_another_does_not(
+    tmp_path: Path, num_signals: int, num_engines: int
+) -> None:
     server = ServeProcess(
         *(str(make_byte_model(tmp_path)), *ENGINE, "--trust-remote-code"),
         *("--served-model-name", "tiny", "--shutdown-timeout", "30"),
+        *("--data-parallel-size", str(num_engines)),
     )
     try:
         assert any("--trust-remote-code changes nothing" in line for line in server.lines)
         models = httpx.get(f"{server.url}/v1/models").json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
-        lines: list[str] = []
         num_tokens = 900 if num_signals == 2 else 200
-        thread = server.stream(lines, prompt="x", max_tokens=num_tokens, ignore_eos=True)
-        while len(lines) < 5:
+        streams: dict[threading.Thread, list[str]] = {}
+        for prompt in "xyz"[:num_engines]:
+            lines: list[str] = []
+            body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
+            streams[server.stream(lines, **body)] = lines
+        while min(map(len, streams.values())) < 5:
             time.sleep(0.01)
-            assert thread.is_alive(), lines
+            assert all(thread.is_alive() for thread in streams), streams
         for _ in range(num_signals):
             os.kill(server.process.pid, signal.SIGTERM)
             httpx_refused(server.url)
-        thread.join(60)
+        for thread in streams:
+            thread.join(60)
         assert server.process.wait(20) == 0
-        assert ("data: [DONE]" in lines) == (num_signals == 1)
+        for lines in streams.values():
+            assert ("data: [DONE]" in lines) == (num_signals == 1)
     finally:
         server.process.kill()
 
@@ -162,3 +185,24 @@ def httpx_refused(url: str) -> None:
             httpx.get(f"{url}/health", timeout=1)
         except httpx.TransportError:
             return
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_with_a_certificate_the_server_speaks_https(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    server = ServeProcess(str(make_byte_model(tmp_path)), *ENGINE, *tls, "--api-key", "secret")
+    try:
+        assert server.url.startswith("https://127.0.0.1:")
+        trust = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=server.url, verify=trust) as client:
+            assert client.get("/v1/models").status_code == 401
+            known = {"Authorization": "Bearer secret"}
+            body = {"prompt": "x", "max_tokens": 3}
+            assert client.post("/v1/completions", json=body, headers=known).status_code == 200
+    finally:
+        server.process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 from collections.abc import Iterator
@@ -62,6 +63,22 @@ def test_services_mount_and_build_what_is_there() -> None:
     paths = [mount.split(":")[0] for mount in mounts]
     assert [p for p in paths if p.startswith(".") and not (DEPLOY / p).is_file()] == []
     assert {p for p in paths if not p.startswith(".")} == set(COMPOSE["volumes"])
+
+
+def test_the_unit_starts_with_flags_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("port: 8000")
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(DEPLOY / "nanovllm.service")
+    service = unit["Service"]
+    program, command, *arguments = service["ExecStart"].split()
+    name, _, path = service["LoadCredential"].partition(":")
+    assert Path(program).name == "nanovllm"
+    assert f"${{CREDENTIALS_DIRECTORY}}/{name}" in arguments
+    arguments[arguments.index("--config") + 1] = str(tmp_path / "config.yaml")
+    args = parse([command, *arguments])
+    assert args.shutdown_timeout < float(service["TimeoutStopSec"])
+    assert path in (ROOT / "docs" / "serving.md").read_text()
 
 
 def expressions(value: Any) -> Iterator[str]:

@@ -30,7 +30,6 @@ NUM_STREAMS = 256
 NO_LIMITS = httpx.Limits(max_connections=None)
 SIGNS = {signal.SIGKILL: "killed by signal 9", signal.SIGSTOP: "no sign of life for 4.5 s"}
 MAX_GROWTH = 20 * 2**20
-ONEDNN_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 async def read_stream(client: httpx.AsyncClient, lines: list[str], **body: Any) -> None:
@@ -80,12 +79,12 @@ def test_engines_that_fail_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(restarts, "SOON_SECONDS", 0.0)  # none of them fails too soon
-    before = restarting.llm.num_restarts
+    before = restarting.llm.replicas[0].num_restarts
     for turn in range(count(20)):
         until_healthy(restarting.http)
         asyncio.run(fail_under_load(restarting, number, random.Random(turn)))
     until_healthy(restarting.http)
-    assert restarting.llm.num_restarts == before + count(20)
+    assert restarting.llm.replicas[0].num_restarts == before + count(20)
     settle(restarting, 128)
 
 
@@ -98,7 +97,7 @@ async def fail_under_load(server: Running, number: signal.Signals, chance: rando
         while not all(streams):
             await asyncio.sleep(0.01)
         await asyncio.sleep(chance.random() * 0.2)
-        os.kill(server.llm._core.pid, number)
+        os.kill(server.llm.replicas[0].core.pid, number)
         await asyncio.wait_for(asyncio.gather(*tasks), 20)  # 5 s, and what a busy machine adds
     for lines in streams:
         error = json.loads(lines[-2])["error"]
@@ -130,12 +129,8 @@ def test_broken_connections_break_nothing(server: Running, count: Callable[[int]
     assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
 
 
-def test_an_hour_of_load_takes_no_more_memory(
-    tmp_path: Path, count: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_hour_of_load_takes_no_more_memory(tmp_path: Path, count: Callable[[int], int]) -> None:
     seconds = 3600 if count(10) == 10 else 40
-    for name in ONEDNN_CACHES:
-        monkeypatch.setenv(name, "32")  # full when the warm-up is over
     options = ("--num-kvcache-blocks", "512", "--max-num-seqs", "16")
     server = ServeProcess(str(make_byte_model(tmp_path)), *ENGINE, *options)
     try:

@@ -180,6 +180,30 @@ def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
     assert int(number.group(1)) >= 2
 
 
+def test_several_engines_are_told_apart() -> None:
+    """One of two is lost: it is named, and the other one answers."""
+    lost = FakeLLM(error=EngineError("it died"), stats=CoreStats(num_cache_hits=3))
+    with running(FakeLLM(stats=CoreStats(num_running=2), others=[lost])) as server:
+        text = server.http.get("/metrics").text
+        for name, values in {
+            "num_requests_running": (2, 0),
+            "prefix_cache_hits_total": (0, 3),
+            "engine_up": (1, 0),
+        }.items():
+            for number, value in enumerate(values):
+                labels = f'{{engine="{number}",model_name="tiny"}}'
+                assert f"vllm:{name}{labels} {value}.0\n" in text
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"lost_engines": {"1": "it died"}})
+        assert server.post("/v1/completions", prompt="x").status_code == 200
+        assert server.http.get("/engine/events?engine=1").status_code == 503
+        assert server.http.get("/engine/events?engine=2").status_code == 400
+        events = server.http.get("/trace?seconds=0.1").json()["traceEvents"]
+        names = [f"engine {i}: {part}" for i in (0, 1) for part in ("host", "device", "requests")]
+        assert [event["args"]["name"] for event in events] == names
+        assert [event["pid"] for event in events] == [1, 2, 3, 4, 5, 6]
+
+
 def test_metrics_may_be_renamed() -> None:
     with running(FakeLLM(), metrics_prefix="ours_") as server:
         assert "ours_num_requests_running{" in server.http.get("/metrics").text
