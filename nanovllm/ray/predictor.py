@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from nanovllm.config import EngineConfig
@@ -89,8 +90,7 @@ class Predictor:
 
     async def _answer(self, columns: dict[str, Any]) -> dict[str, Any]:
         given = {name: _plain(value) for name, value in columns.items() if value is not None}
-        # A gap in a column of lists may have become an empty list.
-        asked = {name: value for name, value in given.items() if name in FIELDS and value != []}
+        asked = {name: value for name, value in given.items() if name in FIELDS}
         fields = {**self._sampling, **asked}
         try:
             if sum(name in fields for name in PROMPTS) != 1:
@@ -121,10 +121,14 @@ def _as_table(batch: Any) -> pa.Table:
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, dict):
-        return pa.table(  # numpy's gaps are not-a-number
-            {name: pa.array(list(column), from_pandas=True) for name, column in batch.items()}
-        )
+        return pa.table({name: _as_array(column) for name, column in batch.items()})
     return pa.Table.from_pandas(batch, preserve_index=False)
+
+
+def _as_array(column: Any) -> pa.Array:
+    """Arrow's form of a column of numpy, where a gap may be not-a-number."""
+    column = np.asarray(column)
+    return pa.array(column if column.ndim == 1 else list(column), from_pandas=True)
 
 
 def _with_answers(table: pa.Table, answers: list[dict[str, Any]]) -> pa.Table:
