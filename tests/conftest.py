@@ -16,6 +16,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
+SHARING = ("tests/server/", "tests/ray/")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-counts", action="store_true", help="run endurance tests in full")
@@ -39,12 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, and all that share a server."""
+    """Keep the tests of a file in one process, and all that share a server or a cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class FilesOrServer(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
+            shared = [name for name in SHARING if nodeid.startswith(name)]
+            return shared[0] if shared else super()._split_scope(nodeid)
 
     return FilesOrServer(config, log) if config.getoption("dist") == "loadfile" else None
 

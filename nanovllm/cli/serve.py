@@ -31,7 +31,6 @@ examples:
   nanovllm serve --config server.yaml"""
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add_parser(commands: Commands) -> None:
@@ -166,6 +165,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="cuda, cpu, or auto: what there is")
     add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
         help="devices to split the model over")  # fmt: skip
+    add("--distributed-executor-backend", choices=("mp", "uni", "ray"), default="mp",
+        help="who starts the processes of these devices: mp, this machine; ray, a Ray cluster, "
+        "on several (default: %(default)s)")  # fmt: skip
     add("-dp", "--data-parallel-size", type=at_least(1), default=1, metavar="N",
         help="engines that share the requests, each with the whole model on devices of its own "
         "(default: %(default)s)")  # fmt: skip
@@ -239,12 +241,14 @@ def read_chat_template(option: str | None) -> str | None:
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
+    from nanovllm.server.options import sampling_in
+
     if where == "vllm":
         return {}
     config = of_model
     if where != "auto":
         config = json.loads(read_text(str(Path(where, "generation_config.json"))))
-    return {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
+    return sampling_in(config)
 
 
 def _options_in_file(path: str) -> list[str]:

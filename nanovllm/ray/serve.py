@@ -202,6 +202,8 @@ def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingCo
 
 
 def _num_gpus(config: EngineConfig) -> int:
+    if config.distributed_executor_backend == "ray":
+        return 0  # its workers ask for them
     has_gpus = config.device != "cpu"
     if config.device == "auto":
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.ray.clusters import ray_cluster
 from tests.server.byte_model import make_byte_model
 from tests.server.running import Running, running
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [pytest.mark.slow, needs_ray]
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "ray-serve.yaml"
 BLOCK_SIZE = 16

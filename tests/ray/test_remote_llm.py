@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from nanovllm.errors import EngineError
 from nanovllm.serving.core_records import CoreStats
 from tests.server.byte_model import make_byte_model
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [pytest.mark.slow, needs_ray]
 
 
 class FakeEngines:

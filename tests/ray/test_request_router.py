@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [pytest.mark.slow, needs_ray]
 
 BLOCK_SIZE = 4
 
