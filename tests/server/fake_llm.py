@@ -45,6 +45,8 @@ class FakeLLM:
     others: list[FakeLLM] = field(default_factory=list)  # of several engines
 
     def __post_init__(self) -> None:
+        for number, other in enumerate(self.others, 1):
+            other.number = number
         self.viewers = Viewers(lambda is_on: self.viewers.push(self.idle) if is_on else None)
         self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
