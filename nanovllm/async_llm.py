@@ -55,7 +55,8 @@ class AsyncLLM:
         self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
         self.replicas = [self._start(0, given)]
         try:
-            found = self.replicas[0].core.wait_until_found()  # it may be fetched, by one of them
+            # The first one fetches a model that is not here; the others then find it.
+            found = self.replicas[0].core.wait_until_found()
             for number in range(1, given.data_parallel_size):
                 self.replicas.append(self._start(number, given))
             self.config, self.model_config = found.config, found.model_config

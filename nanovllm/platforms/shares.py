@@ -19,7 +19,7 @@ def take_share(config: EngineConfig, replica: int) -> None:
     num_replicas = config.data_parallel_size
     if num_replicas == 1:
         return
-    # Counting devices does not start CUDA, which reads the variable once, when it starts.
+    # Counted by NVML: CUDA is not started yet, and reads the variable when it is.
     if config.device != "cpu" and (num_gpus := num_devices()):
         _show_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)
     if not is_cuda(config.device):
@@ -38,3 +38,8 @@ def _show_devices(replica: int, num_replicas: int, num_ranks: int, num_gpus: int
     if names == [""]:
         names = [str(index) for index in range(num_gpus)]
     os.environ[VISIBLE] = ",".join(names[replica * num_ranks : (replica + 1) * num_ranks])
+    if num_devices() != num_ranks:
+        raise ConfigError(
+            "GPUs cannot be hidden from an engine here, because torch starts CUDA to count them "
+            f"(no NVML); run a server for each engine instead, with its own {VISIBLE}"
+        )

@@ -13,9 +13,15 @@ from nanovllm.platforms import shares
 from nanovllm.platforms.shares import take_share
 
 
+def num_visible() -> int:
+    """Of four GPUs."""
+    names = os.environ["CUDA_VISIBLE_DEVICES"]
+    return len(names.split(",")) if names else 4
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "num_devices", lambda: 4)
+    monkeypatch.setattr(shares, "num_devices", num_visible)
     monkeypatch.setattr(shares, "is_cuda", lambda device: device != "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -42,6 +48,13 @@ def test_too_few_gpus_are_refused_by_every_engine() -> None:
     for replica in range(3):
         with pytest.raises(ConfigError, match=r"=3 needs 6 CUDA devices, 2 for each .* 4 can be"):
             share_of(replica, data_parallel_size=3, tensor_parallel_size=2)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_gpus_that_cannot_be_hidden_are_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "num_devices", lambda: 4)
+    with pytest.raises(ConfigError, match="cannot be hidden"):
+        share_of(0, data_parallel_size=2)
 
 
 @pytest.mark.usefixtures("gpus")
