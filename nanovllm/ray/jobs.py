@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from nanovllm.errors import EngineError
 from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.rows import Row
 from nanovllm.ray.cluster import Room, remote
 
-# Engines that may be lost without a row between them; then it is no accident.
+# Engines that may be lost beside all that there were, without a row between them; more are no
+# accident.
 MAX_LOST = 5
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class RayEngine:
         self._starting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._num_lost = 0  # since the last answer
+        self._max_lost = room.num_engines + MAX_LOST
         self._error: Exception | None = None  # why there will be no more answers
         for _ in range(room.num_engines):
             self._add_replica()
@@ -110,11 +112,14 @@ class RayEngine:
     async def _start(self, replica: Replica) -> None:
         try:
             await replica.actor.start.remote(self._options)
-        except RayActorError as error:
+        except RayTaskError as error:
+            if any(each.is_ready for each in self._replicas):
+                await self._lose(replica, error.cause)  # it may be its machine
+                return
+            self._error = error.cause  # another would not start either
+        except RayError as error:
             await self._lose(replica, error)
             return
-        except RayTaskError as error:
-            self._error = error.cause  # another would not start either
         replica.is_ready = True
         async with self._changed:
             self._changed.notify_all()
@@ -127,7 +132,7 @@ class RayEngine:
         ray.kill(replica.actor)  # it may live on with a dead engine
         self._num_lost += 1
         logger.warning("an engine is lost, and its rows go to others: %s", reason)
-        if self._num_lost <= MAX_LOST:
+        if self._num_lost <= self._max_lost:
             self._add_replica()
             return
         text = f"{self._num_lost} engines in a row were lost, the last one because of: {reason}"
