@@ -190,10 +190,11 @@ def test_many_at_once() -> None:
             options: Any = {"model": "tiny", "messages": HELLO}
             answers = await asyncio.gather(*(create(**options, max_tokens=8) for _ in range(8)))
             assert all(answer.usage.output_tokens <= 8 for answer in answers)
-            async with client.messages.stream(**options, max_tokens=3000) as stream:
+            endless: Any = {**options, "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+            async with client.messages.stream(**endless) as stream:
                 async for _ in stream:
                     break
-            task = asyncio.create_task(create(**options, max_tokens=3000))
+            task = asyncio.create_task(create(**endless))
             await asyncio.sleep(0.1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
