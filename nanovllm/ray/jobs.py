@@ -33,7 +33,7 @@ class RowActor:
 
 
 @dataclass(eq=False, slots=True)
-class Replica:
+class RowReplica:
     actor: Any
     num_rows: int = 0  # that it was handed and has not answered
     is_ready: bool = False
@@ -50,7 +50,7 @@ class RayEngine:
             max_concurrency=options.num_at_once,
             scheduling_strategy="SPREAD",
         )
-        self._replicas: list[Replica] = []
+        self._replicas: list[RowReplica] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._num_lost = 0  # since the last answer
@@ -67,7 +67,7 @@ class RayEngine:
             except RayTaskError as error:
                 if not isinstance(error.cause, EngineError):
                     self._num_lost = 0
-                    raise error.cause from None  # of the row alone
+                    raise error.cause from None  # not the engine's fault
                 await self._lose(replica, error.cause)
             except RayError as error:  # the actor is gone, or its node with an answer
                 await self._lose(replica, error)
@@ -86,7 +86,7 @@ class RayEngine:
         for replica in self._replicas:
             ray.kill(replica.actor)
 
-    async def _claim(self) -> Replica:
+    async def _claim(self) -> RowReplica:
         """Wait for a replica that can take a row, and count the row as its own."""
         async with self._changed:
             while (replica := self._least_busy()) is None:
@@ -94,7 +94,7 @@ class RayEngine:
         replica.num_rows += 1
         return replica
 
-    def _least_busy(self) -> Replica | None:
+    def _least_busy(self) -> RowReplica | None:
         if self._error is not None:
             raise self._error
         ready = [each for each in self._replicas if each.is_ready]
@@ -103,13 +103,13 @@ class RayEngine:
         return replica if is_free else None
 
     def _add_replica(self) -> None:
-        replica = Replica(self._actors.remote())
+        replica = RowReplica(self._actors.remote())
         self._replicas.append(replica)
         task = asyncio.create_task(self._start(replica))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
-    async def _start(self, replica: Replica) -> None:
+    async def _start(self, replica: RowReplica) -> None:
         try:
             await replica.actor.start.remote(self._options)
         except RayTaskError as error:
@@ -124,7 +124,7 @@ class RayEngine:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _lose(self, replica: Replica, reason: Exception) -> None:
+    async def _lose(self, replica: RowReplica, reason: Exception) -> None:
         """Put another engine in the place of one that is gone; its rows all tell of that."""
         if replica not in self._replicas:
             return
