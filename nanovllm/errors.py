@@ -21,6 +21,10 @@ class UnsupportedModelError(CheckpointError):
     """The checkpoint is readable but its architecture or a variant of it is not supported."""
 
 
+class UnsupportedQuantisationError(UnsupportedModelError, ConfigError):
+    """The checkpoint's weights are quantised in a way that cannot be read."""
+
+
 class EngineError(NanovllmError, RuntimeError):
     """The engine is closed or has failed and can serve nothing more."""
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.models.config_fields import INT32_MAX
+from nanovllm.quantisation import read_quantisation
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # and "factors", of GGUF files
 # By their names in config.json.
@@ -30,10 +31,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(
             f"hidden_act {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})"
         )
-    if config.get("quantization_config"):
-        raise UnsupportedModelError(
-            f"quantization_config={config['quantization_config']!r} in config.json is not supported"
-        )
+    read_quantisation(config.get("quantization_config"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     head_dim = config.get("head_dim") or hidden_size // num_heads
     bias = config.get("attention_bias", False)

@@ -178,7 +178,7 @@ def test_what_cannot_run_is_not_fetched(
     config = json.loads(Path(model_path("llama-3.1-8b")).read_text())
     changes: dict[str, dict[str, Any]] = {
         "architecture": {"architectures": ["NewForCausalLM"]},
-        "scheme": {"quantization_config": {"quant_method": "gptq"}},
+        "scheme": {"quantization_config": {"quant_method": "mxfp4"}},
         "size": {"num_hidden_layers": "32"},
         "whole": {},
     }
@@ -199,7 +199,7 @@ def test_what_cannot_run_is_not_fetched(
     )
     messages = [
         "UnsupportedModelError architecture 'NewForCausalLM'",
-        "UnsupportedModelError quantization_config=",
+        "UnsupportedQuantisationError quantization_config in config.json: quant_method 'mxfp4'",
         "CheckpointError config.json: num_hidden_layers must be a whole number",
         r"ConfigError org/whole in .* does not fit: .*weights (29.92|14.96), .* 8.00 GiB of 8",
         "ConfigError tensor_parallel_size=3 does not divide",
