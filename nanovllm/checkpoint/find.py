@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import download, download_file
 from nanovllm.checkpoint.hub_gguf import read_hub_config
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.quantisation import Quantisation, choose_quantisation
 
 WeightFormat = Literal["safetensors", "bin", "gguf", "none"]
 
@@ -37,6 +38,12 @@ class Checkpoint:
     generation_config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
     weight_format: WeightFormat
+    quantisation: Quantisation | None = None  # how its weights are to be read
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether its weights are stored as anything but floats."""
+        return self.quantisation is not None and self.quantisation.scheme != "round_to_fp8"
 
 
 def find_checkpoint(
@@ -45,6 +52,7 @@ def find_checkpoint(
     revision: str | None = None,
     need_weights: bool = True,
     need_tokenizer: bool = True,
+    quantization: str | None = None,
     check: Callable[[Mapping[str, Any]], object] = lambda config: None,
 ) -> Checkpoint:
     """Locate a model, from the hub if it is not on this machine, and read its configuration.
@@ -56,7 +64,13 @@ def find_checkpoint(
         path = _fetch(model, revision, need_weights, need_tokenizer, check)
     checkpoint = _read(path, need_weights)
     check(checkpoint.config)
-    return checkpoint
+    if checkpoint.path.suffix == ".gguf" and quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} is not for GGUF files, whose tensors say how they "
+            "are stored; leave the option out"
+        )
+    stored = checkpoint.config.get("quantization_config")
+    return replace(checkpoint, quantisation=choose_quantisation(quantization, stored))
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import mmap
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,16 @@ _DTYPES = {
 }
 
 
+FLOATS = tuple(_DTYPES.values())
+# What quantised weights are stored as, beside floats.
+_CODES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+}
+
+
 class Read(Protocol):
     def __call__(self, index: Index = ()) -> Iterator[Tensor]: ...
 
@@ -44,25 +54,30 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     read: Read  # some rows of a part after others; each is valid until the next
+    dtype: torch.dtype = torch.float32  # of what is read
+    cuts: tuple[int, ...] = ()  # of each dimension, where a rank's part may end; (): anywhere
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
+    """List what the files hold; only those of a quantised checkpoint may hold codes."""
     readers = {"safetensors": _list_safetensors, "bin": _list_bin, "gguf": _list_gguf}
     list_file = readers[checkpoint.weight_format]
-    return [tensor for file in checkpoint.weight_files for tensor in list_file(file)]
+    dtypes = _DTYPES | (_CODES if checkpoint.has_codes else {})
+    return [tensor for file in checkpoint.weight_files for tensor in list_file(file, dtypes)]
 
 
-def _list_safetensors(path: Path) -> Iterator[StoredTensor]:
+def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
     mapped = _map_safetensors(path)
     (header_size,) = struct.unpack_from("<Q", mapped)
     first_byte = 8 + header_size
     header: dict[str, Any] = json.loads(mapped[8:first_byte])
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"], entry["dtype"])
-        _check_dtype(path, name, dtype)
+        shape, dtype = tuple(entry["shape"]), dtypes.get(entry["dtype"], entry["dtype"])
+        _check_dtype(path, name, dtype, dtypes)
         offset = first_byte + entry["data_offsets"][0]
-        yield StoredTensor(name, shape, path, partial(_read_mapped, mapped, offset, shape, dtype))
+        read = partial(_read_mapped, mapped, offset, shape, dtype)
+        yield StoredTensor(name, shape, path, read, dtype=dtype)
 
 
 def _map_safetensors(path: Path) -> mmap.mmap:
@@ -87,7 +102,7 @@ def _read_mapped(
     yield from _read_and_release(whole.view(shape), index)
 
 
-def _list_bin(path: Path) -> Iterator[StoredTensor]:
+def _list_bin(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
     is_zip = zipfile.is_zipfile(path)  # the format before torch 1.6 cannot be memory-mapped
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -101,9 +116,9 @@ def _list_bin(path: Path) -> Iterator[StoredTensor]:
             raise CheckpointError(
                 f"{path} must hold plain tensors by name, a state dict; {name!r:.80} is {what}"
             )
-        _check_dtype(path, name, tensor.dtype)
+        _check_dtype(path, name, tensor.dtype, dtypes)
         read = partial(_read_and_release if is_zip else _split, tensor)
-        yield StoredTensor(name, tuple(tensor.shape), path, read)
+        yield StoredTensor(name, tuple(tensor.shape), path, read, dtype=tensor.dtype)
 
 
 def _is_plain(tensor: object) -> bool:
@@ -123,14 +138,14 @@ def _read_and_release(tensor: Tensor, index: Index = ()) -> Iterator[Tensor]:
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
 
 
-def _check_dtype(path: Path, name: str, dtype: object) -> None:
-    if dtype not in _DTYPES.values():
+def _check_dtype(path: Path, name: str, dtype: object, dtypes: Mapping[str, torch.dtype]) -> None:
+    if dtype not in dtypes.values():
         raise UnsupportedModelError(
-            f"{path}: tensor {name!r} is stored as {dtype}; supported: {', '.join(_DTYPES)}"
+            f"{path}: tensor {name!r} is stored as {dtype}; supported: {', '.join(dtypes)}"
         )
 
 
-def _list_gguf(path: Path) -> Iterator[StoredTensor]:
+def _list_gguf(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
     for tensor in gguf.list_tensors(path):
         yield StoredTensor(tensor.name, tensor.shape, path, partial(_dequantise, tensor))
 
@@ -143,6 +158,9 @@ def _dequantise(tensor: gguf.GGUFTensor, index: Index = ()) -> Iterator[Tensor]:
 
 
 def _split(tensor: Tensor, index: Index) -> Iterator[Tensor]:
+    if tensor.dim() == 0:
+        yield tensor
+        return
     # Of whole rows: where only some columns are wanted, the pages of the others are mapped too.
     num_rows = max(PIECE_BYTES // tensor[0].nbytes, 1)
     part = tensor[index]

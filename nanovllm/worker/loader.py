@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import sys
 import time
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.quantised.modules import widen_all
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.build import Layer
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.shards import ExpectedTensor
@@ -38,8 +40,9 @@ def load_weights(
     start = time.perf_counter()
     layers, tied = UnpackedLayers(model, platform), tied_tensors(model)
     expected = layers.expected
-    found = _match(list_tensors(checkpoint), expected, tied, checkpoint.path)
+    found = _match(_list_tensors(checkpoint, expected, tied), expected, tied, checkpoint.path)
     tensors = [tensor for tensor in found if tensor.name in expected]
+    _check_cuts(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None: where there is no terminal; a closed stderr is none at all.
     is_hidden = None if show_progress and sys.stderr is not None else True
@@ -125,6 +128,41 @@ def tied_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
 def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
     modules = model.named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
+
+
+def _list_tensors(
+    checkpoint: Checkpoint, expected: dict[str, ExpectedTensor], tied: dict[str, ExpectedTensor]
+) -> list[StoredTensor]:
+    """List a checkpoint's tensors; a quantised weight that no kernel reads is one of floats."""
+    tensors, quantisation = list_tensors(checkpoint), checkpoint.quantisation
+    if quantisation is None:
+        return tensors
+    tensors = widen_all(tensors, quantisation, expected.keys() | tied.keys())
+    widened = [expected[t.name] for t in tensors if t.cuts and t.name in expected]
+    if widened:
+        dtype = str(widened[0].parts[0].target.dtype).removeprefix("torch.")
+        logger.info(
+            "Quantised weights (%s) are widened to %s: no kernel here reads them as they are",
+            quantisation,
+            dtype,
+        )
+    return tensors
+
+
+def _check_cuts(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
+    """Refuse ranks whose share of a weight would end within a group of numbers with one scale."""
+    for tensor in tensors:
+        parts = expected[tensor.name].parts if tensor.cuts else ()
+        if sum(part.target.numel() for part in parts) == math.prod(tensor.shape):
+            continue
+        for part in parts:
+            for share, unit, size in zip(part.source, tensor.cuts, tensor.shape, strict=True):
+                if share.start % unit or (share.stop % unit and share.stop != size):
+                    raise ConfigError(
+                        f"tensor_parallel_size: a rank would take {share.start} to {share.stop} of "
+                        f"{size} in {tensor.name}, which cuts a group of {unit} quantised numbers; "
+                        "use fewer ranks"
+                    )
 
 
 def _match(

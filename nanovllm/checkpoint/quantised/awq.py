@@ -1,0 +1,56 @@
+"""AWQ: numbers of 4 bits packed along the outputs, whose eight in a word are interleaved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
+from nanovllm.checkpoint.quantised.words import dequantise, group_size, input_cut, unpack, words_of
+from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.quantisation import Quantisation
+
+# Where in a word the numbers of eight outputs are, counted from its lowest bits.
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    codes: StoredTensor  # [inputs, words of outputs]
+    zeros: StoredTensor  # [groups, words of outputs]
+    scales: StoredTensor  # [groups, outputs]
+    quantisation: Quantisation
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scales.shape[1], self.codes.shape[0]
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        return len(PLACES), input_cut(self.quantisation)
+
+    def widen(self, rows: slice, columns: slice) -> Tensor:
+        size, words = group_size(self.quantisation, self.shape[1]), words_of(rows, 4)
+        groups = slice(columns.start // size, -(-columns.stop // size))
+        codes = _in_order(read_part(self.codes, columns, words))
+        zeros = _in_order(read_part(self.zeros, groups, words))
+        scales = read_part(self.scales, groups, rows).t()
+        group_of = torch.arange(columns.start, columns.stop) // size - groups.start
+        return dequantise(codes, zeros, scales, group_of)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Spread [n, words of outputs] to [outputs, n]."""
+    numbers = unpack(words, 4).view(len(words), -1, len(PLACES))
+    return numbers[:, :, PLACES].flatten(1).t().contiguous()
+
+
+def open_awq(parts: Parts, quantisation: Quantisation) -> Awq:
+    codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    num_inputs, num_words = check_matrix(codes, torch.int32)
+    num_groups = -(-num_inputs // group_size(quantisation, max(num_inputs, 1)))
+    check_part(zeros, (num_groups, num_words), torch.int32)
+    check_part(scales, (num_groups, num_words * len(PLACES)), *FLOATS)
+    return Awq(codes, zeros, scales, quantisation)

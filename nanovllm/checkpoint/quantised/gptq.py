@@ -1,0 +1,72 @@
+"""GPTQ: numbers packed along the inputs, zero points along the outputs, groups in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
+from nanovllm.checkpoint.quantised.words import (
+    dequantise,
+    group_size,
+    input_cut,
+    per_word,
+    read_groups,
+    unpack,
+    words_of,
+)
+from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.errors import CheckpointError
+from nanovllm.quantisation import Quantisation
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    codes: StoredTensor  # [words of inputs, outputs]
+    zeros: StoredTensor  # [groups, words of outputs]
+    scales: StoredTensor  # [groups, outputs]
+    group_of: StoredTensor | None  # [inputs]
+    quantisation: Quantisation
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[1], self.codes.shape[0] * per_word(self.quantisation.bits)
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        return per_word(self.quantisation.bits), input_cut(self.quantisation)
+
+    def widen(self, rows: slice, columns: slice) -> Tensor:
+        bits = self.quantisation.bits
+        codes = unpack(read_part(self.codes, words_of(columns, bits), rows).t(), bits)
+        zeros = unpack(read_part(self.zeros, slice(None), words_of(rows, bits)), bits).t()
+        zeros = zeros[: rows.stop - rows.start]
+        # The first format stores a zero point of 0 as the largest number.
+        zeros = (zeros.int() + self.quantisation.zero_offset) & ((1 << bits) - 1)
+        scales = read_part(self.scales, slice(None), rows).t()
+        return dequantise(codes, zeros, scales, self._read_groups(columns))
+
+    def _read_groups(self, columns: slice) -> Tensor:
+        if self.group_of is not None:
+            return read_groups(self.group_of, columns, self.scales.shape[0])
+        return torch.arange(columns.start, columns.stop) // group_size(
+            self.quantisation, self.shape[1]
+        )
+
+
+def open_gptq(parts: Parts, quantisation: Quantisation) -> Gptq:
+    codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    num_words, num_outputs = check_matrix(codes, torch.int32)
+    count = per_word(quantisation.bits)
+    num_inputs = num_words * count
+    num_groups = -(-num_inputs // group_size(quantisation, max(num_inputs, 1)))
+    check_part(zeros, (num_groups, -(-num_outputs // count)), torch.int32)
+    check_part(scales, (num_groups, num_outputs), *FLOATS)
+    group_of = parts.get("g_idx")
+    if group_of is not None:
+        check_part(group_of, (num_inputs,), torch.int32, torch.int64)
+    elif quantisation.desc_act:
+        raise CheckpointError(f"{codes.file}: {codes.name!r} needs a g_idx, as desc_act says")
+    return Gptq(codes, zeros, scales, group_of, quantisation)

@@ -1,0 +1,45 @@
+"""Float weights rounded to FP8 as they are read, with a scale for each output."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.quantised.stored_weight import read_part
+from nanovllm.checkpoint.weights import StoredTensor
+
+LARGEST = 448.0  # of FP8 with four bits of exponent
+# Projections of layers; a router decides by small differences and stays as it is.
+PROJECTION = re.compile(r"model\.layers\..*(?<!\.gate)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    floats: StoredTensor  # [outputs, inputs]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.floats.shape[0], self.floats.shape[1]
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        return 1, 1
+
+    def widen(self, rows: slice, columns: slice) -> Tensor:
+        # All inputs of an output share its scale, those of other ranks too.
+        return round_to_fp8(read_part(self.floats, rows).float())[:, columns]
+
+
+def is_projection(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 2 and PROJECTION.fullmatch(tensor.name) is not None
+
+
+def round_to_fp8(values: Tensor) -> Tensor:
+    """Quantise each row by its largest number, then widen it again."""
+    scales = values.abs().amax(1, keepdim=True) / LARGEST
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
+    codes = (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.float().mul_(scales)

@@ -1,0 +1,58 @@
+"""Whole numbers of 4 or 8 bits in words of 32, and the groups that share scales."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.quantised.stored_weight import read_part
+from nanovllm.checkpoint.weights import StoredTensor
+from nanovllm.errors import CheckpointError
+from nanovllm.quantisation import Quantisation
+
+
+def per_word(bits: int) -> int:
+    return 32 // bits
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Spread [..., words] to [..., numbers] as bytes, those in the lowest bits first."""
+    numbers = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return numbers
+    return torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
+
+
+def words_of(numbers: slice, bits: int) -> slice:
+    count = per_word(bits)
+    return slice(numbers.start // count, -(-numbers.stop // count))
+
+
+def group_size(quantisation: Quantisation, num_inputs: int) -> int:
+    return num_inputs if quantisation.group_size == -1 else quantisation.group_size
+
+
+def input_cut(quantisation: Quantisation) -> int:
+    """Where inputs may be cut: between groups, if these are in order and do not hold them all."""
+    has_groups = quantisation.group_size != -1 and not quantisation.desc_act
+    count = per_word(quantisation.bits)
+    return math.lcm(quantisation.group_size, count) if has_groups else count
+
+
+def read_groups(tensor: StoredTensor, inputs: slice, num_groups: int) -> Tensor:
+    """Read the group of each input."""
+    groups = read_part(tensor, inputs).long()
+    if bool(((groups < 0) | (groups >= num_groups)).any()):
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} must hold numbers of {num_groups} groups"
+        )
+    return groups
+
+
+def dequantise(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor) -> Tensor:
+    """(codes - zeros) * scales of [outputs, inputs]; zeros and scales are [outputs, groups]."""
+    values = codes.float()
+    values -= zeros if isinstance(zeros, int) else zeros.float()[:, group_of]
+    return values.mul_(scales.float()[:, group_of])
