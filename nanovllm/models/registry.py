@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.errors import (
+    CheckpointError,
+    UnsupportedModelError,
+    UnsupportedQuantisationError,
+)
 from nanovllm.layers.build import Build
 from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from nanovllm.models.config_fields import check_fields, check_model
@@ -80,6 +84,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
             )
         check_fields(config)
         model = FAMILIES[name].read_config(config)
+    except UnsupportedQuantisationError:  # a ValueError, as all errors of options are
+        raise
     # In values that are not in that table, or objects within objects without end.
     except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise CheckpointError(f"config.json has a value of the wrong type: {error}") from error

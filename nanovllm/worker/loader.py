@@ -24,6 +24,7 @@ from nanovllm.layers.build import Layer
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.platforms.base import Platform
+from nanovllm.quantisation import Quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,15 @@ def load_weights(
     start = time.perf_counter()
     layers, tied = UnpackedLayers(model, platform), tied_tensors(model)
     expected = layers.expected
-    found = _match(_list_tensors(checkpoint, expected, tied), expected, tied, checkpoint.path)
+    stored, quantisation = list_tensors(checkpoint), checkpoint.quantisation
+    if quantisation is not None:
+        stored = widen_all(stored, quantisation, expected.keys() | tied.keys())
+    found = _match(stored, expected, tied, checkpoint.path)
     tensors = [tensor for tensor in found if tensor.name in expected]
     _check_cuts(tensors, expected)
+    widened = [expected[tensor.name] for tensor in tensors if tensor.cuts]
+    if widened and show_progress:  # which is told by one rank
+        _tell_widened(widened[0], quantisation)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None: where there is no terminal; a closed stderr is none at all.
     is_hidden = None if show_progress and sys.stderr is not None else True
@@ -130,23 +137,10 @@ def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
 
 
-def _list_tensors(
-    checkpoint: Checkpoint, expected: dict[str, ExpectedTensor], tied: dict[str, ExpectedTensor]
-) -> list[StoredTensor]:
-    """List a checkpoint's tensors; a quantised weight that no kernel reads is one of floats."""
-    tensors, quantisation = list_tensors(checkpoint), checkpoint.quantisation
-    if quantisation is None:
-        return tensors
-    tensors = widen_all(tensors, quantisation, expected.keys() | tied.keys())
-    widened = [expected[t.name] for t in tensors if t.cuts and t.name in expected]
-    if widened:
-        dtype = str(widened[0].parts[0].target.dtype).removeprefix("torch.")
-        logger.info(
-            "Quantised weights (%s) are widened to %s: no kernel here reads them as they are",
-            quantisation,
-            dtype,
-        )
-    return tensors
+def _tell_widened(first: ExpectedTensor, quantisation: Quantisation | None) -> None:
+    dtype = str(first.parts[0].target.dtype).removeprefix("torch.")
+    text = "Quantised weights (%s) are widened to %s: no kernel here reads them as they are"
+    logger.info(text, quantisation, dtype)
 
 
 def _check_cuts(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:

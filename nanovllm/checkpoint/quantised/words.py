@@ -19,7 +19,8 @@ def per_word(bits: int) -> int:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Spread [..., words] to [..., numbers] as bytes, those in the lowest bits first."""
-    numbers = words.contiguous().view(torch.uint8)
+    # A copy: what has one column counts as contiguous, however far apart its rows are.
+    numbers = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return numbers
     return torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)

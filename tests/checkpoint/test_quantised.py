@@ -1,0 +1,230 @@
+"""Every format of quantised weights is widened to exactly what its formula says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanovllm.checkpoint import weights
+from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.quantised.modules import widen_all
+from nanovllm.checkpoint.quantised.round_to_fp8 import round_to_fp8
+from nanovllm.checkpoint.weights import StoredTensor, list_tensors
+from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.quantisation import ROUND_TO_FP8, choose_quantisation
+from tests.checkpoint.tiny_quantised import (
+    Kind,
+    awq_kind,
+    compressed_config,
+    float_kind,
+    fp8_block,
+    fp8_block_kind,
+    gptq_kind,
+    packed_kind,
+)
+
+BLOCK_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]}
+KINDS: dict[str, tuple[Kind, tuple[int, int]]] = {
+    "fp8-block": (fp8_block_kind(128, 128), (256, 384)),
+    "fp8-block-cut-short": (fp8_block_kind(128, 128), (200, 300)),
+    "fp8-block-bf16": (fp8_block_kind(128, 128, dtype=torch.bfloat16), (128, 130)),
+    "fp8-block-compressed": (
+        Kind(
+            fp8_block,
+            compressed_config("float-quantized", BLOCK_WEIGHTS),
+            {"block": (64, 128), "name": "weight_scale"},
+        ),
+        (130, 256),
+    ),
+    "fp8-channel": (float_kind("channel", "channel"), (40, 24)),
+    "fp8-flat": (float_kind("channel", "flat"), (40, 24)),
+    "fp8-tensor": (float_kind("tensor", "tensor"), (40, 24)),
+    "fp8-scalar": (float_kind("tensor", "scalar"), (40, 24)),
+    "packed-symmetric": (packed_kind(4, 128, True, False), (24, 256)),
+    "packed-zeros": (packed_kind(4, 32, False, False), (20, 96)),
+    "packed-byte-zeros": (packed_kind(4, 32, False, False, packs_zeros=False), (20, 96)),
+    "packed-shuffled": (packed_kind(4, 64, False, True), (24, 128)),
+    "packed-channel": (packed_kind(4, -1, True, False), (24, 44)),
+    "packed-8-bits": (packed_kind(8, 32, False, False), (18, 64)),
+    **{f"awq-{group}": (awq_kind(group), (40, 256)) for group in (32, 64, 128, -1)},
+    **{f"gptq-{group}": (gptq_kind(4, group, True, False), (40, 256)) for group in (32, 64, -1)},
+    "gptq-zeros": (gptq_kind(4, 128, False, False), (40, 256)),
+    "gptq-without-g-idx": (gptq_kind(4, 32, False, False, has_groups=False), (40, 64)),
+    "gptq-shuffled": (gptq_kind(4, 32, True, True), (40, 256)),
+    "gptq-shuffled-zeros": (gptq_kind(4, 64, False, True), (40, 256)),
+    "gptq-v2": (gptq_kind(4, 32, False, False, offset=0), (40, 64)),
+    "gptq-8-bits": (gptq_kind(8, 32, False, True), (36, 128)),
+}
+PARTS = [(slice(None), slice(None)), (slice(3, 17), slice(None)), (slice(8, 19), slice(9, 23))]
+
+
+def list_stored(
+    folder: Path, parts: dict[str, Tensor], config: Any, expected: tuple[str, ...] = ()
+) -> dict[str, StoredTensor]:
+    save_file(parts, folder / "m.safetensors")
+    quantisation = choose_quantisation(None, config)
+    assert quantisation is not None
+    file = folder / "m.safetensors"
+    checkpoint = Checkpoint(folder, {}, {}, (file,), "safetensors", quantisation)
+    tensors = widen_all(list_tensors(checkpoint), quantisation, expected)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def named(parts: dict[str, Tensor], module: str = "a") -> dict[str, Tensor]:
+    return {f"{module}.{name}": tensor for name, tensor in parts.items()}
+
+
+def read(tensor: StoredTensor, *index: slice) -> Tensor:
+    return torch.cat([piece.clone() for piece in tensor.read(index)])
+
+
+def assert_same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_values_follow_the_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, edges: bool
+) -> None:
+    kind, shape = KINDS[name]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+    made = kind(weight, seed=3, edges=edges)
+    if not edges:  # the formulas mean what they should: these are the weights, rounded
+        assert (made.values - weight).abs().max() < weight.abs().max() / (3 if "int" in name else 2)
+    tensors = list_stored(tmp_path, named(made.parts), kind.config)
+    assert tensors.keys() == {"a.weight"}
+    assert tensors["a.weight"].shape == shape
+    for piece_bytes in (weights.PIECE_BYTES, 4 * shape[1] * 9):
+        monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+        for index in PARTS:
+            assert_same(read(tensors["a.weight"], *index), made.values[index])
+
+
+def test_every_code_of_fp8(tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    scale = torch.tensor([[0.375]])
+    parts = {"a.weight": codes.view(torch.float8_e4m3fn), "a.weight_scale_inv": scale}
+    kind = fp8_block_kind(16, 16)
+    got = read(list_stored(tmp_path, parts, kind.config)["a.weight"])
+    sign, exponent, fraction = codes.int() >> 7, codes.int() >> 3 & 15, codes.int() & 7
+    size = torch.where(
+        exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    )
+    size[(exponent == 15) & (fraction == 7)] = torch.nan
+    assert_same(got, size * (1 - 2 * sign) * 0.375)
+
+
+def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
+    kind, _ = KINDS["fp8-block"]
+    plain = {
+        "norm.weight": torch.ones(4),
+        "head.weight": torch.randn(8, 4),
+        "b.bias": torch.ones(4),
+    }
+    made = kind(torch.randn(128, 128))
+    tensors = list_stored(tmp_path, named(made.parts) | plain, kind.config)
+    assert tensors.keys() == {"a.weight", *plain}
+    for name, tensor in plain.items():
+        assert_same(read(tensors[name]), tensor)
+
+
+def test_what_the_model_names_is_left_as_it_is_stored(tmp_path: Path) -> None:
+    """So a weight format with a kernel takes the parts, and beside it others are widened."""
+    for name in ("fp8-block", "packed-zeros", "awq-32", "gptq-32"):
+        kind, shape = KINDS[name]
+        parts = kind(torch.randn(shape)).parts
+        expected = tuple(f"a.{part}" for part in parts)
+        copies = {part: tensor.clone() for part, tensor in parts.items()}
+        stored = {**named(parts), **named(copies, "b")}
+        tensors = list_stored(tmp_path, stored, kind.config, expected)
+        assert tensors.keys() == {*expected, "b.weight"}
+        for part, tensor in parts.items():
+            got = read(tensors[f"a.{part}"])
+            assert got.dtype == tensors[f"a.{part}"].dtype == tensor.dtype
+            assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda parts: parts.pop(name)
+
+
+def replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda parts: parts.update({name: change(parts[name])})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("fp8-block", without("weight_scale_inv"), "a is quantised and has no tensor weight_scale"),
+        ("fp8-block", replaced("weight_scale_inv", lambda t: t[:1].clone()), "shape .* expected"),
+        ("fp8-block", replaced("weight", lambda t: t.int()), "stored as int32, expected float8"),
+        ("fp8-block", replaced("weight", lambda t: t[0].clone()), "shape .* expected"),
+        ("fp8-channel", replaced("weight_scale", lambda t: t[:3].clone()), "shape .* expected"),
+        ("packed-zeros", without("weight_zero_point"), "needs a weight_zero_point"),
+        ("packed-shuffled", without("weight_g_idx"), "needs a weight_g_idx"),
+        ("packed-shuffled", replaced("weight_g_idx", lambda t: t + 1), "numbers of 2 groups"),
+        ("packed-zeros", replaced("weight_shape", lambda t: t + 8), "shape .* expected"),
+        ("awq-32", without("scales"), "a is quantised and has no tensor scales"),
+        ("awq-32", replaced("qzeros", lambda t: t[:-1].clone()), "shape .* expected"),
+        ("gptq-shuffled", without("g_idx"), "needs a g_idx"),
+        ("gptq-shuffled", replaced("g_idx", lambda t: t - 1), "numbers of 8 groups"),
+        ("gptq-32", replaced("scales", lambda t: t.int()), "stored as int32, expected"),
+    ],
+)
+def test_odd_parts_are_named(
+    tmp_path: Path, name: str, change: Callable[[dict[str, Tensor]], object], match: str
+) -> None:
+    kind, shape = KINDS[name]
+    parts = kind(torch.randn(shape)).parts
+    change(parts)
+    with pytest.raises(CheckpointError, match=match):
+        read(list_stored(tmp_path, named(parts), kind.config)["a.weight"])
+
+
+def test_modules_that_config_json_leaves_out(tmp_path: Path) -> None:
+    kind, shape = KINDS["packed-symmetric"]
+    parts = kind(torch.randn(shape)).parts
+    config = {**kind.config, "ignore": ["re:.*head"]}
+    list_stored(tmp_path, named(parts), config)
+    with pytest.raises(CheckpointError, match="lm_head is quantised, and quantization_config"):
+        list_stored(tmp_path, named(parts, "lm_head"), config)
+
+
+def test_biases_of_zeros_that_nobody_expects_are_dropped(tmp_path: Path) -> None:
+    kind, shape = KINDS["gptq-32"]
+    parts = kind(torch.randn(shape)).parts
+    biases = {f"{name}.bias": torch.zeros(shape[0]) for name in "abc"}
+    biases["c.bias"][3] = 1.0
+    tensors = list_stored(tmp_path, named(parts) | biases, kind.config, ("b.bias",))
+    assert tensors.keys() == {"a.weight", "b.bias", "c.bias"}
+
+
+def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    save_file(KINDS["awq-32"][0](torch.randn(40, 256)).parts, file)
+    for quantisation in (None, ROUND_TO_FP8):
+        checkpoint = Checkpoint(tmp_path, {}, {}, (file,), "safetensors", quantisation)
+        with pytest.raises(UnsupportedModelError, match="is stored as I32"):
+            list_tensors(checkpoint)
+
+
+def test_rounding_to_fp8() -> None:
+    values = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    values *= torch.tensor([[1.0], [0.0], [1e-37], [8e37], [1e-44], [-5.0]])
+    got = round_to_fp8(values)
+    for row, rounded in zip(values, got, strict=True):
+        scale = max(row.abs().max().item() / 448, 2.0**-126)
+        codes = (row / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(rounded, codes.float() * scale, rtol=3e-7, atol=1e-44)
+    assert got.isfinite().all()
+    assert torch.equal(got[1], values[1])
+    kept = [0, 2, 3, 5]  # the largest number of each is a code
+    torch.testing.assert_close(got[kept].abs().amax(1), values[kept].abs().amax(1))
+    assert (got[0] - values[0]).abs().max() < values[0].abs().max() / 16

@@ -1,0 +1,240 @@
+"""A quantised checkpoint of each family equals its plain twin token for token, on any ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.quantised.round_to_fp8 import round_to_fp8
+from nanovllm.errors import CheckpointError, ConfigError
+from tests.checkpoint.tiny_quantised import (
+    PROJECTION,
+    Kind,
+    Twins,
+    awq_kind,
+    float_kind,
+    fp8_block_kind,
+    gptq_kind,
+    packed_kind,
+    write_twins,
+)
+from tests.checkpoints import SIZES, make_checkpoint
+from tests.devices import NEEDS_GPU
+from tests.threaded_ranks import engines_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Which two ranks can share between groups and blocks of 16.
+EVEN = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 128}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 3}
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**EVEN, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**EVEN, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**EVEN),
+    "phi3": Phi3Config(**EVEN, pad_token_id=0),
+    "mixtral": MixtralConfig(**EVEN, num_local_experts=3),
+    "qwen3-moe": Qwen3MoeConfig(**EVEN, **EXPERTS, head_dim=16),
+    "gemma3": Gemma3TextConfig(**EVEN, head_dim=16, tie_word_embeddings=False),
+    "mistral": MistralConfig(**EVEN),
+}
+KINDS: dict[str, Kind] = {
+    "fp8-block": fp8_block_kind(16, 16),
+    "fp8-channel": float_kind("channel", "channel"),
+    "fp8-tensor": float_kind("tensor", "tensor"),
+    "packed": packed_kind(4, 16, False, False),
+    "packed-shuffled": packed_kind(4, 32, True, True),
+    "awq": awq_kind(16),
+    "gptq": gptq_kind(4, 16, True, False),
+    "gptq-shuffled": gptq_kind(4, 32, False, True),
+    "gptq-channel": gptq_kind(8, -1, False, False),
+}
+PAIRS = [
+    ("llama", "gptq-shuffled"),
+    ("qwen2", "awq"),
+    ("phi3", "packed"),
+    ("qwen3-moe", "fp8-block"),
+]
+ALL = [(model, kind) for model in MODELS for kind in KINDS]
+OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in ALL if pair not in PAIRS]
+ON_RANKS = [pair for pair in PAIRS if pair[0] == "qwen3-moe"]
+OTHERS_ON_RANKS = [pytest.param(*p, marks=pytest.mark.slow) for p in ALL if p not in ON_RANKS]
+# As each method writes the modules that are not quantised; patterns here, to write the files by.
+IGNORED = {
+    "compressed-tensors": {"ignore": [r"re:model\.layers\.1\..*down_proj$", "lm_head"]},
+    "fp8": {"modules_to_not_convert": ["model.layers.1.self_attn.o_proj", "lm_head"]},
+    "awq": {"modules_to_not_convert": ["model.layers.0"]},
+    "gptq": {},
+}
+PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SIZE_OPTIONS = {"kvcache_block_size": 16, "max_num_seqs": 4, "max_model_len": 64}
+
+
+def run(path: Path, **options: Any) -> list[list[int]]:
+    options = {"dtype": "float32", "device": "cpu", **SIZE_OPTIONS, **options}
+    with LLM(path, skip_tokenizer_init=True, **options) as llm:
+        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@cache
+def source(root: Path, model: str) -> Path:
+    return make_checkpoint(root / f"even-{model}", MODELS[model]).path
+
+
+@cache
+def twins(root: Path, model: str, kind: str) -> Twins:
+    ignored = IGNORED[KINDS[kind].config["quant_method"]]
+    return write_twins(root / f"{model}-{kind}", source(root, model), KINDS[kind], ignored)
+
+
+@pytest.mark.parametrize(("model", "kind"), [*PAIRS, *OTHERS])
+def test_a_checkpoint_equals_its_twin(checkpoint_root: Path, model: str, kind: str) -> None:
+    both = twins(checkpoint_root, model, kind)
+    assert run(both.quantised) == run(both.plain)
+
+
+@pytest.mark.parametrize(("model", "kind"), [*ON_RANKS, *OTHERS_ON_RANKS])
+def test_ranks_take_their_share(checkpoint_root: Path, model: str, kind: str) -> None:
+    both = twins(checkpoint_root, model, kind)
+    with engines_of(2):
+        assert run(both.quantised) == run(both.plain)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in KINDS])
+def test_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
+    for model in ("qwen3-tied", "qwen3-moe"):
+        both = twins(checkpoint_root, model, kind)
+        for dtype in ("float32", "bfloat16"):
+            options = {"device": "cuda", "dtype": dtype}
+            assert run(both.quantised, **options) == run(both.plain, **options)
+
+
+@pytest.fixture
+def llama(checkpoint_root: Path) -> Path:
+    return source(checkpoint_root, "llama")
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        (awq_kind(32), r"layers.0.mlp.down_proj.weight, .* group of 32"),
+        (fp8_block_kind(64, 64), r"in lm_head.weight, .* group of 64"),
+        (packed_kind(4, 64, True, False), r"layers.0.mlp.down_proj.weight, .* group of 64"),
+    ],
+)
+def test_ranks_that_would_cut_groups_are_refused(
+    llama: Path, tmp_path: Path, kind: Kind, module: str
+) -> None:
+    both = write_twins(tmp_path, llama, kind, {})
+    with engines_of(2), pytest.raises(ConfigError, match=f"tensor_parallel_size: .*{module}"):
+        run(both.quantised)
+
+
+def test_the_log_says_what_is_widened(
+    checkpoint_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        run(twins(checkpoint_root, "qwen2", "awq").quantised)
+    [line] = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
+    assert "(awq, 4 bits in groups of 16) are widened to float32" in line
+
+
+def rounded(path: Path, folder: Path) -> Path:
+    """The twin of a checkpoint that is rounded to FP8 while it loads."""
+    shutil.copytree(path, folder)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and name != "lm_head.weight" and PROJECTION.fullmatch(name):
+            tensors[name] = round_to_fp8(tensor)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, marks=() if model == "phi3" else pytest.mark.slow) for model in MODELS],
+)
+def test_rounding_while_loading(checkpoint_root: Path, tmp_path: Path, model: str) -> None:
+    path = source(checkpoint_root, model)
+    twin = rounded(path, tmp_path / "twin")
+    want = run(twin)
+    assert want != run(path)
+    assert run(path, quantization="fp8") == want
+    with engines_of(2):
+        assert run(path, quantization="fp8") == run(twin)
+
+
+def test_the_option_must_match(checkpoint_root: Path, llama: Path, tmp_path: Path) -> None:
+    both = twins(checkpoint_root, "qwen2", "awq")
+    assert run(both.quantised, quantization="awq")
+    with pytest.raises(ConfigError, match="'gptq': this checkpoint is quantised by awq"):
+        run(both.quantised, quantization="gptq")
+    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantised weights"):
+        run(llama, quantization="awq")
+    with pytest.raises(ConfigError, match="quantization='fp8' is not for GGUF files"):
+        run(Path("smollm2"), quantization="fp8")
+    with pytest.raises(ConfigError, match="quantization must be"):
+        run(llama, quantization="int3")
+    with pytest.raises(
+        ConfigError, match="is about the weights of a checkpoint"
+    ):
+        run(llama, quantization="fp8", load_format="dummy")
+
+
+def test_random_weights_for_a_quantised_config(checkpoint_root: Path) -> None:
+    assert run(twins(checkpoint_root, "qwen2", "awq").quantised, load_format="dummy")
+
+
+def test_a_part_that_is_missing_or_too_much(llama: Path, tmp_path: Path) -> None:
+    path = write_twins(tmp_path, llama, KINDS["fp8-block"], {}).quantised
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    scale = tensors.pop(name)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"1.mlp.up_proj is quantised and has no tensor"):
+        run(path)
+    save_file({**tensors, name: scale, "model.layers.1.mlp.up_proj.input_scale": scale + 1}, file)
+    with pytest.raises(CheckpointError, match="input_scale' has no place in the model"):
+        run(path)
+
+
+def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
+    """No weight is widened whole: each is read some rows at a time, within a bound."""
+    from nanovllm.checkpoint import weights
+    from nanovllm.checkpoint.find import find_checkpoint
+    from nanovllm.checkpoint.quantised.modules import widen_all
+
+    checkpoint = find_checkpoint(str(twins(checkpoint_root, "llama", "gptq-shuffled").quantised))
+    assert checkpoint.quantisation is not None
+    tensors = widen_all(weights.list_tensors(checkpoint), checkpoint.quantisation, ())
+    limit = 16 * 64 * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "PIECE_BYTES", limit)
+        for tensor in tensors:
+            pieces = list(sizes(tensor.read()))
+            assert max(pieces) <= max(limit, 8 * 4 * tensor.shape[-1])
+
+
+def sizes(pieces: Iterator[torch.Tensor]) -> Iterator[int]:
+    return (piece.nbytes for piece in pieces)
