@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.quantisation import check_option
 from nanovllm.validation import check_types
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
@@ -40,6 +41,7 @@ class EngineConfig:
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
     distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
+    quantization: str | None = None  # None: as the checkpoint is; "fp8" rounds one that is not
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -57,6 +59,7 @@ class EngineConfig:
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
+        check_option(self.quantization, self.load_format)
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms
         is_time = target is None or 0 < target < math.inf

@@ -52,6 +52,17 @@ class Quantisation:
 ROUND_TO_FP8 = Quantisation("fp8", "round_to_fp8")
 
 
+def check_option(asked: str | None, load_format: str) -> None:
+    """Refuse a value of the option `quantization` that no checkpoint could make right."""
+    if asked not in (None, *METHODS):
+        raise ConfigError(f"quantization must be None or one of {METHODS}, got {asked!r}")
+    if asked is not None and load_format == "dummy":
+        raise ConfigError(
+            f"quantization={asked!r} is about the weights of a checkpoint, and "
+            'load_format="dummy" has none; leave one out'
+        )
+
+
 def choose_quantisation(asked: str | None, stored: object) -> Quantisation | None:
     """Return how weights are read: as `quantization_config` says, or rounded as is asked for."""
     quantisation = read_quantisation(stored)

@@ -39,7 +39,6 @@ NOT_NEEDED_WITH_VALUE = {
 }
 # What would change the answers or the speed, with the values that ask for nothing.
 NOT_BUILT = {
-    "--quantization": ("none",),
     "--kv-cache-dtype": ("auto",),
     "--speculative-config": ("none",),
     "--pipeline-parallel-size": ("1",),
@@ -49,7 +48,7 @@ NOT_BUILT = {
     "--rope-scaling": (),
     "--tokenizer": (),
 }
-SHORT = {"--quantization": "-q", "--pipeline-parallel-size": "-pp"}
+SHORT = {"--pipeline-parallel-size": "-pp"}
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:

@@ -80,6 +80,17 @@ def add_command(
     )
 
 
+def add_quantization(add: Callable[..., object]) -> None:
+    add(
+        "-q",
+        "--quantization",
+        type=lambda text: None if text.lower() == "none" else text,
+        metavar="NAME",
+        help="'fp8' rounds plain weights as they are loaded; of a quantised checkpoint, how it is "
+        "stored: awq, gptq, compressed-tensors or fp8 (default: as the checkpoint is)",
+    )
+
+
 def add_engine_options(
     parser: argparse.ArgumentParser, default_model: str = "smollm2", **own_defaults: int | str
 ) -> None:
@@ -102,6 +113,7 @@ def add_engine_options(
         metavar="NAME",
         help="a branch, tag or commit of a model on the hub (default: its main branch)",
     )
+    add_quantization(model.add_argument)
     for name, text in _MODEL_HELP.items():
         _add_option(model, name, text, defaults[name])
     engine = parser.add_argument_group("engine")
@@ -180,7 +192,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def check_no_engine_options(args: argparse.Namespace) -> None:
     """With a URL the engine is another's: refuse options that would change this one."""
     names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
-    for name in (*names, "enable_prefix_caching", "enforce_eager"):
+    for name in (*names, "quantization", "enable_prefix_caching", "enforce_eager"):
         if getattr(args, name) != args.parser.get_default(name):
             flag = "--" + name.replace("enable", "no").replace("_", "-")
             raise ConfigError(

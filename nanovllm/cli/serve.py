@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
-from nanovllm.cli.options import Commands, add_command, at_least, fields_in, read_text
+from nanovllm.cli.options import (
+    Commands,
+    add_command,
+    add_quantization,
+    at_least,
+    fields_in,
+    read_text,
+)
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 
@@ -129,6 +136,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="a folder, a .gguf file, a hub id or a short name (default: smollm2)")
     add("--revision", metavar="NAME", help="a branch, tag or commit of a model on the hub")
+    add_quantization(add)
     add("--dtype", type=_dtype, default="auto", help="float32, bfloat16, float16 or auto")
     add("--load-format", default="auto", metavar="NAME", help="'dummy' makes random weights")
     add(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import Checkpoint, eos_token_ids
 from nanovllm.checkpoint.tokenizer import load_tokenizer
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import ConfigError
 from nanovllm.grammar.matching import Grammars, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class FoundModel:
     config: EngineConfig
     model_config: ModelConfig
     checkpoint: Checkpoint
+
+
+def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len <= limit:
+        return config
+    if config.max_model_len != WHOLE_CONTEXT:
+        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+    return replace(config, max_model_len=limit)
 
 
 def make_front(found: FoundModel, is_remote: bool = False) -> Front:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.found_model import FoundModel, make_front
+from nanovllm.engine.found_model import FoundModel, clamp_model_len, make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.scheduler import Scheduler
@@ -134,6 +134,7 @@ def find_model(config: EngineConfig) -> FoundModel:
         revision=config.revision,
         need_weights=config.load_format != "dummy",
         need_tokenizer=not config.skip_tokenizer_init,
+        quantization=config.quantization,
         check=partial(check_model, config, platform),
     )
     model_config = read_config(checkpoint.config)
@@ -177,12 +178,3 @@ def make_core(
     scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
     depth = info.depth if config.depth is None else config.depth
     return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
-
-
-def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    limit = model_config.max_position_embeddings
-    if config.max_model_len <= limit:
-        return config
-    if config.max_model_len != WHOLE_CONTEXT:
-        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
-    return replace(config, max_model_len=limit)

@@ -19,6 +19,7 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
 from nanovllm.platforms.base import Platform
 from nanovllm.platforms.ranks import check_num_ranks, is_cuda
+from nanovllm.quantisation import choose_quantisation
 from nanovllm.worker.backend import choose_dtype
 from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.tables import slot_columns
@@ -72,6 +73,7 @@ def check_model(
 ) -> None:
     """Refuse a model that is not supported, cannot be split or does not fit."""
     model = read_config(checkpoint_config)
+    choose_quantisation(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
     if platform is None:
         return  # each rank will look at its own device

@@ -60,6 +60,13 @@ def test_flags_have_the_names_of_vllms() -> None:
     assert config.data_parallel_size == 3
 
 
+def test_how_weights_are_quantised() -> None:
+    assert config_of().quantization is None
+    assert config_of("--quantization", "none").quantization is None
+    assert config_of("--quantization", "fp8").quantization == "fp8"
+    assert config_of("-q", "compressed-tensors").quantization == "compressed-tensors"
+
+
 def test_without_a_model_the_built_in_one_is_served() -> None:
     config = config_of()
     assert (config.model, config.max_model_len) == ("smollm2", WHOLE_CONTEXT)
@@ -85,8 +92,8 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantization", "fp8"], "--quantization fp8 is not supported"),
-        (["-q", "awq"], "--quantization awq is not supported"),
+        (["-q", "bitsandbytes"], "quantization must be None or one of"),
+        (["--quantization", "int3"], "quantization must be None or one of"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
         (["--speculative-config", "{}"], "--speculative-config {} is not supported"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
