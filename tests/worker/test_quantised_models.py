@@ -195,9 +195,7 @@ def test_the_option_must_match(checkpoint_root: Path, llama: Path, tmp_path: Pat
         run(Path("smollm2"), quantization="fp8")
     with pytest.raises(ConfigError, match="quantization must be"):
         run(llama, quantization="int3")
-    with pytest.raises(
-        ConfigError, match="is about the weights of a checkpoint"
-    ):
+    with pytest.raises(ConfigError, match="is about the weights of a checkpoint"):
         run(llama, quantization="fp8", load_format="dummy")
 
 

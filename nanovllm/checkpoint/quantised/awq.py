@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
-from nanovllm.checkpoint.quantised.words import dequantise, group_size, input_cut, unpack, words_of
+from nanovllm.checkpoint.quantised.words import (
+    dequantise,
+    group_size,
+    groups_in_order,
+    input_cut,
+    unpack,
+    words_of,
+)
 from nanovllm.checkpoint.weights import FLOATS, StoredTensor
 from nanovllm.quantisation import Quantisation
 
@@ -33,12 +40,11 @@ class Awq:
 
     def widen(self, rows: slice, columns: slice) -> Tensor:
         size, words = group_size(self.quantisation, self.shape[1]), words_of(rows, 4)
-        groups = slice(columns.start // size, -(-columns.stop // size))
+        order = groups_in_order(columns, size)
         codes = _in_order(read_part(self.codes, columns, words))
-        zeros = _in_order(read_part(self.zeros, groups, words))
-        scales = read_part(self.scales, groups, rows).t()
-        group_of = torch.arange(columns.start, columns.stop) // size - groups.start
-        return dequantise(codes, zeros, scales, group_of)
+        zeros = _in_order(read_part(self.zeros, order.groups, words))
+        scales = read_part(self.scales, order.groups, rows).t()
+        return dequantise(codes, zeros, scales, order.group_of)
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, che
 from nanovllm.checkpoint.quantised.words import (
     dequantise,
     group_size,
+    groups_in_order,
     input_cut,
     per_word,
     read_groups,
@@ -40,20 +41,24 @@ class Gptq:
 
     def widen(self, rows: slice, columns: slice) -> Tensor:
         bits = self.quantisation.bits
+        groups, group_of = self._read_groups(columns)
         codes = unpack(read_part(self.codes, words_of(columns, bits), rows).t(), bits)
-        zeros = unpack(read_part(self.zeros, slice(None), words_of(rows, bits)), bits).t()
+        zeros = unpack(read_part(self.zeros, groups, words_of(rows, bits)), bits).t()
         zeros = zeros[: rows.stop - rows.start]
         # The first format stores a zero point of 0 as the largest number.
         zeros = (zeros.int() + self.quantisation.zero_offset) & ((1 << bits) - 1)
-        scales = read_part(self.scales, slice(None), rows).t()
-        return dequantise(codes, zeros, scales, self._read_groups(columns))
+        scales = read_part(self.scales, groups, rows).t()
+        return dequantise(codes, zeros, scales, group_of)
 
-    def _read_groups(self, columns: slice) -> Tensor:
+    def _read_groups(self, columns: slice) -> tuple[slice, Tensor | None]:
+        """Return the groups to read, and which of them each input is in."""
+        size = group_size(self.quantisation, self.shape[1])
         if self.group_of is not None:
-            return read_groups(self.group_of, columns, self.scales.shape[0])
-        return torch.arange(columns.start, columns.stop) // group_size(
-            self.quantisation, self.shape[1]
-        )
+            group_of = read_groups(self.group_of, columns, self.scales.shape[0])
+            if not torch.equal(group_of, torch.arange(columns.start, columns.stop) // size):
+                return slice(None), group_of
+        order = groups_in_order(columns, size)
+        return order.groups, order.group_of
 
 
 def open_gptq(parts: Parts, quantisation: Quantisation) -> Gptq:

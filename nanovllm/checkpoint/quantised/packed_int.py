@@ -11,6 +11,7 @@ from nanovllm.checkpoint.quantised.stored_weight import Parts, check_part, read_
 from nanovllm.checkpoint.quantised.words import (
     dequantise,
     group_size,
+    groups_in_order,
     input_cut,
     per_word,
     read_groups,
@@ -41,22 +42,24 @@ class PackedInt:
         bits, size = self.quantisation.bits, group_size(self.quantisation, self.shape[1])
         codes = unpack(read_part(self.codes, rows, words_of(columns, bits)), bits)
         codes = codes[:, : columns.stop - columns.start]
+        groups, group_of = slice(None), None
         if self.group_of is None:
-            group_of = torch.arange(columns.start, columns.stop) // size
+            order = groups_in_order(columns, size)
+            groups, group_of = order.groups, order.group_of
         else:
             group_of = read_groups(self.group_of, columns, self.scales.shape[1])
-        scales = read_part(self.scales, rows)
-        return dequantise(codes, self._read_zeros(rows), scales, group_of)
+        scales = read_part(self.scales, rows, groups)
+        return dequantise(codes, self._read_zeros(rows, groups), scales, group_of)
 
-    def _read_zeros(self, rows: slice) -> Tensor | int:
+    def _read_zeros(self, rows: slice, groups: slice) -> Tensor | int:
         """In the range of the codes, which are not negative."""
         bits = self.quantisation.bits
         middle = 1 << (bits - 1)
         if self.zeros is None:
             return middle
         if self.zeros.dtype == torch.int8:
-            return read_part(self.zeros, rows).float() + middle
-        words = read_part(self.zeros, words_of(rows, bits))  # [words, groups]
+            return read_part(self.zeros, rows, groups).float() + middle
+        words = read_part(self.zeros, words_of(rows, bits), groups)  # [words, groups]
         return unpack(words.t(), bits).t()[: rows.stop - rows.start]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,8 +53,32 @@ def read_groups(tensor: StoredTensor, inputs: slice, num_groups: int) -> Tensor:
     return groups
 
 
-def dequantise(codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class GroupsInOrder:
+    """The groups of some inputs, and which of them each is in; None: all have equally many."""
+
+    groups: slice
+    group_of: Tensor | None
+
+
+def groups_in_order(inputs: slice, size: int) -> GroupsInOrder:
+    groups = slice(inputs.start // size, -(-inputs.stop // size))
+    is_even = groups.stop - groups.start == 1 or not (inputs.start % size or inputs.stop % size)
+    group_of = None if is_even else torch.arange(inputs.start, inputs.stop) // size - groups.start
+    return GroupsInOrder(groups, group_of)
+
+
+def dequantise(
+    codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor | None
+) -> Tensor:
     """(codes - zeros) * scales of [outputs, inputs]; zeros and scales are [outputs, groups]."""
     values = codes.float()
-    values -= zeros if isinstance(zeros, int) else zeros.float()[:, group_of]
-    return values.mul_(scales.float()[:, group_of])
+    spread = values if group_of is not None else values.view(*scales.shape, -1)
+    for numbers, apply in ((zeros, spread.sub_), (scales, spread.mul_)):
+        if isinstance(numbers, int):
+            apply(numbers)
+        elif group_of is None:
+            apply(numbers.float().unsqueeze(-1))
+        else:
+            apply(numbers.float().index_select(1, group_of))
+    return values
