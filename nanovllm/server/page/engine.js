@@ -50,7 +50,7 @@ export class Engine {
   }
 
   /** Forget what another engine showed, and offer all that there are. */
-  begin({ engine, num_engines: count }) {
+  begin({ engine, engines }) {
     if (engine !== this.number) {
       this.number = engine;
       this.state = null;
@@ -58,11 +58,9 @@ export class Engine {
       for (const line of Object.values(this.lines)) line.values = [];
     }
     const select = find("engines");
-    if (select.length !== count) {
-      select.replaceChildren(...Array.from({ length: count }, (_, i) => make("option", { value: i }, `engine ${i}`)));
-    }
+    select.replaceChildren(...engines.map((number) => make("option", { value: number }, `engine ${number}`)));
     select.value = engine;
-    select.hidden = count === 1;
+    select.hidden = engines.length === 1;
   }
 
   fail(error) {
@@ -70,6 +68,7 @@ export class Engine {
     this.setStatus("dead", isDead ? "engine lost" : "no connection");
     find("failure").textContent = isDead ? `The engine is lost: ${error.message}` : "The server does not answer.";
     find("failure").hidden = false;
+    if (error.status === 400) this.query = ""; // the chosen engine is gone for good
     if (!this.onFailure(error)) setTimeout(() => this.watch(), 2000);
   }
 
