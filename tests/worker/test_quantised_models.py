@@ -86,14 +86,16 @@ IGNORED = {
     "gptq": {},
 }
 PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
 SIZE_OPTIONS = {"kvcache_block_size": 16, "max_num_seqs": 4, "max_model_len": 64}
 
 
-def run(path: Path, **options: Any) -> list[list[int]]:
+def run(path: Path, **options: Any) -> list[Any]:
+    """Answer with tokens and what the model thought of them: other weights would show in these."""
     options = {"dtype": "float32", "device": "cpu", **SIZE_OPTIONS, **options}
     with LLM(path, skip_tokenizer_init=True, **options) as llm:
-        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [(output.token_ids, output.logprobs) for output in outputs]
 
 
 @cache
