@@ -121,6 +121,27 @@ def test_every_code_of_fp8(tmp_path: Path) -> None:
     assert_same(got, size * (1 - 2 * sign) * 0.375)
 
 
+def test_parts_in_pytorch_files(tmp_path: Path) -> None:
+    kind, shape = KINDS["gptq-shuffled-zeros"]
+    made = kind(torch.randn(shape))
+    torch.save(named(made.parts), tmp_path / "m.bin")
+    quantisation = choose_quantisation(None, kind.config)
+    assert quantisation is not None
+    checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), "bin", quantisation)
+    [tensor] = widen_all(list_tensors(checkpoint), quantisation, ())
+    assert_same(read(tensor), made.values)
+
+
+def test_what_more_is_stored_than_config_json_says(tmp_path: Path) -> None:
+    """Zero points of symmetric weights count; groups that were never set are those in order."""
+    asymmetric, shape = KINDS["packed-zeros"]
+    symmetric = packed_kind(4, 32, True, False)
+    made = asymmetric(torch.randn(shape))
+    unset = torch.full((shape[1],), -1, dtype=torch.int32)
+    parts = named(made.parts) | {"a.weight_g_idx": unset}
+    assert_same(read(list_stored(tmp_path, parts, symmetric.config)["a.weight"]), made.values)
+
+
 def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
     kind, _ = KINDS["fp8-block"]
     plain = {

@@ -103,4 +103,4 @@ def _open(
 def _is_empty_bias(tensor: StoredTensor, expected: Collection[str]) -> bool:
     """Whether it is a bias of zeros for a projection without: early GPTQ tools wrote them."""
     is_extra = tensor.name.endswith(".bias") and tensor.name not in expected
-    return is_extra and not bool(read_part(tensor).any())
+    return is_extra and (0 in tensor.shape or not bool(read_part(tensor).any()))

@@ -77,6 +77,7 @@ def open_packed_int(parts: Parts, quantisation: Quantisation) -> PackedInt:
         check_part(zeros, (-(-rows // count), num_groups), torch.int32)
     if group_of is not None:
         check_part(group_of, (columns,), torch.int32, torch.int64)
+        group_of = None if bool((read_part(group_of) == -1).all()) else group_of  # not set
     _check_presence(codes, zeros, group_of, quantisation)
     return PackedInt((rows, columns), codes, scales, zeros, group_of, quantisation)
 
@@ -91,8 +92,7 @@ def _check_presence(
         ("weight_zero_point", zeros, not quantisation.is_symmetric),
         ("weight_g_idx", group_of, quantisation.desc_act),
     ):
-        if (part is not None) != is_needed:
-            what = "needs" if is_needed else "has no place for"
+        if part is None and is_needed:
             raise CheckpointError(
-                f"{codes.file}: {codes.name!r} {what} a {name}, as config.json says"
+                f"{codes.file}: {codes.name!r} needs a {name}, as config.json says"
             )
