@@ -13,7 +13,6 @@ from nanovllm.checkpoint.quantised.words import (
     group_size,
     groups_in_order,
     input_cut,
-    unpack,
     words_of,
 )
 from nanovllm.checkpoint.weights import FLOATS, StoredTensor
@@ -49,8 +48,11 @@ class Awq:
 
 def _in_order(words: Tensor) -> Tensor:
     """Spread [n, words of outputs] to [outputs, n]."""
-    numbers = unpack(words, 4).view(len(words), -1, len(PLACES))
-    return numbers[:, :, PLACES].flatten(1).t().contiguous()
+    by_output = words.t().contiguous()
+    numbers = torch.empty(len(by_output), len(PLACES), len(words), dtype=torch.uint8)
+    for i, place in enumerate(PLACES):
+        numbers[:, i] = (by_output >> 4 * place) & 15
+    return numbers.flatten(0, 1)
 
 
 def open_awq(parts: Parts, quantisation: Quantisation) -> Awq:
