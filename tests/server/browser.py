@@ -40,7 +40,7 @@ class Tabs:
     def open(self, url: str, *, waits: bool = True, **options: Any) -> Any:
         context = self._browser.new_context(**options)
         self._contexts.append(context)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(240_000)
         page = context.new_page()
         page.on("console", lambda message: self._note(message.type, message.text))
         page.on("pageerror", lambda error: self.faults.append(str(error)))

@@ -33,7 +33,9 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "skip_tokenizer_init": True,
 }
-SECONDS = 5.0  # within which everybody knows of a core that died or hangs
+SECONDS = 5.0  # within which everybody knows of a core that died
+# And of one that hangs, or ten times what a step takes, which is longer where cores are busy.
+HANG_SECONDS = 8.0
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def tokens_of(pieces: list[StreamPiece], sample: int = 0) -> list[int]:
     return [token for piece in pieces if piece.sample == sample for token in piece.token_ids]
 
 
-async def until_idle(llm: AsyncLLM, seconds: float = 60.0) -> None:
+async def until_idle(llm: AsyncLLM, seconds: float = 240.0) -> None:
     """All sequences and blocks come back."""
     deadline = time.monotonic() + seconds
     stats = llm.stats
@@ -211,15 +213,15 @@ def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "message"),
+    ("number", "message", "seconds"),
     [
-        (signal.SIGKILL, "killed by signal 9"),
-        (signal.SIGSTOP, "no sign of life"),
+        (signal.SIGKILL, "killed by signal 9", SECONDS),
+        (signal.SIGSTOP, "no sign of life", HANG_SECONDS),
     ],
 )
 @pytest.mark.parametrize("turn", [0, 1])
 def test_everybody_is_told_of_a_core_that_is_gone(
-    path: Path, number: signal.Signals, message: str, turn: int
+    path: Path, number: signal.Signals, message: str, seconds: float, turn: int
 ) -> None:
     async def main() -> None:
         llm = AsyncLLM(path, **{**OPTIONS, "max_num_seqs": 2})
@@ -231,7 +233,7 @@ def test_everybody_is_told_of_a_core_that_is_gone(
         os.kill(llm.replicas[0].core.pid, number)
         start = time.monotonic()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - start < SECONDS
+        assert time.monotonic() - start < seconds
         for error in results:
             assert isinstance(error, NanovllmError)
             assert message in str(error)
