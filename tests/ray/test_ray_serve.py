@@ -62,7 +62,7 @@ def url(model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ray_cluster(num_nodes=3, num_cpus=2):
+    with ray_cluster(num_nodes=2, num_cpus=3):
         try:
             serve.start(proxy_location="HeadOnly", http_options={"port": port})
             serve.run(build(build_app, args), name="nanovllm", route_prefix="/models")

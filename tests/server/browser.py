@@ -80,7 +80,7 @@ def answers(page: Any) -> list[str]:
     return page.locator(".message.assistant .body").all_inner_texts()
 
 
-def wait_for(page: Any, condition: str, seconds: float = 60.0) -> None:
+def wait_for(page: Any, condition: str, seconds: float = 240.0) -> None:
     """Until an expression holds; playwright's own way is forbidden by the page's policy."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
