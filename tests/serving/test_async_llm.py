@@ -33,9 +33,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "skip_tokenizer_init": True,
 }
-SECONDS = 5.0  # within which everybody knows of a core that died
-# And of one that hangs, or ten times what a step takes, which is longer where cores are busy.
-HANG_SECONDS = 8.0
+SECONDS = 5.0  # within which everybody knows of a core that died or hangs
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +211,14 @@ def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "message", "seconds"),
+    ("number", "message", "delay"),
     [
-        (signal.SIGKILL, "killed by signal 9", SECONDS),
-        (signal.SIGSTOP, "no sign of life", HANG_SECONDS),
+        (signal.SIGKILL, "killed by signal 9", 0.2),
+        (signal.SIGSTOP, "no sign of life", 0.3),
     ],
 )
-@pytest.mark.parametrize("turn", [0, 1])
 def test_everybody_is_told_of_a_core_that_is_gone(
-    path: Path, number: signal.Signals, message: str, seconds: float, turn: int
+    path: Path, number: signal.Signals, message: str, delay: float
 ) -> None:
     async def main() -> None:
         llm = AsyncLLM(path, **{**OPTIONS, "max_num_seqs": 2})
@@ -229,11 +226,11 @@ def test_everybody_is_told_of_a_core_that_is_gone(
         await collect(llm, [1, 2, 3])  # the first step of all may take longer
         calls = [collect(llm, [1, 2, 3], LONG, is_streaming=each) for each in streaming]
         tasks = [asyncio.create_task(call) for call in calls]
-        await asyncio.sleep(0.2 + 0.1 * turn)
+        await asyncio.sleep(delay)
         os.kill(llm.replicas[0].core.pid, number)
         start = time.monotonic()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - start < seconds
+        assert time.monotonic() - start < SECONDS
         for error in results:
             assert isinstance(error, NanovllmError)
             assert message in str(error)

@@ -78,7 +78,7 @@ def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
         os.kill(pid, number)
         for task in waiting:
             with pytest.raises(EngineError, match="it is started anew"):
-                await asyncio.wait_for(task, 60)
+                await asyncio.wait_for(task, 10)
         assert server.http.get("/health").status_code == 503
         assert server.post("/v1/completions", prompt="x").status_code == 503
         assert llm.stats.num_running == 0
