@@ -56,7 +56,7 @@ def make_byte_model(folder: Path, max_len: int = 1024) -> Path:
 def make_byte_file(folder: Path, max_len: int = 1024) -> Path:
     """The same model in a GGUF file, whose tokenizer needs no transformers.
 
-    A process that has no other use for it starts 6 CPU seconds sooner.
+    A process that has no other use for it starts seconds sooner.
     """
     from tests.checkpoint.tiny_gguf import write_gguf
 
