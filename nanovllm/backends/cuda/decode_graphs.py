@@ -228,16 +228,9 @@ class GraphedSteps:
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
         inputs = self._input_ids[:size], self._positions[:size], self._cache_offsets[:size]
-        gather_decode(
-            slots,
-            tables.lengths,
-            tables.tokens,
-            tables.block_table,
-            tables.block_size,
-            *inputs,
-            context_lens,
-            order,
-        )
+        columns = *inputs, context_lens, order
+        state = tables.lengths, tables.tokens, tables.block_table
+        gather_decode(slots, *state, tables.block_size, columns)
         rows = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))

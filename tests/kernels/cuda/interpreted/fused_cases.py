@@ -190,7 +190,7 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
     positions, cache_offsets = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
     columns = (input_ids, positions, cache_offsets, context_lens, order)
-    gather_decode(slots, lengths, tokens, block_table, 16, *columns)
+    gather_decode(slots, lengths, tokens, block_table, 16, columns)
     return [column.tolist() for column in columns]
 
 
