@@ -41,9 +41,9 @@ def main() -> None:
         folder = Path(name)
         vocab_size = write_model(model_path(args.model), folder)
         work = mixed(vocab_size, args.num_seqs, args.max_len, args.max_len)
-        options: dict[str, Any] = {"load_format": "dummy", "gpu_memory_utilization": 0.4}
-        config = EngineConfig(str(folder), device=args.device, **options)
-        with LLM(folder, device=args.device, **options) as llm:
+        options: dict[str, Any] = {"load_format": "dummy", "device": args.device}
+        config = EngineConfig(str(folder), gpu_memory_utilization=0.7, **options)  # both together
+        with LLM(folder, gpu_memory_utilization=0.35, **options) as llm:
             engine = RowEngine(RowOptions(config, ServerOptions(model_names=("random",))))
             try:
                 rates = [

@@ -114,6 +114,37 @@ def gather_decode(
     )
 
 
+def write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
+    """Set words[offset] = value for the first pairs [pairs, 2] of both, as many as count [1] says.
+
+    All are int32.
+    """
+    block = 1024
+    _write_words[(triton.cdiv(len(pairs), block),)](words, pairs, count, len(pairs), BLOCK=block)
+
+
+def gather_tokens(
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    columns: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Look up the tokens at some positions, and where in the cache their keys go.
+
+    Slots and positions are int32; the last slot of the tables stands for padding, whose keys go
+    nowhere: -1. The columns are the tokens, the positions in int64, and the cache offsets.
+    """
+    num_tokens, block = len(slots), 256
+    _gather_tokens[(triton.cdiv(num_tokens, block),)](
+        *(slots, positions, tokens, block_table, columns),
+        *(num_tokens, len(tokens) - 1, tokens.stride(0), block_table.stride(0)),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+    )
+
+
 @triton.jit
 def _rms_norm(  # type: ignore[no-untyped-def]
     out,
@@ -296,3 +327,38 @@ def _gather_decode(  # type: ignore[no-untyped-def]
         is_earlier = (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
         rank += tl.sum((is_longer | is_earlier).to(tl.int32), 1)
     tl.store(order + rank, row, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # they lie anywhere in an upload
+def _write_words(words, pairs, count, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair = i < tl.minimum(tl.load(count), num_pairs)
+    offset = tl.load(pairs + 2 * i, mask=is_pair, other=0)
+    tl.store(words + offset, tl.load(pairs + 2 * i + 1, mask=is_pair, other=0), mask=is_pair)
+
+
+@triton.jit(do_not_specialize_on_alignment=("slots", "positions"))
+def _gather_tokens(  # type: ignore[no-untyped-def]
+    slots,
+    positions,
+    tokens,
+    block_table,
+    columns,
+    num_tokens,
+    padding,
+    tokens_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_tokens
+    slot = tl.load(slots + i, mask=mask, other=0).to(tl.int64)
+    position = tl.load(positions + i, mask=mask, other=0).to(tl.int64)
+    token = tl.load(tokens + slot * tokens_stride + position, mask=mask, other=0)
+    blocks = block_table + slot * table_stride
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    cache_offset = block * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(columns[0] + i, token, mask=mask)
+    tl.store(columns[1] + i, position, mask=mask)
+    tl.store(columns[2] + i, tl.where(slot == padding, -1, cache_offset), mask=mask)
