@@ -58,6 +58,11 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
+# Two graphs that take turns, each with the host's memory that it writes tokens to: a step begins
+# before the host has read what the one before it sampled.
+Samplers = Iterator[tuple[Callable[[], None], Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
     """A decode step of one batch size; a graph's output is overwritten by the next replay."""
@@ -65,9 +70,7 @@ class StepGraphs:
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    # Of each way of sampling two, which take turns, with the host's memory that each writes tokens
-    # to: a step begins before the host has read what the one before it sampled.
-    samplers: dict[Sampling, Iterator[tuple[Callable[[], None], Tensor]]]
+    samplers: dict[Sampling, Samplers]
 
 
 class GraphedSteps:
@@ -171,11 +174,11 @@ class GraphedSteps:
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
         if logits.graph is None:
             return self.sampler(logits, plan)
-        asked, samplers = self.tables.sampling(plan), self._graphs[logits.graph].samplers
-        recorded = next((sampling for sampling in samplers if asked in sampling), None)
+        asked = self.tables.sampling(plan)
+        recorded = next((sampling for sampling in RECORDED_SAMPLING if asked in sampling), None)
         if recorded is None:
             return Sampled(self.sampler.sample(logits, asked))
-        replay, host = next(samplers[recorded])
+        replay, host = next(self.samplers(self._graphs[logits.graph], recorded))
         replay()
         num_rows = len(plan.slots)
         return Sampled(self._tokens[:num_rows], host[:num_rows] if self._is_alone else None)
@@ -184,9 +187,22 @@ class GraphedSteps:
         """Return the graphs of a size, which are recorded when they are first asked for."""
         key = size, max_context
         if key not in self._graphs:
-            self._send_slots(self._host_slots[:0])  # to sample would advance a sequence
+            self._send_slots(self._host_slots[:0])  # a sequence that left may have lost its blocks
             self._graphs[key] = self._capture(size, max_context)
         return self._graphs[key]
+
+    def samplers(self, graphs: StepGraphs, sampling: Sampling) -> Samplers:
+        """Likewise. To record them takes no memory, or it would be that of the logits."""
+        if sampling not in graphs.samplers:
+            slots, size = self._host_slots, len(graphs.logits)
+            self._send_slots(slots[:0])  # to sample would advance a sequence
+            step, tokens = self._step_logits(graphs.logits, size, None), self._tokens[:size]
+            hosts = [self.platform.pinned(tokens) for _ in range(2)]
+            samples = [partial(self.sampler.sample, step, sampling, tokens, host) for host in hosts]
+            replays = [self.platform.record(sample)[0] for sample in samples]
+            graphs.samplers[sampling] = cycle(zip(replays, hosts, strict=True))
+            self._send_slots(slots)
+        return graphs.samplers[sampling]
 
     def bound_of(self, size: int, longest: int) -> int:
         """The longest context that the graph for a batch is recorded for."""
@@ -204,24 +220,12 @@ class GraphedSteps:
 
     def _capture(self, size: int, max_context: int) -> StepGraphs:
         run_model, logits = self.platform.record(partial(self._run_model, size, max_context))
-        samplers = {
-            sampling: self._record_samplers(logits, sampling) for sampling in RECORDED_SAMPLING
-        }
         run_whole = None
         if size == 1 and self.max_whole_context > 0:
             run_whole, _ = self.platform.record(partial(self._run_whole, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
-        return StepGraphs(run_model, run_whole, logits, samplers)
-
-    def _record_samplers(
-        self, logits: Tensor, sampling: Sampling
-    ) -> Iterator[tuple[Callable[[], None], Tensor]]:
-        step, tokens = self._step_logits(logits, len(logits), None), self._tokens[: len(logits)]
-        hosts = [self.platform.pinned(tokens) for _ in range(2)]
-        samples = [partial(self.sampler.sample, step, sampling, tokens, host) for host in hosts]
-        replays = [self.platform.record(sample)[0] for sample in samples]
-        return cycle(zip(replays, hosts, strict=True))
+        return StepGraphs(run_model, run_whole, logits, {})
 
     def _step_logits(
         self, logits: Tensor, num_rows: int, graph: tuple[int, int] | None

@@ -210,7 +210,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     most_queries: tl.constexpr = Q_ROWS // GROUP
     q, k_cache, v_cache, block_table, out = tensors
     row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
-    num_queries, length = tl.load(query_lens + row), tl.load(context_lens + row)
+    num_queries = tl.load(query_lens + row)
+    if not OVERLAP:  # noqa: SIM102 - one is known when compiling, the other is not
+        if skipped >= num_queries:
+            return
+    length = tl.load(context_lens + row)
     lowest = length - num_queries + skipped  # position of the first query
     if members is not None:  # of which each is the last token of another row
         lowest = length - 1
@@ -219,7 +223,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * strides[1]
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
-    wait_for_inputs(OVERLAP)  # not below: a grid of programs that all return would not have waited
+    wait_for_inputs(OVERLAP)  # before any return: a grid that all return from would not have waited
     if skipped >= num_queries:
         return
     dims = head_dims(HEAD_DIM)
