@@ -215,11 +215,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    lowest = length - num_queries + skipped  # position of the first query
-    if members is not None:  # of which each is the last token of another row
-        lowest = length - 1
-    highest = tl.minimum(lowest + most_queries, length) - 1
-    first = window_start(lowest, WINDOW)
+    lowest = length - (num_queries - skipped if members is None else 1)  # its first position
+    highest, first = tl.minimum(lowest + most_queries, length) - 1, window_start(lowest, WINDOW)
     lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * strides[1]
     block_ids = find_blocks(blocks, lo, length, BLOCK_SIZE, TILE)
