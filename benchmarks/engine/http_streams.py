@@ -3,7 +3,8 @@
     python -m benchmarks.engine.http_streams [--model smollm2] [--streams 64] [--rounds 3]
 
 All use one engine and take turns; the HTTP clients are processes of their own, and so is who reads
-the engine's events. The bars are 95% on a CPU, and 98% while watched.
+the engine's events. The bars are 95% on a CPU, and 98% while watched. The seconds of cores that
+each takes tell the same where other programs disturb the clock (Linux alone).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.engine.async_streams import stream_all, stream_parser
 from nanovllm import AsyncLLM, SamplingParams
@@ -42,33 +46,67 @@ def main() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert client.stdin is not None
-    assert client.stdout is not None
-    shares, watched_shares = [], []
-    for _ in range(args.rounds + 1):
-        start = time.perf_counter()
-        asyncio.run(stream_all(llm, prompts, params))
-        alone = time.perf_counter() - start
-        port = listener.getsockname()[1]
-        task = json.dumps([port, prompts, args.max_tokens])
+    port = listener.getsockname()[1]
+    task = json.dumps([port, prompts, args.max_tokens])
+
+    def post_all() -> None:
+        assert client.stdin is not None
+        assert client.stdout is not None
         print(task, file=client.stdin, flush=True)
-        unwatched = float(client.stdout.readline())
+        client.stdout.readline()
+
+    rounds = []
+    for _ in range(args.rounds + 1):
+        alone = measure(lambda: asyncio.run(stream_all(llm, prompts, params)))
+        unwatched = measure(post_all)
         with watcher(port):
-            print(task, file=client.stdin, flush=True)
-            watched = float(client.stdout.readline())
-        shares.append(alone / unwatched)
-        watched_shares.append(unwatched / watched)
-        num_tokens = args.streams * args.max_tokens
-        print(
-            f"AsyncLLM {num_tokens / alone:,.0f} tok/s, HTTP {shares[-1]:.3f} of that, watched "
-            f"{watched_shares[-1]:.3f} of the latter"
+            watched = measure(post_all)
+        rounds.append(Round(alone, unwatched, watched))
+        print(rounds[-1].describe(args.streams * args.max_tokens), flush=True)
+    for name in ("seconds", "core_seconds"):
+        http = statistics.median(
+            getattr(each.alone, name) / getattr(each.unwatched, name) for each in rounds[1:]
         )
-    print(f"HTTP / AsyncLLM: {statistics.median(shares[1:]):.3f}, without the first round")
-    print(f"watched / not: {statistics.median(watched_shares[1:]):.3f}, likewise")
+        watched_share = statistics.median(
+            getattr(each.unwatched, name) / getattr(each.watched, name) for each in rounds[1:]
+        )
+        print(f"by {name}: HTTP / AsyncLLM {http:.3f}, watched / not {watched_share:.3f}")
+    assert client.stdin is not None
     client.stdin.close()
     server.should_exit = True
     thread.join()
     llm.close()
+
+
+class Cost(NamedTuple):
+    seconds: float
+    core_seconds: float  # of all processes: what a busy machine changes least
+
+
+class Round(NamedTuple):
+    alone: Cost
+    unwatched: Cost
+    watched: Cost
+
+    def describe(self, num_tokens: int) -> str:
+        return "; ".join(
+            f"{name} {num_tokens / cost.seconds:,.0f} tok/s, {cost.core_seconds:.2f} s of cores"
+            for name, cost in zip(("AsyncLLM", "HTTP", "watched"), self, strict=True)
+        )
+
+
+def measure(run: Callable[[], object]) -> Cost:
+    start, cores = time.perf_counter(), core_seconds(os.getpid())
+    run()
+    return Cost(time.perf_counter() - start, core_seconds(os.getpid()) - cores)
+
+
+def core_seconds(pid: int) -> float:
+    """What a process and all that it started have used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    used = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return used + sum(core_seconds(int(child)) for child in " ".join(lists).split())
 
 
 @contextlib.contextmanager
@@ -85,12 +123,10 @@ def watcher(port: int) -> Iterator[None]:
 
 
 def run_client() -> None:
-    """Read a port, prompts and a length from each line; answer with the seconds they took."""
+    """Read a port, prompts and a length from each line; answer when all streams have ended."""
     for line in sys.stdin:
-        port, prompts, max_tokens = json.loads(line)
-        start = time.perf_counter()
-        asyncio.run(_post_all(port, prompts, max_tokens))
-        print(time.perf_counter() - start, flush=True)
+        asyncio.run(_post_all(*json.loads(line)))
+        print("done", flush=True)
 
 
 async def _post_all(port: int, prompts: list[list[int]], max_tokens: int) -> None:

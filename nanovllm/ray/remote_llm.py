@@ -70,8 +70,11 @@ class RemoteLLM:
             return await anext(outputs)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
-        """Yield the state of one engine, then what changes."""
-        call = Call(engine_id=self.replicas[engine].engine_id)
+        """Yield the state of the engine with that number, then what changes."""
+        found = [each.engine_id for each in self.replicas if each.number == engine]
+        if not found:
+            raise EngineError(f"engine {engine} is no longer running")
+        call = Call(engine_id=found[0])
         async with contextlib.aclosing(self._items("watch", call)) as news:
             async for each in news:
                 yield each

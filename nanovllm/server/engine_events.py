@@ -27,20 +27,20 @@ class EngineEvents:
     end = b""
 
     def __init__(self, llm: Model, engine: int | None = None) -> None:
-        num_engines = len(llm.replicas)
-        if num_engines == 0:  # a cluster has none for a while
+        numbers = [replica.number for replica in llm.replicas]
+        if not numbers:  # a cluster has none for a while
             raise ApiError("no engine is running", 503)
         if engine is None:
-            living = (i for i, replica in enumerate(llm.replicas) if replica.error is None)
-            engine = next(living, 0)
-        if not 0 <= engine < num_engines:
-            text = f"engine must be from 0 to {num_engines - 1}, got {engine}"
-            raise ApiError(text, param="engine")
-        self._llm = llm
-        self._place = {"engine": engine, "num_engines": num_engines}
+            living = (replica.number for replica in llm.replicas if replica.error is None)
+            engine = next(living, numbers[0])
+        if engine not in numbers:
+            known = ", ".join(map(str, numbers))
+            raise ApiError(f"engine must be one of {known}, got {engine}", param="engine")
+        self._llm, self._engine = llm, engine
+        self._place = {"engine": engine, "engines": numbers}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing(self._llm.watch(self._place["engine"])) as news:
+        async with contextlib.aclosing(self._llm.watch(self._engine)) as news:
             async for each in news:
                 event = as_event(each)
                 yield {**event, **self._place} if isinstance(each, EngineState) else event
@@ -62,7 +62,7 @@ class TraceAnswer:
         self._llm, self._seconds = llm, seconds
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        traces = [Trace(engine) for engine in range(len(self._llm.replicas))]
+        traces = [Trace(replica.number) for replica in self._llm.replicas]
         with anyio.move_on_after(self._seconds):
             await asyncio.gather(*map(self._record, traces))
         begin = min((trace.begin for trace in traces if trace.begin), default=0)

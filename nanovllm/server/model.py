@@ -74,4 +74,4 @@ class Model(Protocol):
         """Return the embedding of a prompt."""
 
     def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
-        """Yield the state of one of `replicas`, then what changes."""
+        """Yield the state of the replica with that number, then what changes."""

@@ -204,6 +204,10 @@ def test_a_hung_engine_is_replaced(client: httpx.Client, url: str) -> None:
     wait_for_another_engine(client, before)
     assert_answers(client)
     assert client.get("/health").status_code == 200
+    newest = max(map(int, engines_up(client)))
+    with client.stream("GET", f"/engine/events?engine={newest}") as response:
+        event = json.loads(next(response.iter_lines()).removeprefix("data: "))
+    assert (event["engine"], set(map(str, event["engines"]))) == (newest, engines_up(client))
 
 
 def test_a_killed_engine_fails_its_streams_alone(client: httpx.Client, url: str) -> None:

@@ -97,7 +97,7 @@ def test_what_operators_see(llm: AsyncLLM) -> None:
             assert f"vllm:engine_up{labels} 1.0" in text
             with server.http.stream("GET", f"/engine/events?engine={number}") as response:
                 event = json.loads(next(response.iter_lines()).removeprefix("data: "))
-                assert (event["engine"], event["num_engines"]) == (number, 2)
+                assert (event["engine"], event["engines"]) == (number, [0, 1])
                 assert event["stats"]["num_cache_queries"] == replica.stats.num_cache_queries
         assert server.http.get("/engine/events?engine=2").status_code == 400
         assert server.http.get("/health").content == b""

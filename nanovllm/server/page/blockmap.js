@@ -1,6 +1,7 @@
 // The KV cache as a map: one cell for each block, in the colours of the sequences that hold it.
 
 import { Drawing, pointable } from "./canvas.js";
+import { setText } from "./elements.js";
 import { describeBlock, filled, holders, hue } from "./state.js";
 
 const MAX_HEIGHT = 240;
@@ -44,7 +45,7 @@ export class BlockMap {
       this.drawCell(context, block, held.get(block), colors);
     }
     if (this.pointed !== null) this.drawPointer(context, colors.mark);
-    this.detail.textContent = this.pointed === null ? HINT : describeBlock(state, this.pointed, held);
+    setText(this.detail, this.pointed === null ? HINT : describeBlock(state, this.pointed, held));
   }
 
   drawCell(context, block, owners, colors) {

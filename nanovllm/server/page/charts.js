@@ -1,6 +1,7 @@
 // Sparklines of the last minute, and the last steps as columns.
 
 import { Drawing, pointable } from "./canvas.js";
+import { setText } from "./elements.js";
 import { describeStep } from "./state.js";
 
 const SAMPLES = 240; // four a second
@@ -78,7 +79,7 @@ export class Timeline {
       this.drawTimes(context, step, x, longest);
     });
     context.globalAlpha = 1;
-    this.detail.textContent = this.pointed ? describeStep(this.pointed) : HINT;
+    setText(this.detail, this.pointed ? describeStep(this.pointed) : HINT);
   }
 
   /** The height is a logarithm of all tokens, which the two kinds divide among them. */

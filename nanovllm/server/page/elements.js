@@ -8,6 +8,11 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Change an element's text, if it differs: the same text again would cost a new layout. */
+export function setText(element, text) {
+  if (element.textContent !== String(text)) element.textContent = text;
+}
+
 export function icon(name) {
   const namespace = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(namespace, "svg");

@@ -3,7 +3,7 @@
 import { ApiFailure, events } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { Sparkline, Timeline } from "./charts.js";
-import { find, make } from "./elements.js";
+import { find, make, setText } from "./elements.js";
 import { apply, counts, holders, hue, running } from "./state.js";
 
 const MAX_ROWS = 64;
@@ -50,7 +50,7 @@ export class Engine {
   }
 
   /** Forget what another engine showed, and offer all that there are. */
-  begin({ engine, num_engines: count }) {
+  begin({ engine, engines }) {
     if (engine !== this.number) {
       this.number = engine;
       this.state = null;
@@ -58,11 +58,9 @@ export class Engine {
       for (const line of Object.values(this.lines)) line.values = [];
     }
     const select = find("engines");
-    if (select.length !== count) {
-      select.replaceChildren(...Array.from({ length: count }, (_, i) => make("option", { value: i }, `engine ${i}`)));
-    }
+    select.replaceChildren(...engines.map((number) => make("option", { value: number }, `engine ${number}`)));
     select.value = engine;
-    select.hidden = count === 1;
+    select.hidden = engines.length === 1;
   }
 
   fail(error) {
@@ -70,6 +68,7 @@ export class Engine {
     this.setStatus("dead", isDead ? "engine lost" : "no connection");
     find("failure").textContent = isDead ? `The engine is lost: ${error.message}` : "The server does not answer.";
     find("failure").hidden = false;
+    if (error.status === 400) this.query = ""; // the chosen engine is gone for good
     if (!this.onFailure(error)) setTimeout(() => this.watch(), 2000);
   }
 
@@ -93,23 +92,23 @@ export class Engine {
     const number = counts(state, held);
     this.map.draw(state, held);
     this.timeline.set(state.steps);
-    for (const [name, count] of Object.entries(number)) setText(`num-${name}`, count);
-    setText("map-size", `${state.numBlocks} blocks of ${state.blockSize} tokens`);
+    for (const [name, count] of Object.entries(number)) setText(find(`num-${name}`), count);
+    setText(find("map-size"), `${state.numBlocks} blocks of ${state.blockSize} tokens`);
     find("map").setAttribute("aria-label", `KV cache: ${number.held} blocks held, ${number.shared} of them shared, ${number.cached} cached, ${number.free} free`);
     this.drawNumbers();
     this.drawRunning();
     this.drawQueue();
     const last = state.steps.findLast((step) => step.rows);
-    setText("step-size", last ? `${last.prompt + last.answer} tokens in ${(last.device / 1000).toFixed(1)} ms` : "");
+    setText(find("step-size"), last ? `${last.prompt + last.answer} tokens in ${(last.device / 1000).toFixed(1)} ms` : "");
   }
 
   drawNumbers() {
     const { stats } = this.state;
-    setText("hits", percent(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1)));
-    setText("usage", percent(1 - stats.num_free_blocks / stats.num_blocks));
-    setText("num-running", `${stats.num_running} of ${this.state.maxSeqs} places`);
-    setText("num-waiting", stats.num_waiting);
-    setText("preemptions", `${stats.num_preemptions} preempted so far`);
+    setText(find("hits"), percent(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1)));
+    setText(find("usage"), percent(1 - stats.num_free_blocks / stats.num_blocks));
+    setText(find("num-running"), `${stats.num_running} of ${this.state.maxSeqs} places`);
+    setText(find("num-waiting"), stats.num_waiting);
+    setText(find("preemptions"), `${stats.num_preemptions} preempted so far`);
     find("preemptions").classList.toggle("warn", stats.num_preemptions > 0);
   }
 
@@ -166,7 +165,7 @@ export class Engine {
     if (this.totals.length > 1000 / SAMPLE_MS + 1) this.totals.shift();
     const seconds = ((this.totals.length - 1) * SAMPLE_MS) / 1000;
     const speed = seconds ? Math.max(0, this.totals.at(-1) - this.totals[0]) / seconds : 0;
-    setText("speed", speed < 100 ? speed.toFixed(1) : Math.round(speed).toLocaleString());
+    setText(find("speed"), speed < 100 ? speed.toFixed(1) : Math.round(speed).toLocaleString());
     this.lines.speed.add(speed);
     this.lines.hits.add(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1));
     this.lines.usage.add(1 - stats.num_free_blocks / stats.num_blocks);
@@ -182,13 +181,8 @@ function updateRow(row, sequence) {
   answerBar.style.width = `${(100 * (tokens - prompt)) / (most - prompt)}%`;
   const [written, longest] = [tokens - prompt, most - prompt];
   const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
-  row.querySelector(".amounts").textContent = read < prompt ? `reads ${read} / ${prompt}` : `${written} / ${longest}`;
+  setText(row.querySelector(".amounts"), read < prompt ? `reads ${read} / ${prompt}` : `${written} / ${longest}`);
   row.dataset.tip = `Prompt, left: ${read} of ${prompt} tokens read${hits}. Answer, right: ${written} of at most ${longest} tokens written.`;
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
-
-function setText(id, value) {
-  const element = find(id);
-  if (element.textContent !== String(value)) element.textContent = value;
-}
