@@ -215,7 +215,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         if skipped >= num_queries:
             return
     length = tl.load(context_lens + row)
-    lowest = length - (num_queries - skipped if members is None else 1)  # its first position
+    lowest = length - num_queries + skipped if members is None else length - 1  # its first query
     highest, first = tl.minimum(lowest + most_queries, length) - 1, window_start(lowest, WINDOW)
     lo, hi = find_split(first, highest + 1, SPLITS, TILE, MIN_SPLIT)
     blocks = block_table + tl.load(slots + row).to(tl.int64) * strides[1]
