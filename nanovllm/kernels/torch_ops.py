@@ -28,7 +28,8 @@ class TorchOps:
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    @staticmethod
+    def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
