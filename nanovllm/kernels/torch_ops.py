@@ -23,7 +23,7 @@ from nanovllm.kernels.ops import (
 class TorchOps:
     """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
 
-    launcher = None
+    launcher = blocks = None
 
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype

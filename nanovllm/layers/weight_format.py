@@ -7,6 +7,7 @@ them once they are loaded. It refuses a share that its tensors cannot be cut int
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # The outputs of a weight by checkpoint name: one name may hold several, such as q, k and v.
 Outputs = dict[str, list[Share]]
+EmbedFn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,23 @@ class ExpertNames:
 class LinearWeight(Protocol):
     """A module whose parameters are the weight of a projection, as they are loaded."""
 
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
-        """Name the checkpoint's tensors ("q_proj.weight"), and what of each this rank takes."""
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        """Name the checkpoint's tensors (parent + "q_proj.weight"), and what this rank takes."""
 
     def pack(
         self, ops: Ops, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         """Lay the weight out for its product, as Ops.pack_linear does."""
+
+
+class TableWeight(LinearWeight, Protocol):
+    """The weight of an embedding, [vocabulary, hidden], which may be that of the head as well."""
+
+    def tied(self, outputs: Outputs) -> LinearWeight:
+        """Return the same weight for the head, under its name in checkpoints."""
+
+    def pack_table(self, ops: Ops, scale: float) -> EmbedFn:
+        """Lay the weight out for rows to be looked up, as Ops.embed does."""
 
 
 class ExpertsWeight(Protocol):
@@ -56,6 +68,9 @@ class ExpertsWeight(Protocol):
 class WeightFormat(Protocol):
     def linear(self, outputs: Outputs, inputs: Share, build: Build) -> LinearWeight:
         """Make the weight of a projection, its outputs in this order."""
+
+    def table(self, outputs: Outputs, inputs: Share, build: Build) -> TableWeight:
+        """Make the weight of an embedding."""
 
     def experts(
         self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build

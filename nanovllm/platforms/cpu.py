@@ -38,6 +38,9 @@ class CpuPlatform:
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         return self.features.choose_dtype(checkpoint_dtype)
 
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return self.features.runs_kernels(dtype)
+
     def memory(self) -> Memory:
         return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 

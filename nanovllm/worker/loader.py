@@ -87,16 +87,16 @@ class UnpackedLayers:
     """
 
     def __init__(self, model: nn.Module, platform: Platform) -> None:
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = platform.has_room_for_copy(num_bytes)
         self.expected: dict[str, ExpectedTensor] = {}  # what is not in place, by name
         self._layer_of: dict[str, Layer] = {}
         self._num_missing: dict[Layer, int] = {}
-        for path, layer in _layers(model):
+        for path, layer in named_layers(model):
             tensors = layer.expected_tensors(path)
             self.expected |= tensors
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._has_room = platform.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
         del self.expected[name]  # which refers to what packing replaces
@@ -118,11 +118,13 @@ class UnpackedLayers:
 
 def tied_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
     """Every tensor that a checkpoint may have as a copy of another one, by name."""
-    by_head = (head.tied_tensors(path) for path, head in _layers(model) if isinstance(head, LMHead))
+    by_head = (
+        head.tied_tensors(path) for path, head in named_layers(model) if isinstance(head, LMHead)
+    )
     return {name: tensor for tensors in by_head for name, tensor in tensors.items()}
 
 
-def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
+def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     modules = model.named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
 
@@ -189,9 +191,11 @@ def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:
 
 def _pieces(tensor: StoredTensor, expected: ExpectedTensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a tensor; yield some rows of its target, and what belongs there."""
+    read = tensor.read_blocks if expected.is_blocks else tensor.read
+    assert read is not None, f"{tensor.name} has no blocks"
     for part in expected.parts:
         first = 0
-        for rows in tensor.read(part.source):
+        for rows in read(part.source):
             yield part.target[first : first + len(rows)], rows
             first += len(rows)
         assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.cpu import kernels
+from nanovllm.kernels.cpu.blocks import BlockKernels
 from nanovllm.kernels.cpu.experts import EXPERT_TILE
 from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.ops import (
@@ -43,6 +44,7 @@ class NumbaOps:
         self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
         self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
+        self.blocks = BlockKernels(self)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         num_rows, dim = len(token_ids), table.shape[1]

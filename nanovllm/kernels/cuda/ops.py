@@ -36,7 +36,7 @@ MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
 class TritonOps:
-    launcher = None
+    launcher = blocks = None
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         x = F.embedding(token_ids, table)

@@ -1,0 +1,307 @@
+"""Kernels that read weights as GGUF stores them: a product of few rows, and the widening of some.
+
+Each is compiled for one block type, when a model first has it; programs call them by address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import float32, int32, types, uint32
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanovllm.kernels.cpu.block_types import (
+    FLOATS,
+    I64,
+    PANEL_ROWS,
+    TYPES,
+    WORDS,
+    Block,
+    BlockType,
+    Group,
+    splat,
+    spread,
+)
+from nanovllm.kernels.cpu.interpreter import Element, compile_kept, hash_sources, like_of
+from nanovllm.kernels.cpu.simd import (
+    LINE_BYTES,
+    as_float,
+    kernel,
+    load,
+    pointer_to,
+    prefetch,
+    round_to,
+    store,
+)
+
+NAMES = list(TYPES)
+TILE_ROWS = 4  # rows of x that share what was read
+AHEAD_BYTES = 4096
+
+
+@intrinsic(prefer_literal=True)
+def multiply_panel(
+    context: Any,
+    kind: Any,
+    num_rows: Any,
+    panel: Any,
+    num_blocks: Any,
+    b: Any,
+    xs: Any,
+    x_stride: Any,
+    x_sums: Any,
+    sums_stride: Any,
+    target: Any,
+) -> Any:
+    """Set b[target + 16 * row + lane] to the products of a panel with rows of x in b.
+
+    The sums over each group of a row of x are at x_sums.
+    """
+    block_type, count = TYPES[NAMES[kind.literal_value]], num_rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, panel, num_blocks, b, xs, x_stride, x_sums, sums_stride, target = args
+        rows = [builder.add(xs, builder.mul(x_stride, I64(r))) for r in range(count)]
+        sums = [builder.add(x_sums, builder.mul(sums_stride, I64(r))) for r in range(count)]
+        totals = [_variable(builder) for _ in rows]
+
+        def add(group: Group, column: Any) -> None:
+            _add_group(builder, block_type, group, column, b, rows, sums, totals)
+
+        _for_groups(builder, block_type, panel, num_blocks, add)
+        for row, total in enumerate(totals):
+            index = builder.add(target, I64(row * PANEL_ROWS))
+            _store_floats(builder, builder.load(total), builder.gep(b, [index]))
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    signature = types.void(kind, num_rows, i64, i64, b, i64, i64, i64, i64, i64)
+    return signature, generate
+
+
+def _add_group(
+    builder: Any,
+    kind: BlockType,
+    group: Group,
+    column: Any,
+    b: Any,
+    rows: list[Any],
+    sums: list[Any],
+    totals: list[Any],
+) -> None:
+    """Add the products of a group's columns, summed before they are scaled."""
+    num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four run at a time
+    index = builder.sdiv(column, I64(kind.group_size))
+    x_sums: list[Any] = []
+    if group.low is not None or group.offset:
+        addresses = [builder.gep(b, [builder.add(base, index)]) for base in sums]
+        x_sums = [spread(builder, builder.load(address)) for address in addresses]
+    parts = [[splat(FLOATS, 0.0)] * num_parts for _ in rows]
+    if group.offset:
+        for part, x_sum in zip(parts, x_sums, strict=True):
+            part[0] = builder.fmul(x_sum, splat(FLOATS, -group.offset))
+    for i in range(kind.group_size):
+        values = builder.sitofp(group.integer(i), FLOATS)
+        for part, base in zip(parts, rows, strict=True):
+            address = builder.gep(b, [builder.add(builder.add(base, column), I64(i))])
+            x = spread(builder, builder.load(address))
+            part[i % num_parts] = _multiply_add(builder, values, x, part[i % num_parts])
+    for row, (part, total) in enumerate(zip(parts, totals, strict=True)):
+        while len(part) > 1:
+            part[:] = [builder.fadd(*pair) for pair in zip(part[::2], part[1::2], strict=True)]
+        new = _multiply_add(builder, group.scale, part[0], builder.load(total))
+        if group.low is not None:
+            new = _multiply_add(builder, group.low, x_sums[row], new)
+        builder.store(new, total)
+
+
+@intrinsic(prefer_literal=True)
+def widen_panel(
+    context: Any, kind: Any, panel: Any, num_blocks: Any, out: Any, first: Any, stride: Any
+) -> Any:
+    """Set out[first + stride * column + lane] to the weights of a panel."""
+    block_type = TYPES[NAMES[kind.literal_value]]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, panel, num_blocks, out, first, stride = args
+
+        def write(group: Group, column: Any) -> None:
+            for i in range(block_type.group_size):
+                values = builder.sitofp(group.integer(i), FLOATS)
+                values = builder.fadd(values, splat(FLOATS, -group.offset))
+                values = builder.fmul(values, group.scale)
+                if group.low is not None:
+                    values = builder.fadd(values, group.low)
+                row = builder.mul(builder.add(column, I64(i)), stride)
+                _store_floats(builder, values, builder.gep(out, [builder.add(first, row)]))
+
+        _for_groups(builder, block_type, panel, num_blocks, write)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(kind, i64, i64, out, i64, i64), generate
+
+
+def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use: Any) -> None:
+    """Go through the groups of a panel; `use` gets each with its first column."""
+    num_bytes, num_steps = kind.num_bytes * PANEL_ROWS, kind.num_steps
+    step_bytes = num_bytes // num_steps
+    # One loop: of two the compiler would unroll the inner one.
+    with cgutils.for_range(builder, builder.mul(num_blocks, I64(num_steps))) as loop:
+        step = builder.and_(loop.index, I64(num_steps - 1))
+        at = builder.mul(builder.udiv(loop.index, I64(num_steps)), I64(num_bytes))
+        address = builder.inttoptr(builder.add(panel, at), ir.IntType(8).as_pointer())
+        here = builder.add(builder.mul(step, I64(step_bytes)), I64(AHEAD_BYTES))
+        for line in range(0, step_bytes, LINE_BYTES):
+            prefetch(builder, address, builder.add(here, I64(line)))
+        column = builder.mul(loop.index, I64(kind.size // num_steps))
+        for group in kind.groups(Block(builder, address, kind.units), step):
+            use(group, column)
+            column = builder.add(column, I64(kind.group_size))
+
+
+def _variable(builder: Any) -> Any:
+    variable = cgutils.alloca_once(builder, FLOATS)
+    builder.store(ir.Constant(FLOATS, None), variable)
+    return variable
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    product = builder.fmul(a, b, flags=("contract",))
+    return builder.fadd(product, c, flags=("contract",))
+
+
+def _store_floats(builder: Any, values: Any, address: Any) -> None:
+    if isinstance(address.type.pointee, ir.IntType):
+        values = _narrow(builder, values)
+    builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
+
+
+def _narrow(builder: Any, values: Any) -> Any:
+    """The bits of the nearest bfloat16, of two the even one."""
+    bits = builder.bitcast(values, WORDS)
+    is_odd = builder.and_(builder.lshr(bits, splat(WORDS, 16)), splat(WORDS, 1))
+    bits = builder.add(builder.add(bits, splat(WORDS, 0x7FFF)), is_odd)
+    halves = ir.VectorType(ir.IntType(16), PANEL_ROWS)
+    return builder.trunc(builder.lshr(bits, splat(WORDS, 16)), halves)
+
+
+# What a kernel encloses must be the same in every process, or its machine code is not found again.
+SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
+SOURCES = ("block_kernels", "block_types", "simd")
+
+
+def compile_product(name: str, element: Element) -> Any:
+    """Make the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
+
+    `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by group.
+    """
+    kind, block_type = NAMES.index(name), TYPES[name]
+    size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
+    has_sums, like, sources = block_type.has_sums, like_of(element), hash_sources(*SOURCES)
+    one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
+
+    def product(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        y, x = pointer_to(args[0], like), pointer_to(args[1], like)
+        weight, bias, has_bias = args[2], pointer_to(args[3], like), args[3] != 0
+        scratch, num_rows = pointer_to(args[4], float32(0)), args[5] + 0 * sources
+        num_out, num_in, y_stride = args[6], args[7], args[8]
+        num_blocks, num_groups = num_in // size, num_in // group_size
+        sums = thread * (num_rows * (num_in + num_groups) + tile * lanes)
+        xs = sums + tile * lanes
+        x_sums = xs + num_rows * num_in
+        copy_x(x, scratch, xs, num_rows * num_in)
+        if has_sums:
+            add_groups(scratch, xs, x_sums, num_rows * num_groups, group_size)
+        num_panels = (num_out + lanes - 1) // lanes
+        panel_bytes = num_blocks * num_bytes * lanes
+        begin, end = thread * num_panels // num_threads, (thread + 1) * num_panels // num_threads
+        for i in range(begin, end):
+            out, panel = i * lanes, weight + i * panel_bytes
+            count = min(lanes, num_out - out)
+            row = 0
+            while row < num_rows:
+                at, at_sums = xs + row * num_in, x_sums + row * num_groups
+                if row + tile <= num_rows:
+                    num_done = tile
+                    multiply_panel(
+                        kind,
+                        tile,
+                        panel,
+                        num_blocks,
+                        scratch,
+                        at,
+                        num_in,
+                        at_sums,
+                        num_groups,
+                        sums,
+                    )
+                else:
+                    num_done = one
+                    multiply_panel(
+                        kind, one, panel, num_blocks, scratch, at, num_in, at_sums, num_groups, sums
+                    )
+                for j in range(num_done):
+                    y_base, sum_base = (row + j) * y_stride + out, sums + j * lanes
+                    write_sums(y, y_base, scratch, sum_base, bias, out, has_bias, count)
+                row += num_done
+
+    return compile_kept(product, SIGNATURE, f"CPU product with {name} for {element}: 2 to 10")
+
+
+@kernel
+def copy_x(x: Any, scratch: Any, xs: int, count: int) -> None:
+    for i in range(count):
+        scratch[xs + i] = load(x, i)
+
+
+@kernel
+def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -> None:
+    for i in range(num_groups):
+        total = float32(0)
+        for j in range(size):
+            total += scratch[xs + i * size + j]
+        scratch[x_sums + i] = total
+
+
+@kernel
+def write_sums(
+    y: Any, at: int, sums: Any, base: int, bias: Any, out: int, has_bias: bool, count: int
+) -> None:
+    for i in range(count):
+        value = sums[base + i]
+        if has_bias:
+            value += load(bias, out + i)
+        store(y, at + i, value)
+
+
+def compile_widening(name: str, element: Element, wide_element: Element) -> Any:
+    """Make the kernel that widens panels, or the rows of a table that token ids name.
+
+    Panels become columns: wide[column, 16 * panel + lane]. A row goes to rows[i], scaled; of `wide`
+    each thread then has a panel.
+    """
+    kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
+    like, wide_like = like_of(element), like_of(wide_element)
+    lanes, sources = PANEL_ROWS, hash_sources(*SOURCES)
+
+    def widen(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        wide, weight, num_in = pointer_to(args[0], wide_like), args[1], args[2] + 0 * sources
+        count, rows = args[3], pointer_to(args[4], like)
+        token_ids, scale = pointer_to(args[5], int32(0)), as_float(uint32(args[6]))
+        is_lookup, num_blocks = args[4] != 0, num_in // size
+        panel_bytes = num_blocks * num_bytes * lanes
+        for i in range(thread * count // num_threads, (thread + 1) * count // num_threads):
+            index, first, stride = i, i * lanes, count * lanes
+            if is_lookup:
+                index, first, stride = token_ids[i] // lanes, thread * num_in * lanes, lanes
+            widen_panel(kind, weight + index * panel_bytes, num_blocks, wide, first, stride)
+            if is_lookup:
+                lane = first + token_ids[i] % lanes
+                for j in range(num_in):
+                    value = round_to(load(wide, lane + j * lanes), like)
+                    store(rows, i * num_in + j, value * scale)
+
+    return compile_kept(widen, SIGNATURE, f"CPU kernel to widen {name} for {element}: 2 to 10")

@@ -1,0 +1,144 @@
+"""Weights as GGUF stores them: products of few rows read the blocks, others a widened piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.cpu import kernels
+from nanovllm.kernels.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
+from nanovllm.kernels.cpu.block_types import PANEL_ROWS, TYPES, pack_panels
+from nanovllm.kernels.cpu.interpreter import Element
+from nanovllm.kernels.cpu.program import float_bits
+from nanovllm.kernels.ops import Activation, PackedLinear
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.ops import NumbaOps
+
+PIECE_SIZE = 1 << 20  # weights that are widened at a time for a product of many rows
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Rows of one block type, laid out as kernels read them."""
+
+    kind: str
+    data: Tensor  # [panels, bytes]
+    num_out: int
+    num_in: int
+
+
+def to_panels(kind: str, rows: Tensor) -> Panels:
+    """Lay out rows of blocks [rows, bytes]."""
+    num_in = rows.shape[1] // TYPES[kind].num_bytes * TYPES[kind].size
+    data = torch.from_numpy(pack_panels(rows.numpy(), TYPES[kind]))
+    return Panels(kind, data, len(rows), num_in)
+
+
+class BlockKernels:
+    """Runs the kernels of the block types that a model has, each compiled once."""
+
+    def __init__(self, ops: NumbaOps) -> None:
+        self._ops, self._launcher = ops, ops.launcher
+        self._element = _element(ops.launcher.dtype)
+        self._products: dict[str, int] = {}  # addresses
+        self._widenings: dict[str, int] = {}
+        self._compiled: list[object] = []  # what they are addresses of
+
+    def pack_linear(
+        self, parts: Sequence[Panels], bias: Tensor | None, activation: Activation | None
+    ) -> PackedLinear:
+        """Make the product with parts that lie one below another, as Ops.pack_linear does."""
+        for part in parts:
+            self._compile(part.kind)
+        num_out, max_rows = sum(part.num_out for part in parts), self._ops.max_linear_rows
+
+        def run(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            if num_rows > max_rows:
+                return self._many(x, parts, bias, num_out)
+            x, y = x.contiguous(), self._launcher.empty(num_rows, num_out)
+            first = 0
+            for part in parts:
+                self._few(x, y, part, bias, first)
+                first += part.num_out
+            return y
+
+        return ComposedLinear(self._ops, run, activation)
+
+    def embed(self, token_ids: Tensor, table: Panels, scale: float) -> Tensor:
+        """Return the rows that token_ids name, as Ops.embed does."""
+        launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
+        out = launcher.empty(num_rows, num_in)
+        wide = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
+        addresses = wide.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
+        lookup = token_ids.data_ptr(), float_bits(scale)
+        self._compile(table.kind)
+        launcher.launch(kernels.CALL, self._widenings[table.kind], *addresses, *lookup)
+        return out
+
+    def _few(self, x: Tensor, y: Tensor, part: Panels, bias: Tensor | None, first: int) -> None:
+        """Fill the columns of y from `first` on."""
+        launcher, num_rows = self._launcher, len(x)
+        num_groups = part.num_in // TYPES[part.kind].group_size
+        per_thread = num_rows * (part.num_in + num_groups) + TILE_ROWS * PANEL_ROWS
+        scratch = launcher.scratch(launcher.num_threads * per_thread)
+        offset = first * y.itemsize
+        bias_address = 0 if bias is None else bias.data_ptr() + offset
+        launcher.launch(
+            kernels.CALL,
+            self._products[part.kind],
+            y.data_ptr() + offset,
+            x.data_ptr(),
+            part.data.data_ptr(),
+            bias_address,
+            scratch.data_ptr(),
+            num_rows,
+            part.num_out,
+            part.num_in,
+            y.shape[1],
+        )
+
+    def _many(
+        self, x: Tensor, parts: Sequence[Panels], bias: Tensor | None, num_out: int
+    ) -> Tensor:
+        dtype = self._ops.product_dtype
+        wide, y, column = x.to(dtype), x.new_empty(len(x), num_out), 0
+        for part in parts:
+            step = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
+            for first in range(0, len(part.data), step):
+                panels = part.data[first : first + step]
+                weight = torch.empty(part.num_in, len(panels) * PANEL_ROWS, dtype=dtype)
+                sizes = part.num_in, len(panels), 0, 0, 0
+                address = self._widenings[part.kind]
+                self._launcher.launch(
+                    kernels.CALL, address, weight.data_ptr(), panels.data_ptr(), *sizes
+                )
+                count = min(weight.shape[1], part.num_out - first * PANEL_ROWS)
+                columns = slice(column, column + count)
+                y[:, columns] = _multiply(wide, weight[:, :count], bias, columns)
+                column += count
+        return y
+
+    def _compile(self, kind: str) -> None:
+        if kind in self._products:
+            return
+        product = compile_product(kind, self._element)
+        widening = compile_widening(kind, self._element, _element(self._ops.product_dtype))
+        self._compiled += [product, widening]
+        self._products[kind], self._widenings[kind] = product.address, widening.address
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight)
+    return torch.addmm(bias[columns].to(x.dtype), x, weight)
+
+
+def _element(dtype: torch.dtype) -> Element:
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
