@@ -18,7 +18,7 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow endurance test-gpu sanitize report lint format lock clean
+.PHONY: help demo serve test test-slow endurance test-gpu sanitize report lint style format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ demo: $(VENV)/.installed ## Answer a batch of prompts with the default model
 serve: $(VENV)/.installed ## Answer requests over HTTP with the default model
 	$(BIN)/nanovllm serve
 
-test: lint ## Lint, type-check and run the tests (all but gpu and slow)
+test: style ## Lint, type-check and run the tests (all but gpu and slow)
 	$(BIN)/python -m pytest -m "not gpu and not slow" $(IN_PROCESSES)
 
 test-slow: $(VENV)/.installed-dev ## Run the slow tests
@@ -48,10 +48,12 @@ sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitize
 report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on a GPU
 	PYTHON=$(BIN)/python benchmarks/report.sh
 
-lint: $(VENV)/.installed-dev ## Check style and types
+lint: style ## Check style and types
+	$(BIN)/mypy nanovllm
+
+style: $(VENV)/.installed-dev ## Check style alone: types are among the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy nanovllm
 
 format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .

@@ -1,12 +1,10 @@
-"""AsyncLLM: answers as asynchronous streams, over a core that runs in a process of its own."""
+"""AsyncLLM: answers as asynchronous streams, over cores that run in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
-import weakref
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -15,23 +13,20 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
-from nanovllm.engine.request import FinishReason, check_length
+from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.step import Pooling
-from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
 from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_client import CoreClient
-from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish
-from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
+from nanovllm.serving.core_records import Add, CoreStats, Finish, total
+from nanovllm.serving.replica import Replica
+from nanovllm.serving.routing import PrefixRouter
 from nanovllm.serving.state_records import EngineNews
-from nanovllm.serving.viewers import Viewers
 
-STARTED_ANEW = "it is started anew"
-GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
-
-logger = logging.getLogger(__name__)
+GUESSED_TOKENS = 256  # of an answer that may be longer
 
 
 class AsyncLLM:
@@ -46,33 +41,36 @@ class AsyncLLM:
     one piece. When the process dies or hangs, every caller gets the error that says so; with
     `restart_core` another one is started, and answers new requests once it is ready.
 
+    With `data_parallel_size` above 1 there are several such processes, each with the whole model.
+    A request goes where its prefix is cached, or to the least loaded, and stays there; when one
+    process dies or hangs, only its own callers get an error.
+
     Other options are the fields of `nanovllm.config.EngineConfig`; more raise TypeError.
     """
 
     def __init__(self, model: str | Path, *, restart_core: bool = False, **options: Any) -> None:
-        self.stats = CoreStats()
-        self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
         self._streams: dict[int, Stream] = {}  # by seq_id
-        self._lock = threading.Lock()  # of the front, the streams, and which core there is
-        self.viewers = Viewers(lambda is_on: self._core.watch(is_on))
-        self._closing = threading.Event()
-        self._restarts: Restarts | None = None  # not before the first core is ready
-        self._given = EngineConfig(str(model), **options)
-        self._core = CoreClient(self._given, self._update, self._fail)
-        self._at_exit = weakref.finalize(self, self._core.close)
+        self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
+        given = EngineConfig(str(model), **options)
+        self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
+        self.replicas = [self._start(0, given)]
         try:
-            found = self._core.wait_until_found()
+            # The first one fetches a model that is not here; the others then find it.
+            found = self.replicas[0].core.wait_until_found()
+            for number in range(1, given.data_parallel_size):
+                self.replicas.append(self._start(number, given))
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
-            ready = self._core.wait_until_ready()
+            for replica in self.replicas[1:]:
+                replica.core.wait_until_found()
+            infos = [replica.wait_until_ready().info for replica in self.replicas]
+            self._router.max_blocks = min(info.num_blocks for info in infos)
+            for replica in self.replicas:
+                replica.begin(restart_core)
         except BaseException:
-            self._core.close()
+            self.close()
             raise
-        self.info, self.max_len = ready.info, ready.max_len
-        with self._lock:
-            self._raise_if_failed()
-            self._restarts = Restarts() if restart_core else None
 
     async def generate(
         self,
@@ -120,10 +118,12 @@ class AsyncLLM:
         assert output is not None
         return embedding_of(output, normalize)
 
-    async def watch(self) -> AsyncGenerator[EngineNews, None]:
-        """Yield the engine's state, then what changes, until the caller leaves."""
-        self._raise_if_failed()
-        async with contextlib.aclosing(self.viewers.look()) as news:
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+        """Yield the state of one replica, then what changes, until the caller leaves."""
+        replica = self.replicas[engine]
+        if replica.error is not None:
+            raise _copy(replica.error)
+        async with contextlib.aclosing(replica.viewers.look()) as news:
             async for each in news:
                 yield each
 
@@ -131,15 +131,14 @@ class AsyncLLM:
         """End a request now: its stream ends with what it had, for the reason "abort"."""
         with self._lock:
             unfinished = self.front.unfinished(seq_id)
-        if unfinished:
-            self._core.finish(Finish(unfinished, "abort"))
+            stream = self._streams.get(seq_id)
+        if stream is not None and unfinished:
+            self._core_of(stream).finish(Finish(unfinished, "abort"))
 
     def close(self) -> None:
-        """End the process of the core; whoever waits gets an error. Once is enough."""
-        self._closing.set()
-        with self._lock:
-            core = self._core
-        core.close()
+        """End the processes of all cores; whoever waits gets an error. Once is enough."""
+        for replica in self.replicas:
+            replica.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -153,9 +152,23 @@ class AsyncLLM:
         return len(self._streams)
 
     @property
-    def num_restarts(self) -> int:
-        """Cores that took the place of others."""
-        return 0 if self._restarts is None else self._restarts.num_restarts
+    def max_len(self) -> int:
+        """Where sequences end, in all replicas."""
+        return min(replica.max_len for replica in self.replicas)
+
+    @property
+    def stats(self) -> CoreStats:
+        """The sums over all replicas."""
+        return total([replica.stats for replica in self.replicas])
+
+    @property
+    def error(self) -> NanovllmError | None:
+        """Why no replica can answer, for now or for good."""
+        errors = [replica.error for replica in self.replicas]
+        return None if None in errors else errors[0]
+
+    def _start(self, number: int, config: EngineConfig) -> Replica:
+        return Replica(number, config, self._lock, self._collect, self._lost, self._back)
 
     async def _prepare(
         self,
@@ -175,33 +188,51 @@ class AsyncLLM:
         return live
 
     def _begin(self, live: Live, stream: Stream) -> None:
+        """Send a request to the replica that has its prefix, or the least to do."""
+        requests = [sample.request for sample in live.samples]
+        first = requests[0]
+        lengths = [min(each.params.max_tokens, GUESSED_TOKENS) for each in requests]
+        is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
+        ids = first.token_ids if is_of_use else ()
         with self._lock:
             self._raise_if_failed()
-            core = self._core
+            stream.replica = self._router.choose(ids, first.cache_salt)
+            stream.num_tokens = len(first.token_ids) + sum(lengths)
+            self._router.started(stream.replica, stream.num_tokens)
+            core = self._core_of(stream)
             self._streams[live.seq_id] = stream
             self.front.submit(live)
-        core.add(Add([sample.request for sample in live.samples]))
+        core.add(Add(requests))
+
+    def _end(self, seq_id: int) -> Stream | None:
+        """With the lock: expect no more for a stream, unless its replica failed before."""
+        stream = self._streams.pop(seq_id, None)
+        if stream is not None:
+            self._router.finished(stream.replica, stream.num_tokens)
+        return stream
 
     def _drop(self, seq_id: int) -> None:
         """End a request of which nothing more is wanted."""
         with self._lock:
-            self._streams.pop(seq_id, None)
+            stream = self._end(seq_id)
             unfinished = self.front.unfinished(seq_id)
             self.front.forget(seq_id)
-        if unfinished:
-            self._core.finish(Finish(unfinished, "abort", is_wanted=False))
+        if stream is not None and unfinished:
+            self._core_of(stream).finish(Finish(unfinished, "abort", is_wanted=False))
 
-    def _update(self, update: CoreUpdate) -> None:
-        """In the core's thread: turn a step into text, and wake those who wait for it."""
-        assert update.step is not None
-        assert update.stats is not None
-        self.stats = update.stats
-        if update.news is not None:
-            self.viewers.push(update.news)
+    def _core_of(self, stream: Stream) -> CoreClient:
+        return self.replicas[stream.replica].core
+
+    def _collect(self, replica: Replica, step: CoreStep) -> None:
+        """In a core's thread: turn a step into text, and wake those who wait for it."""
+
+        def finish_later(seq_id: int, reason: FinishReason) -> None:
+            replica.core.finish(Finish([seq_id], reason))
+
         with self._lock:
             if not self._streams:  # an idle core may say so before there is a front
                 return
-            output = self.front.collect(update.step, self._finish_later)
+            output = self.front.collect(step, finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
             whole = [
                 StreamPiece(each.seq_id, each.text, each.token_ids, each)
@@ -213,59 +244,26 @@ class AsyncLLM:
                 stream = self._streams[piece.seq_id]
                 news.setdefault(stream.loop, []).append((stream, piece))
                 if piece.output is not None:
-                    del self._streams[piece.seq_id]
+                    self._end(piece.seq_id)
         for loop, pieces in news.items():
             _call(loop, _push_all, pieces)
 
-    def _finish_later(self, seq_id: int, reason: FinishReason) -> None:
-        self._core.finish(Finish([seq_id], reason))
-
     def _raise_if_failed(self) -> None:
-        if self.error is not None:
-            raise _copy(self.error)
+        error = self.error
+        if error is not None:
+            raise _copy(error)
 
-    def _fail(self, error: NanovllmError) -> None:
-        """In the core's thread: tell everybody, and see to another core if there is to be one."""
-        delay = None
-        with self._lock:
-            if self._restarts is not None and not self._closing.is_set():
-                delay = self._restarts.delay()
-                outlook = GIVEN_UP if delay is None else STARTED_ANEW
-                error = EngineError(f"{error}; {outlook}")
-                logger.error("%s", error)
-            self.error = error
-            stats = self.stats
-            free = {"num_running": 0, "num_waiting": 0, "num_free_blocks": stats.num_blocks}
-            self.stats = replace(stats, **free)
-            streams, self._streams = list(self._streams.values()), {}
-        self.viewers.fail(error)
-        for stream in streams:
+    def _lost(self, replica: Replica, error: NanovllmError) -> None:
+        """With the lock: tell whoever waits for a replica; the others go on."""
+        ids = [i for i, stream in self._streams.items() if stream.replica == replica.number]
+        for seq_id in ids:
+            stream = self._streams.pop(seq_id)
+            self.front.forget(seq_id)  # what it sent before may still come
             _call(stream.loop, stream.fail, error)
-        if delay is not None:
-            threading.Thread(target=self._restart, args=[delay], daemon=True).start()
+        self._router.lost(replica.number)
 
-    def _restart(self, delay: float) -> None:
-        """In a thread of its own: put another core in the place of the one that failed."""
-        self._core.close()  # returns once its process is gone, and what it held is free
-        self._closing.wait(delay)
-        with self._lock:
-            if self._closing.is_set():
-                return
-            core = self._core = CoreClient(self._given, self._update, self._fail)
-            self._at_exit.detach()
-            self._at_exit = weakref.finalize(self, core.close)
-        try:
-            core.wait_until_found()
-            ready = core.wait_until_ready()
-        except NanovllmError:
-            return  # `_fail` was told, and sees to the next one
-        with self._lock:
-            if core.has_failed:
-                return
-            assert self._restarts is not None
-            self._restarts.ready()
-            self.info, self.max_len, self.error = ready.info, ready.max_len, None
-        logger.warning("the engine core was started anew (process %d)", core.pid)
+    def _back(self, replica: Replica) -> None:
+        self._router.joined(replica.number)
 
 
 class Stream:
@@ -273,6 +271,7 @@ class Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.replica = self.num_tokens = 0  # where it is answered, and what that counts for it
         self._pieces: dict[int, StreamPiece] = {}  # by sample
         self._error: NanovllmError | None = None
         self._has_news = asyncio.Event()

@@ -11,7 +11,7 @@ from nanovllm.validation import check_types
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
-_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size")
+_COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
@@ -38,6 +38,7 @@ class EngineConfig:
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
     target_inter_token_ms: float | None = None  # prompts make way for answers; None: they do not
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
+    data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -6,7 +6,7 @@ import functools
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,6 +15,23 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
+
+# The longest come first, so that no process is left with one when the others are done. Types are
+# checked while another process compiles the CPU kernels, which it would have to compile too.
+FIRST = (
+    "tests/test_types.py",
+    "tests/attention/test_cpu.py",
+    "tests/kernels/cpu/test_experts.py",
+    "tests/kernels/cuda/test_interpreted.py",
+    "tests/server/",
+    "tests/backends/test_recorded_forward.py",
+)
+SHARED = {
+    "tests/server/": "server",
+    # Compiled after the other kernels, those of experts take half the time.
+    "tests/attention/test_cpu.py": "kernels",
+    "tests/kernels/cpu/test_experts.py": "kernels",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,16 +54,35 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is collected is never garbage; looking for some in all the imports takes long."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: order_of(item.nodeid))
+
+
+def order_of(nodeid: str) -> int:
+    return next((i for i, path in enumerate(FIRST) if nodeid.startswith(path)), len(FIRST))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, and all that share a server."""
+    """Keep the tests of a file in one process, and all that share what takes long to make."""
     from xdist.scheduler import LoadFileScheduling
 
-    class FilesOrServer(LoadFileScheduling):
+    class FilesOrShared(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
+            shared = (name for path, name in SHARED.items() if nodeid.startswith(path))
+            return next(shared, None) or super()._split_scope(nodeid)
 
-    return FilesOrServer(config, log) if config.getoption("dist") == "loadfile" else None
+    return FilesOrShared(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -67,6 +67,9 @@ CLIENT = (
     "serving.state_records",
     "serving.observer",
     "serving.viewers",
+    "serving.routing",
+    "serving.restarts",
+    "serving.replica",
     "engine.found_model",
     "serving.core_client",
 )
@@ -94,7 +97,8 @@ TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
-    "os.environ": ("config.py", "executor/child_process.py"),  # which a child inherits
+    # What a child inherits.
+    "os.environ": ("config.py", "executor/child_process.py", "platforms/shares.py"),
     "os.getenv": ("config.py",),
 }
 # A function fits on a screen, and its arguments in a head; kernels have no records to pass.
@@ -134,8 +138,12 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# The one way to learn what Triton would launch, put back when that is known.
-ALLOWED_CHANGES = {"kernels/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook"}
+ALLOWED_CHANGES = {
+    # The one way to learn what Triton would launch, put back when that is known.
+    "kernels/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook",
+    # The one way to hide GPUs from all threads and children of a process.
+    "platforms/shares.py": "os.environ[VISIBLE]",
+}
 MUTATORS = re.compile(
     "append|add|update|setdefault|pop|popitem|clear|extend|insert|remove|discard"
     "|appendleft|popleft|extendleft|move_to_end|__setitem__"

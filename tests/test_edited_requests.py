@@ -197,6 +197,7 @@ DRAWN: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @DEVICES
 def test_draws_follow_the_edited_probabilities(tiny: Any, device: str) -> None:
     """The second of two tokens, where the first one was the commonest; all kinds in one batch."""

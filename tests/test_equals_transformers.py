@@ -69,7 +69,7 @@ def variant_cases() -> Iterator[Any]:
     """Neighbouring models run a mode with the other depth; the fast cases have all of both."""
     for number, variant in enumerate(VARIANTS):
         for index, mode in enumerate(MODES):
-            is_fast = mode in FAST and (number + FAST.index(mode)) % 3 == 0
+            is_fast = mode in FAST and (number + FAST.index(mode)) % 4 == 0
             marks = () if is_fast else pytest.mark.slow
             yield pytest.param(variant, mode, (number + index) % 2, marks=marks)
 

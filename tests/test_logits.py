@@ -61,6 +61,7 @@ CASES = [
     ("qwen3-moe", "bfloat16", "plain"),
     ("qwen3-yarn", "bfloat16", "plain"),
 ]
+FAST = (0, 4, *range(5, len(CASES), 4))  # every dtype of the first model among them
 CUDA_CASES = [  # other kernels there, and the same ones on a CPU
     ("wide", "bfloat16", "padded"),
     ("wide", "float16", "alone"),
@@ -137,8 +138,8 @@ def native_products(device: str, dtype: str) -> Iterator[None]:
     ("name", "dtype", "mode", "device"),
     [
         *(
-            pytest.param(*case, "cpu", marks=() if i % 3 == 2 or i in (0, 4) else pytest.mark.slow)
-            for i, case in enumerate(CASES)  # every dtype of the first model is fast
+            pytest.param(*case, "cpu", marks=() if i in FAST else pytest.mark.slow)
+            for i, case in enumerate(CASES)
         ),
         *(pytest.param(*case, "cuda", marks=NEEDS_GPU) for case in CASES + CUDA_CASES),
     ],

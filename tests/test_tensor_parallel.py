@@ -102,7 +102,7 @@ def one_worker(root: Path, name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if i % 3 else ()) for i, name in enumerate(CONFIGS)],
+    [pytest.param(name, marks=pytest.mark.slow if i % 4 else ()) for i, name in enumerate(CONFIGS)],
 )
 def test_every_family(checkpoint_root: Path, name: str) -> None:
     check(checkpoint_root, name, size=2, depth=0, **CROWDED)

@@ -12,7 +12,8 @@ from nanovllm.worker.backend import Backend, choose_dtype
 
 
 def create_backend(config: EngineConfig, model: ModelConfig, group: TPGroup = ALONE) -> Backend:
-    platform = create_platform(config.device, config.gpu_memory_utilization, group.size)
+    num_ranks = group.size * config.data_parallel_size
+    platform = create_platform(config.device, config.gpu_memory_utilization, num_ranks)
     dtype = choose_dtype(config.dtype, model.dtype, platform)
     block_size, name = config.kvcache_block_size, config.attention_backend
     if isinstance(platform, CudaPlatform):

@@ -97,7 +97,8 @@ async def _answer_all(
     llm = AsyncLLM(**asdict(config))
     try:
         answers = Answers(_service(args, config, llm), config.seed, args.max_tokens)
-        num_at_once = 2 * config.max_num_seqs  # as many wait as run
+        # As many wait as run.
+        num_at_once = 2 * config.max_num_seqs * config.data_parallel_size
         await run_job(args.input, ledger, answers, num_at_once, progress.add)
     finally:
         llm.close()

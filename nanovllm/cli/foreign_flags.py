@@ -44,14 +44,13 @@ NOT_BUILT = {
     "--kv-cache-dtype": ("auto",),
     "--speculative-config": ("none",),
     "--pipeline-parallel-size": ("1",),
-    "--data-parallel-size": ("1",),
     "--cpu-offload-gb": ("0",),
     "--lora-modules": (),
     "--hf-overrides": (),
     "--rope-scaling": (),
     "--tokenizer": (),
 }
-SHORT = {"--quantization": "-q", "--pipeline-parallel-size": "-pp", "--data-parallel-size": "-dp"}
+SHORT = {"--quantization": "-q", "--pipeline-parallel-size": "-pp"}
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ examples:
   nanovllm serve
   nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
+  nanovllm serve Qwen/Qwen3-8B --data-parallel-size 4
   nanovllm serve --config server.yaml"""
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -141,6 +142,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="cuda, cpu, or auto: what there is")
     add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
         help="devices to split the model over")  # fmt: skip
+    add("-dp", "--data-parallel-size", type=at_least(1), default=1, metavar="N",
+        help="engines that share the requests, each with the whole model on devices of its own "
+        "(default: %(default)s)")  # fmt: skip
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
         help="share of a GPU's memory to use (default: %(default)s)")  # fmt: skip
     add("--max-num-seqs", type=at_least(1), default=512, metavar="N",

@@ -194,16 +194,18 @@ class BlockManager:
             self._prefixes[block_id] = None
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
-        """Hash each full block once, chained to the one before; may return more than `num_full`."""
-        keys = seq.block_keys
+        """Hash each full block once; may return more than `num_full`."""
+        keys, size = seq.block_keys, self.block_size
         if len(keys) < num_full:
-            salt = seq.request.cache_salt or ""
-            link = keys[-1].hash if keys else xxhash.xxh3_64_intdigest(salt.encode())
-            first, end = len(keys) * self.block_size, num_full * self.block_size
-            tokens = seq.token_ids[first:end].tobytes()
-            size = self.block_size * seq.token_ids.itemsize
-            for start in range(0, len(tokens), size):
-                block = tokens[start : start + size]
-                link = xxhash.xxh3_64_intdigest(block, link)
-                keys.append(BlockKey(link, block))
+            new_ids = seq.token_ids[len(keys) * size : num_full * size]
+            add_keys(keys, new_ids.tobytes(), size * new_ids.itemsize, seq.request.cache_salt)
         return keys
+
+
+def add_keys(keys: list[BlockKey], tokens: bytes, num_bytes: int, salt: str | None) -> None:
+    """Hash the full blocks of so many bytes that follow, each chained to the one before."""
+    link = keys[-1].hash if keys else xxhash.xxh3_64_intdigest((salt or "").encode())
+    for start in range(0, len(tokens) - num_bytes + 1, num_bytes):
+        block = tokens[start : start + num_bytes]
+        link = xxhash.xxh3_64_intdigest(block, link)
+        keys.append(BlockKey(link, block))

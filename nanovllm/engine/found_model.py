@@ -10,6 +10,7 @@ from nanovllm.checkpoint.find import Checkpoint, eos_token_ids
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.front import Front
+from nanovllm.errors import ConfigError
 from nanovllm.grammar.matching import Grammars, Vocabulary
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ class FoundModel:
 
 def make_front(found: FoundModel, is_remote: bool = False) -> Front:
     """Load the tokenizer; a remote core, like workers, is in another process."""
-    config, vocabulary = found.config, load_vocabulary(found)
+    config = found.config
+    if config.data_parallel_size > 1 and not is_remote:
+        raise ConfigError("data_parallel_size is for AsyncLLM, `nanovllm serve` and `batch`")
+    vocabulary = load_vocabulary(found)
     has_workers = is_remote or config.tensor_parallel_size > 1
     return Front(vocabulary, found.model_config.vocab_size, config.seed, has_workers)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
 from nanovllm.server.answer import Answer
@@ -50,6 +50,10 @@ class Answers:
             raise RowError("invalid_row", row.error)
         try:
             return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
+        except EngineError:
+            if self._service.llm.error is not None:
+                raise
+            return await self(row)  # one of several engines is lost: another one answers
         except (ApiError, RequestError, ConfigError) as error:
             told = as_api_error(error).openai()["error"]
             raise RowError(told["code"] or told["type"], told["message"]) from error

@@ -143,10 +143,13 @@ def _operating_routes(service: Service) -> APIRouter:
     @router.get("/ping")
     @router.post("/ping")
     async def health() -> Response:
+        """Healthy as long as one engine answers; the body then says which ones do not."""
         error = service.llm.error
         if error is not None:
             raise ApiError(str(error), 503)
-        return Response()
+        errors = [replica.error for replica in service.llm.replicas]
+        lost = {number: str(each) for number, each in enumerate(errors) if each is not None}
+        return json_response({"lost_engines": lost}) if lost else Response()
 
     @router.get("/load")
     async def load() -> Response:
@@ -167,9 +170,9 @@ def _watching_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/engine/events")
-    async def engine_events() -> Response:
-        """The engine's state, then what changes in it, as server-sent events."""
-        return StreamResponse(EngineEvents(service.llm), timeout=None)
+    async def engine_events(engine: int | None = None) -> Response:
+        """The state of an engine, then what changes in it, as server-sent events."""
+        return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
 
     @router.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import fields
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from nanovllm.errors import NanovllmError
 from nanovllm.server.answer import Event
 from nanovllm.server.errors import ApiError, to_json
 from nanovllm.server.trace import Trace
@@ -22,17 +24,26 @@ MAX_TRACE_SECONDS = 60.0
 
 
 class EngineEvents:
-    """A snapshot, then changes, for as long as the client reads."""
+    """A snapshot, then changes, for as long as the client reads; of any engine that answers."""
 
     end = b""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, engine: int | None = None) -> None:
+        num_engines = len(llm.replicas)
+        if engine is None:
+            living = (i for i, replica in enumerate(llm.replicas) if replica.error is None)
+            engine = next(living, 0)
+        if not 0 <= engine < num_engines:
+            text = f"engine must be from 0 to {num_engines - 1}, got {engine}"
+            raise ApiError(text, param="engine")
         self._llm = llm
+        self._place = {"engine": engine, "num_engines": num_engines}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing(self._llm.watch()) as news:
+        async with contextlib.aclosing(self._llm.watch(self._place["engine"])) as news:
             async for each in news:
-                yield as_event(each)
+                event = as_event(each)
+                yield {**event, **self._place} if isinstance(each, EngineState) else event
 
     def encode(self, event: Event) -> bytes:
         return b"data: " + to_json(event) + b"\n\n"
@@ -42,7 +53,7 @@ class EngineEvents:
 
 
 class TraceAnswer:
-    """The steps and sequences of some seconds, from now on."""
+    """The steps and sequences of some seconds, from now on, of all engines."""
 
     def __init__(self, llm: AsyncLLM, seconds: float) -> None:
         if not 0 < seconds <= MAX_TRACE_SECONDS:
@@ -51,13 +62,23 @@ class TraceAnswer:
         self._llm, self._seconds = llm, seconds
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        trace = Trace()
+        traces = [Trace(engine) for engine in range(len(self._llm.replicas))]
         with anyio.move_on_after(self._seconds):
-            async with contextlib.aclosing(self._llm.watch()) as news:
+            await asyncio.gather(*map(self._record, traces))
+        begin = min((trace.begin for trace in traces if trace.begin), default=0)
+        for trace in traces:
+            for event in trace.events(begin, is_alone=len(traces) == 1):
+                yield event
+
+    async def _record(self, trace: Trace) -> None:
+        """Add what an engine does; one of several may be lost before or meanwhile."""
+        try:
+            async with contextlib.aclosing(self._llm.watch(trace.engine)) as news:
                 async for each in news:
                     trace.add(each)
-        for event in trace.events():
-            yield event
+        except NanovllmError:
+            if self._llm.error is not None:
+                raise
 
     def whole(self, events: list[Event]) -> Event:
         return {"displayTimeUnit": "ms", "traceEvents": events}

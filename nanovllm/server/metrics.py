@@ -15,8 +15,10 @@ from nanovllm.outputs import RequestOutput, StreamPiece
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.serving.replica import Replica
 
 LABELS = ("model_name",)
+ENGINE_LABELS = (*LABELS, "engine")  # the number of a replica
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # fmt: off
 SECONDS = (
@@ -35,6 +37,16 @@ HISTOGRAMS = {
     "request_decode_time_seconds": ("From a request's first token to its last", SECONDS),
     "request_prompt_tokens": ("Tokens of a prompt", TOKENS),
     "request_generation_tokens": ("Tokens of an answer", TOKENS),
+}
+ENGINE_METRICS = {
+    "num_requests_running": (GaugeMetricFamily, "Sequences that run"),
+    "num_requests_waiting": (GaugeMetricFamily, "Sequences that wait"),
+    "kv_cache_usage_perc": (GaugeMetricFamily, "Share of the KV cache in use, from 0 to 1"),
+    "engine_up": (GaugeMetricFamily, "1 while the engine answers, else 0"),
+    "prefix_cache_queries": (CounterMetricFamily, "Prompt tokens looked up"),
+    "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the cache"),
+    "num_preemptions": (CounterMetricFamily, "Sequences that made way for others"),
+    "engine_restarts": (CounterMetricFamily, "Engines started in place of others"),
 }
 # fmt: on
 
@@ -111,43 +123,41 @@ class EngineCounts:
     """A collector, in prometheus-client's words: `collect` is called when somebody asks."""
 
     def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
-        self._llm, self._prefix, self._labels = llm, prefix, [model_name]
+        self._llm, self._prefix, self._model_name = llm, prefix, model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._llm.stats
-        num_used = stats.num_blocks - stats.num_free_blocks
-        gauges = {
-            "num_requests_running": ("Sequences that run", stats.num_running),
-            "num_requests_waiting": ("Sequences that wait", stats.num_waiting),
-            "kv_cache_usage_perc": (
-                "Share of the KV cache that sequences hold, from 0 to 1",
-                num_used / max(stats.num_blocks, 1),
-            ),
-        }
-        counters = {
-            "prefix_cache_queries": ("Prompt tokens looked up", stats.num_cache_queries),
-            "prefix_cache_hits": ("Prompt tokens found in the cache", stats.num_cache_hits),
-            "num_preemptions": ("Sequences that made way for others", stats.num_preemptions),
-            "engine_restarts": ("Engines started in place of others", self._llm.num_restarts),
-        }
-        for family, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in metrics.items():
-                metric = family(self._prefix + name, text, labels=LABELS)
-                metric.add_metric(self._labels, value)
-                yield metric
+        """Yield every metric, with a value for each engine."""
+        values = [_values(replica) for replica in self._llm.replicas]
+        for name, (family, text) in ENGINE_METRICS.items():
+            metric = family(self._prefix + name, text, labels=ENGINE_LABELS)
+            for number, each in enumerate(values):
+                metric.add_metric([self._model_name, str(number)], each[name])
+            yield metric
         yield self._cache_config()
 
     def _cache_config(self) -> Metric:
         config = asdict(self._llm.config)
-        wanted = ("enable_prefix_caching", "gpu_memory_utilization")
-        info = {
-            "block_size": config["kvcache_block_size"],
-            "num_gpu_blocks": self._llm.stats.num_blocks,
-            **{name: config[name] for name in wanted},
-        }
+        names = ("enable_prefix_caching", "gpu_memory_utilization")
+        labels = (*ENGINE_LABELS, "block_size", "num_gpu_blocks", *names)
         text = "How the KV cache is set up"
-        metric = GaugeMetricFamily(
-            self._prefix + "cache_config_info", text, labels=(*LABELS, *info)
-        )
-        metric.add_metric([*self._labels, *map(str, info.values())], 1)
+        metric = GaugeMetricFamily(self._prefix + "cache_config_info", text, labels=labels)
+        for number, replica in enumerate(self._llm.replicas):
+            sizes = config["kvcache_block_size"], replica.stats.num_blocks
+            values = (number, *sizes, *(config[name] for name in names))
+            metric.add_metric([self._model_name, *map(str, values)], 1)
         return metric
+
+
+def _values(replica: Replica) -> dict[str, float]:
+    stats = replica.stats
+    num_used = stats.num_blocks - stats.num_free_blocks
+    return {
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "kv_cache_usage_perc": num_used / max(stats.num_blocks, 1),
+        "engine_up": replica.error is None,
+        "prefix_cache_queries": stats.num_cache_queries,
+        "prefix_cache_hits": stats.num_cache_hits,
+        "num_preemptions": stats.num_preemptions,
+        "engine_restarts": replica.num_restarts,
+    }

@@ -24,7 +24,8 @@ class Server(uvicorn.Server):
         self._llm = llm
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._llm.viewers.close()  # who watches has nothing to wait for
+        for replica in self._llm.replicas:
+            replica.viewers.close()  # who watches has nothing to wait for
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -63,8 +63,9 @@ class Service:
     def check_queue(self) -> None:
         """Refuse a request when too many wait already."""
         most = self.options.max_queued_requests
+        num_places = self.llm.config.max_num_seqs * len(self.llm.replicas)
         is_full = self.llm.stats.num_waiting >= most
-        if is_full or self.llm.num_requests >= self.llm.config.max_num_seqs + most:
+        if is_full or self.llm.num_requests >= num_places + most:
             raise ApiError(
                 f"{most} requests are waiting already; try again later",
                 429,

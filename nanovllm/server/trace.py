@@ -14,8 +14,10 @@ NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 class Trace:
     """Collects news; `events` are in the format that ui.perfetto.dev and chrome://tracing read."""
 
-    def __init__(self) -> None:
-        self._begin = self._end = 0
+    def __init__(self, engine: int = 0) -> None:
+        self.engine = engine
+        self.begin = self._end = 0
+        self._origin = 0  # of all times
         self._steps: list[StepState] = []
         self._ended: list[SequenceEnd] = []
         self._arrivals: dict[int, int] = {}  # of all that were seen
@@ -26,15 +28,18 @@ class Trace:
             self._arrivals[seq.seq_id] = seq.arrival
             if seq.status == "running":
                 self._running.setdefault(seq.seq_id, news.time)
-        self._begin, self._end = self._begin or news.time, news.time
+        self.begin, self._end = self.begin or news.time, news.time
         self._steps += news.steps
         self._ended += news.ended
         for end in news.ended:
             self._running.pop(end.seq_id, None)
 
-    def events(self) -> Iterator[Event]:
-        for pid, name in NAMES.items():
-            yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    def events(self, origin: int, is_alone: bool = True) -> Iterator[Event]:
+        """Yield all that was seen, with times since `origin`."""
+        self._origin = origin
+        for part, name in NAMES.items():
+            args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
+            yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}
         for step in self._steps:
             yield from self._step_events(step)
         for end in self._ended:
@@ -58,8 +63,8 @@ class Trace:
         if step.num_rows:
             event = self._span(DEVICE, 1, _step_name(step), step.device_begin, step.device)
             yield {**event, "args": {**counts, "rows": step.num_rows}}
-            counter = {"ph": "C", "pid": DEVICE, "name": "tokens", "args": counts}
-            yield {**counter, "ts": step.device_begin - self._begin}
+            counter = {"ph": "C", "pid": self._pid(DEVICE), "name": "tokens", "args": counts}
+            yield {**counter, "ts": step.device_begin - self._origin}
 
     def _ending_events(self, end: SequenceEnd) -> Iterator[Event]:
         begin = self._arrivals.get(end.seq_id, end.start) or end.end
@@ -72,9 +77,12 @@ class Trace:
             if until > since:
                 yield self._span(REQUESTS, end.seq_id, name, since, until - since)
 
-    def _span(self, pid: int, tid: int, name: str, begin: int, duration: int) -> Event:
-        head = {"ph": "X", "pid": pid, "tid": tid, "name": name}
-        return {**head, "ts": begin - self._begin, "dur": duration}
+    def _span(self, part: int, tid: int, name: str, begin: int, duration: int) -> Event:
+        head = {"ph": "X", "pid": self._pid(part), "tid": tid, "name": name}
+        return {**head, "ts": begin - self._origin, "dur": duration}
+
+    def _pid(self, part: int) -> int:
+        return part + len(NAMES) * self.engine
 
 
 def _step_name(step: StepState) -> str:

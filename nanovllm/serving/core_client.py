@@ -32,6 +32,7 @@ class CoreClient:
         config: EngineConfig,
         on_update: Callable[[CoreUpdate], None],
         on_failure: Callable[[NanovllmError], None],
+        replica: int = 0,
     ) -> None:
         self._on_update = on_update
         self._on_failure = on_failure
@@ -39,7 +40,9 @@ class CoreClient:
         self._failing = threading.RLock()
         self._first: SimpleQueue[FoundModel | CoreReady | None] = SimpleQueue()  # None: it failed
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._child = start_child("nanovllm.serving.core_process", "the engine core")
+        is_alone = config.data_parallel_size == 1
+        self.name = "the engine core" if is_alone else f"engine core {replica}"
+        self._child = start_child("nanovllm.serving.core_process", self.name)
         self._child.channel.limit_gaps(MESSAGE_SECONDS)
         self._threads = [
             threading.Thread(target=target, name="nanovllm-core", daemon=True)
@@ -48,7 +51,7 @@ class CoreClient:
         for thread in self._threads:
             thread.start()
         level = logging.getLogger("nanovllm").getEffectiveLevel()
-        self._send(StartCore(config, level))
+        self._send(StartCore(config, level, replica))
 
     @property
     def pid(self) -> int:
@@ -140,7 +143,7 @@ class CoreClient:
                     self._first.put(record)
 
     def _silence(self, limit: float) -> Failure:
-        text = f"the engine core (process {self.pid}) gave no sign of life for {limit:.1f} s"
+        text = f"{self.name} (process {self.pid}) gave no sign of life for {limit:.1f} s"
         return Failure(text, "EngineError")
 
     def _fail(self, failure: Failure) -> None:

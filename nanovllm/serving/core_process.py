@@ -18,6 +18,7 @@ from nanovllm.executor.base import Executor
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, run_child
 from nanovllm.pending import Pending
+from nanovllm.platforms.shares import take_share
 from nanovllm.serving.core_records import (
     Add,
     CoreReady,
@@ -50,6 +51,7 @@ def serve(channel: Channel) -> None:
     def send(record: object) -> None:
         channel.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
 
+    take_share(start.config, start.replica)
     found = find_model(start.config)
     send(found)  # the parent loads the tokenizer while the model is loaded here
     started = start_core(found, make_grammars(found))

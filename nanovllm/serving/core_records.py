@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class StartCore:
     config: EngineConfig
     log_level: int
+    replica: int = 0  # which one of config.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class CoreStats:
     num_cache_hits: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+
+
+def total(stats: list[CoreStats]) -> CoreStats:
+    """Sum each count over several cores."""
+    return CoreStats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

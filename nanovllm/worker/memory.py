@@ -63,9 +63,8 @@ def check_device(config: EngineConfig) -> Platform | None:
     check_num_ranks(config.device, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1 and is_cuda(config.device):
         return None
-    return create_platform(
-        config.device, config.gpu_memory_utilization, config.tensor_parallel_size
-    )
+    num_ranks = config.tensor_parallel_size * config.data_parallel_size
+    return create_platform(config.device, config.gpu_memory_utilization, num_ranks)
 
 
 def check_model(

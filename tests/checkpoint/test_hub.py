@@ -167,6 +167,7 @@ def test_only_needed_files_are_fetched(hub: Hub, find: Callable[..., list[Any]])
     assert hub.fetched() == sorted(WANTED)  # the two files from before are not sent again
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_not_fetched(
     hub: Hub, run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

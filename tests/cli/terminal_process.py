@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -29,6 +30,11 @@ _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 def quiet_environment() -> dict[str, str]:
     """One thread and no network: the same on a busy machine as on an idle one."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+
+
+def heed_ctrl_c() -> None:
+    """A shell starts what runs in the background with Ctrl-C ignored, for all its children too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_program(
@@ -65,6 +71,7 @@ class TerminalProcess:
             cwd=ROOT,
             env=quiet_environment(),
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         os.close(slave)
 

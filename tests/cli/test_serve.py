@@ -32,7 +32,19 @@ def config_of(*arguments: str) -> Any:
 
 def test_flags_have_the_names_of_vllms() -> None:
     config = config_of(
-        *("org/name", "-tp", "2", "--max-model-len", "16K", "--dtype", "half", "--seed", "3"),
+        *(
+            "org/name",
+            "-tp",
+            "2",
+            "-dp",
+            "3",
+            "--max-model-len",
+            "16K",
+            "--dtype",
+            "half",
+            "--seed",
+            "3",
+        ),
         *("--no-enable-prefix-caching", "--block-size", "32", "--num-gpu-blocks-override", "7"),
         *("--max-num-seqs=4", "--gpu-memory-utilization", "0.5", "--enforce-eager"),
     )
@@ -45,6 +57,7 @@ def test_flags_have_the_names_of_vllms() -> None:
     assert (config.kvcache_block_size, config.num_kvcache_blocks) == (32, 7)
     assert (config.max_num_seqs, config.gpu_memory_utilization) == (4, 0.5)
     assert config.enforce_eager
+    assert config.data_parallel_size == 3
 
 
 def test_without_a_model_the_built_in_one_is_served() -> None:
@@ -131,28 +144,36 @@ class ServeProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_a_signal_lets_answers_end_and_another_does_not(tmp_path: Path, num_signals: int) -> None:
+@pytest.mark.parametrize(("num_signals", "num_engines"), [(1, 1), (2, 1), (1, 2)])
+def test_a_signal_lets_answers_end_and_another_does_not(
+    tmp_path: Path, num_signals: int, num_engines: int
+) -> None:
     server = ServeProcess(
         *(str(make_byte_model(tmp_path)), *ENGINE, "--trust-remote-code"),
         *("--served-model-name", "tiny", "--shutdown-timeout", "30"),
+        *("--data-parallel-size", str(num_engines)),
     )
     try:
         assert any("--trust-remote-code changes nothing" in line for line in server.lines)
         models = httpx.get(f"{server.url}/v1/models").json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
-        lines: list[str] = []
         num_tokens = 900 if num_signals == 2 else 200
-        thread = server.stream(lines, prompt="x", max_tokens=num_tokens, ignore_eos=True)
-        while len(lines) < 5:
+        streams: dict[threading.Thread, list[str]] = {}
+        for prompt in "xyz"[:num_engines]:
+            lines: list[str] = []
+            body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True}
+            streams[server.stream(lines, **body)] = lines
+        while min(map(len, streams.values())) < 5:
             time.sleep(0.01)
-            assert thread.is_alive(), lines
+            assert all(thread.is_alive() for thread in streams), streams
         for _ in range(num_signals):
             os.kill(server.process.pid, signal.SIGTERM)
             httpx_refused(server.url)
-        thread.join(60)
+        for thread in streams:
+            thread.join(60)
         assert server.process.wait(20) == 0
-        assert ("data: [DONE]" in lines) == (num_signals == 1)
+        for lines in streams.values():
+            assert ("data: [DONE]" in lines) == (num_signals == 1)
     finally:
         server.process.kill()
 

@@ -89,8 +89,14 @@ def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> d
 
 
 @pytest.mark.endurance
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    ("caching", "depth"),
+    [
+        *((True, depth) for depth in range(3)),
+        (False, 1),
+        *(pytest.param(False, depth, marks=pytest.mark.slow) for depth in (0, 2)),
+    ],
+)
 def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:

@@ -134,10 +134,9 @@ def poisson(rate: float, num: int, prompt_lens: list[int]) -> list[tuple[float, 
     [
         (40.0, [512], 0),
         (40.0, [512], 1),
-        (12.0, [100, 100, 3000], 0),
-        pytest.param(12.0, [100, 100, 3000], 1, marks=pytest.mark.slow),
-        pytest.param(2.0, [100, 30000], 0, marks=pytest.mark.slow),
-        (2.0, [100, 30000], 1),
+        pytest.param(12.0, [100, 100, 3000], 0, marks=pytest.mark.slow),
+        (12.0, [100, 100, 3000], 1),
+        *(pytest.param(2.0, [100, 30000], depth, marks=pytest.mark.slow) for depth in (0, 1)),
     ],
 )
 def test_answers_keep_the_target(depth: int, rate: float, prompt_lens: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from tests.cli.terminal_process import ROOT, quiet_environment
+from tests.cli.terminal_process import ROOT, heed_ctrl_c, quiet_environment
 from tests.executor.leftovers import wait_until
 
 SECONDS = 60.0  # to import torch and load a model on a busy machine
@@ -53,11 +52,6 @@ class Program:
         wait_until(lambda: self.process.poll() is not None, seconds, self.errors)
         assert self.process.returncode is not None
         return self.process.returncode
-
-
-def heed_ctrl_c() -> None:
-    """A shell starts what runs in the background with Ctrl-C ignored, for all its children too."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

@@ -204,6 +204,7 @@ def test_workers_stay_with_the_program_and_not_with_its_children() -> None:
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_workers_go_when_a_program_dies_as_they_start() -> None:
     source = """
 import threading

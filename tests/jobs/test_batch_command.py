@@ -93,6 +93,14 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     done = batch(model, path, output, "--max-tokens", "6", "--max-num-seqs", "8")
     assert done.returncode == 0
     assert by_id(output) == lines
+    shared = batch(model, path, tmp_path / "shared.jsonl", "--max-tokens", "6", "-dp", "2")
+    assert shared.returncode == 0, shared.stderr
+    others = by_id(tmp_path / "shared.jsonl")
+    vectors = [
+        each.pop("e")["response"]["body"]["data"][0]["embedding"] for each in (others, lines)
+    ]
+    assert others == lines
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-6)  # on fewer threads sums round anew
 
 
 def mixed_rows(count: int) -> list[Any]:

@@ -40,9 +40,11 @@ class FakeLLM:
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     num_aborted: int = 0
     pause: float = 0.0  # seconds between pieces
+    idle: EngineState = IDLE  # what it shows to those who watch
+    others: list[FakeLLM] = field(default_factory=list)  # of several engines
 
     def __post_init__(self) -> None:
-        self.viewers = Viewers(lambda is_on: self.viewers.push(IDLE) if is_on else None)
+        self.viewers = Viewers(lambda is_on: self.viewers.push(self.idle) if is_on else None)
         self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 
     async def generate(
@@ -72,10 +74,15 @@ class FakeLLM:
         finally:
             self.num_aborted += not is_over
 
-    async def watch(self) -> AsyncGenerator[EngineNews, None]:
-        if self.error is not None:
-            raise self.error
-        async with contextlib.aclosing(self.viewers.look()) as news:
+    @property
+    def replicas(self) -> list[FakeLLM]:
+        return [self, *self.others]
+
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+        replica = self.replicas[engine]
+        if replica.error is not None:
+            raise replica.error
+        async with contextlib.aclosing(replica.viewers.look()) as news:
             async for each in news:
                 yield each
 

@@ -79,12 +79,12 @@ def test_engines_that_fail_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(restarts, "SOON_SECONDS", 0.0)  # none of them fails too soon
-    before = restarting.llm.num_restarts
+    before = restarting.llm.replicas[0].num_restarts
     for turn in range(count(20)):
         until_healthy(restarting.http)
         asyncio.run(fail_under_load(restarting, number, random.Random(turn)))
     until_healthy(restarting.http)
-    assert restarting.llm.num_restarts == before + count(20)
+    assert restarting.llm.replicas[0].num_restarts == before + count(20)
     settle(restarting, 128)
 
 
@@ -97,7 +97,7 @@ async def fail_under_load(server: Running, number: signal.Signals, chance: rando
         while not all(streams):
             await asyncio.sleep(0.01)
         await asyncio.sleep(chance.random() * 0.2)
-        os.kill(server.llm._core.pid, number)
+        os.kill(server.llm.replicas[0].core.pid, number)
         await asyncio.wait_for(asyncio.gather(*tasks), 20)  # 5 s, and what a busy machine adds
     for lines in streams:
         error = json.loads(lines[-2])["error"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import re
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-import httpx
 import pytest
 from openai import AuthenticationError, RateLimitError
 
@@ -50,7 +50,7 @@ def guarded() -> Iterator[Running]:
         yield server
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -150,19 +150,29 @@ def test_other_sites_are_not_let_in(guarded: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> None:
     """Its sequences end and its blocks come back, whatever the answer was to be."""
-    body = {"prompt": "x", "max_tokens": 500, "n": 4, "ignore_eos": True, "stream": stream}
-    before = server.llm.stats.num_free_blocks
-    with httpx.Client(base_url=server.url, timeout=0.3 if not stream else 5) as client:
-        if stream:
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                next(response.iter_bytes())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body)
+    body = {"prompt": "x", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": stream}
+    before, num_whole = server.llm.stats.num_free_blocks, num_whole_answers(server)
+    if stream:
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_bytes())
+    else:
+        request = server.http.build_request("POST", "/v1/completions", json=body)
+        head = [b"POST /v1/completions HTTP/1.1\r\n"]
+        head += [name + b": " + value + b"\r\n" for name, value in request.headers.raw]
+        with socket.create_connection((request.url.host, request.url.port)) as connection:
+            connection.sendall(b"".join(head) + b"\r\n" + request.content)
+            wait_until(lambda: server.llm.num_requests > 0)
     wait_until(lambda: server.llm.num_requests == 0)
     server.post("/v1/completions", prompt="y", max_tokens=1)
     wait_until(lambda: server.llm.stats.num_running == 0)
     assert server.llm.stats.num_free_blocks >= before
+    assert num_whole_answers(server) == num_whole + 1  # not those that nobody waited for
+
+
+def num_whole_answers(server: Running) -> int:
+    pattern = r'^vllm:request_success_total{finished_reason="length".* (\d+)'
+    found = re.search(pattern, server.http.get("/metrics").text, re.M)
+    return int(found[1]) if found else 0
 
 
 def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
@@ -178,6 +188,30 @@ def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
     number = re.search(r"^vllm:inter_token_latency_seconds_count.* (\d+)", text, re.M)
     assert number is not None
     assert int(number.group(1)) >= 2
+
+
+def test_several_engines_are_told_apart() -> None:
+    """One of two is lost: it is named, and the other one answers."""
+    lost = FakeLLM(error=EngineError("it died"), stats=CoreStats(num_cache_hits=3))
+    with running(FakeLLM(stats=CoreStats(num_running=2), others=[lost])) as server:
+        text = server.http.get("/metrics").text
+        for name, values in {
+            "num_requests_running": (2, 0),
+            "prefix_cache_hits_total": (0, 3),
+            "engine_up": (1, 0),
+        }.items():
+            for number, value in enumerate(values):
+                labels = f'{{engine="{number}",model_name="tiny"}}'
+                assert f"vllm:{name}{labels} {value}.0\n" in text
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"lost_engines": {"1": "it died"}})
+        assert server.post("/v1/completions", prompt="x").status_code == 200
+        assert server.http.get("/engine/events?engine=1").status_code == 503
+        assert server.http.get("/engine/events?engine=2").status_code == 400
+        events = server.http.get("/trace?seconds=0.1").json()["traceEvents"]
+        names = [f"engine {i}: {part}" for i in (0, 1) for part in ("host", "device", "requests")]
+        assert [event["args"]["name"] for event in events] == names
+        assert [event["pid"] for event in events] == [1, 2, 3, 4, 5, 6]
 
 
 def test_metrics_may_be_renamed() -> None:

@@ -8,13 +8,18 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
 from nanovllm.errors import EngineError
+from nanovllm.server import engine_events
 from nanovllm.server.page_files import FOLDER, TYPES
+from nanovllm.server.trace import Trace
+from nanovllm.serving.state_records import EngineChange, EngineNews
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 
@@ -106,13 +111,35 @@ def test_events_begin_with_the_state_and_follow_a_request(server: Running) -> No
     assert ended[0][1:3] == ["length", 400]
 
 
-def test_a_trace_has_host_device_and_requests(server: Running) -> None:
+def test_a_trace_has_host_device_and_requests(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From before a request until after it, however long that is."""
     body = {"prompt": [8] * 50, "max_tokens": 100, "ignore_eos": True}
+    has_begun, has_ended = threading.Event(), threading.Event()
+    scopes: list[anyio.CancelScope] = []
+
+    class WatchedTrace(Trace):
+        def add(self, news: EngineNews) -> None:
+            super().add(news)
+            has_begun.set()
+            if isinstance(news, EngineChange) and news.ended:
+                has_ended.set()
+
+    def move_on_when_cancelled(seconds: float) -> anyio.CancelScope:
+        scopes.append(anyio.CancelScope())
+        return scopes[0]
+
+    timer = SimpleNamespace(move_on_after=move_on_when_cancelled)
+    monkeypatch.setattr(engine_events, "anyio", timer)
+    monkeypatch.setattr(engine_events, "Trace", WatchedTrace)
     answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(server.http.get("/trace?seconds=3")))
+    thread = threading.Thread(target=lambda: answers.append(server.http.get("/trace")))
     thread.start()
-    time.sleep(0.3)
+    assert has_begun.wait(60)
     server.post("/v1/completions", **body)
+    assert has_ended.wait(60)
+    server.server.servers[0].get_loop().call_soon_threadsafe(scopes[0].cancel)
     thread.join()
     events = answers[0].json()["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -126,6 +153,12 @@ def test_a_trace_has_host_device_and_requests(server: Running) -> None:
         assert before["ts"] + before["dur"] <= after["ts"] + 1  # both are rounded
     named = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert named == {"host", "device", "requests"}
+
+
+def test_a_trace_ends_after_its_time(guarded: Running) -> None:
+    headers = {"x-api-key": "secret"}
+    answer = guarded.http.get("/trace?seconds=0.01", headers=headers).json()
+    assert {event["ph"] for event in answer["traceEvents"]} == {"M"}
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "soon"])

@@ -17,7 +17,7 @@ from nanovllm.server.engine_events import as_event
 from nanovllm.serving.observer import Observer, TimedExecutor
 from tests.engine.test_fuzz import build_core, make_requests, make_sequences
 from tests.server.browser import LIVE, Tabs, answers, browser, say, wait_for, wait_for_answer
-from tests.server.fake_llm import FakeLLM
+from tests.server.fake_llm import IDLE, FakeLLM
 from tests.server.running import Running, running
 from tests.server.test_operations import wait_until
 from tests.serving.state_changes import apply
@@ -242,6 +242,19 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
             page.keyboard.press("ArrowLeft")
             text = f"{step.num_prefill_tokens} prompt and {step.num_decode_tokens} answer tokens"
             assert page.locator("#step-detail").inner_text().startswith(text)
+
+
+def test_one_of_several_engines_is_chosen(tabs: Tabs) -> None:
+    llm = FakeLLM(others=[FakeLLM(idle=replace(IDLE, num_blocks=32))])
+    with running(FakeLLM()) as server:
+        assert tabs.open(server.url).locator("#engines").is_hidden()
+    with running(llm) as server:
+        page = tabs.open(server.url)
+        assert page.locator("#engines option").all_inner_texts() == ["engine 0", "engine 1"]
+        page.wait_for_selector("#map-size:text('64 blocks')")
+        page.select_option("#engines", "1")
+        page.wait_for_selector("#map-size:text('32 blocks')")
+        assert page.locator("#engines").input_value() == "1"
 
 
 # Compares, every 50 ms while sequences run, what is drawn with the state of the stream.

@@ -155,7 +155,7 @@ def test_long_texts_take_linear_time(form: str) -> None:
     }
     for text in texts.values():
         case = Case(text, (), form)
-        start = time.perf_counter()
+        start = time.thread_time()
         whole = case.read([text])
         assert case.read(text[i : i + 7] for i in range(0, len(text), 7)) == whole
-        assert time.perf_counter() - start < 5
+        assert time.thread_time() - start < 5

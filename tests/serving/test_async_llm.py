@@ -59,7 +59,7 @@ def tokens_of(pieces: list[StreamPiece], sample: int = 0) -> list[int]:
     return [token for piece in pieces if piece.sample == sample for token in piece.token_ids]
 
 
-async def until_idle(llm: AsyncLLM, seconds: float = SECONDS) -> None:
+async def until_idle(llm: AsyncLLM, seconds: float = 60.0) -> None:
     """All sequences and blocks come back."""
     deadline = time.monotonic() + seconds
     stats = llm.stats
@@ -228,7 +228,7 @@ def test_everybody_is_told_of_a_core_that_is_gone(
         calls = [collect(llm, [1, 2, 3], LONG, is_streaming=each) for each in streaming]
         tasks = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(0.2 + 0.1 * turn)
-        os.kill(llm._core.pid, number)
+        os.kill(llm.replicas[0].core.pid, number)
         start = time.monotonic()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - start < SECONDS
@@ -266,7 +266,7 @@ def test_closing_fails_whoever_waits(path: Path) -> None:
         llm = AsyncLLM(path, **OPTIONS)
         task = asyncio.create_task(collect(llm, [1, 2, 3], LONG))
         await asyncio.sleep(0.2)
-        pid = llm._core.pid
+        pid = llm.replicas[0].core.pid
         await asyncio.to_thread(llm.close)
         with pytest.raises(EngineError, match="closed"):
             await task

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import select
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from queue import SimpleQueue
+from queue import Empty, Queue, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +18,9 @@ from nanovllm.executor.child_process import ChildProcess
 from nanovllm.serving import core_client
 from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreUpdate
+from tests.executor.leftovers import wait_until
 
-LOOK, LIMIT = 0.05, 0.4  # seconds
+LOOK, LIMIT = 0.0625, 0.5  # seconds, which add up without rounding
 
 
 class FakeProcess:
@@ -34,6 +33,37 @@ class FakeProcess:
         return 0
 
 
+class Looks:
+    """What each look at the socket finds, and how long it took by the client's clock."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._looks: Queue[tuple[float, bool]] = Queue()
+        self._is_taken = False
+
+    def add(self, seconds: float, *, is_ready: bool = False) -> None:
+        self._looks.put((seconds, is_ready))
+
+    def wait(self) -> None:
+        """Return when the client has dealt with all that was added."""
+        wait_until(lambda: not self._looks.unfinished_tasks, 60)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def select(self, readers: list[Any], *_: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        if self._is_taken:  # and dealt with, as the next look is asked for
+            self._looks.task_done()
+            self._is_taken = False
+        try:
+            seconds, is_ready = self._looks.get(timeout=0.01)
+        except Empty:  # the client may have to end
+            return [], [], []
+        self._now += seconds
+        self._is_taken = True
+        return (readers if is_ready else []), [], []
+
+
 class Core:
     """The other end of a client's socket."""
 
@@ -42,6 +72,9 @@ class Core:
         child = ChildProcess("the core", FakeProcess(), Channel(ours))  # type: ignore[arg-type]
         monkeypatch.setattr(core_client, "start_child", lambda *_: child)
         monkeypatch.setattr(core_client, "LOOK_SECONDS", LOOK)
+        self.looks = Looks()
+        monkeypatch.setattr(core_client, "time", SimpleNamespace(monotonic=self.looks.monotonic))
+        monkeypatch.setattr(core_client, "select", SimpleNamespace(select=self.looks.select))
         self.channel = Channel(theirs)
         self.failures: SimpleQueue[NanovllmError] = SimpleQueue()
         self.client = CoreClient(EngineConfig("x"), lambda _: None, self.failures.put)
@@ -49,6 +82,7 @@ class Core:
     def give_sign(self) -> None:
         sign = pickle.dumps(CoreUpdate(None, None, LIMIT))
         self.channel.send(pack(Kind.REPLY, [sign]))
+        self.looks.add(0.0, is_ready=True)
 
 
 @pytest.fixture
@@ -61,26 +95,20 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Core]:
 
 def test_silence_is_a_failure(core: Core) -> None:
     core.give_sign()
-    assert "no sign of life for 0.4 s" in str(core.failures.get(timeout=30))
+    for _ in range(int(LIMIT / LOOK)):
+        core.looks.add(LOOK)
+    core.looks.wait()
+    assert core.failures.empty()
+    core.looks.add(LOOK)
+    assert "no sign of life for 0.5 s" in str(core.failures.get(timeout=30))
 
 
-def test_a_front_that_could_not_listen_blames_nobody(
-    core: Core, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look, held = select.select, threading.Event()
-
-    def held_up(*arguments: Any) -> Any:
-        result = look(*arguments)
-        if not result[0] and not held.is_set():  # just before the sign that comes now
-            held.set()
-            time.sleep(3 * LIMIT)
-        return result
-
+def test_a_front_that_could_not_listen_blames_nobody(core: Core) -> None:
+    """It was held up between its look and the sign that came meanwhile, once or every time."""
     core.give_sign()
-    time.sleep(2 * LOOK)  # until it was heard
-    monkeypatch.setattr(core_client.select, "select", held_up)
-    assert held.wait(30)
     for _ in range(20):
+        core.looks.add(3 * LIMIT)
+        core.looks.add(LOOK)
         core.give_sign()
-        time.sleep(LIMIT / 4)
+    core.looks.wait()
     assert core.failures.empty()

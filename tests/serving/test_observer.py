@@ -93,8 +93,14 @@ def watched_run(rng: random.Random, caching: bool, depth: int) -> tuple[EngineCo
     return core, num_changes, num_shared
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    ("caching", "depth"),
+    [
+        (True, 0),
+        (False, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 0))),
+    ],
+)
 def test_changes_add_up_to_a_fresh_snapshot(depth: int, caching: bool) -> None:
     num_preemptions = num_changes = num_shared = 0
     for seed in range(60):

@@ -70,7 +70,7 @@ async def answer(llm: AsyncLLM, params: SamplingParams) -> list[int]:
 def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     wanted = asyncio.run(answer(llm, params))
-    pid = llm._core.pid
+    pid = llm.replicas[0].core.pid
 
     async def fail(server: Running) -> None:
         waiting = [asyncio.create_task(answer(llm, LONG)) for _ in range(4)]
@@ -87,11 +87,12 @@ def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
         asyncio.run(fail(server))
         until_healthy(server.http)
         assert asyncio.run(answer(llm, params)) == wanted
-        assert llm._core.pid != pid
+        assert llm.replicas[0].core.pid != pid
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
         assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
-        assert 'engine_restarts_total{model_name="tiny"} 1.0' in server.http.get("/metrics").text
+        metric = 'engine_restarts_total{engine="0",model_name="tiny"} 1.0'
+        assert metric in server.http.get("/metrics").text
 
 
 def until_healthy(http: httpx.Client) -> None:
@@ -107,7 +108,7 @@ def test_in_the_end_it_gives_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(restarts, "SOON_SECONDS", 600.0)
     with running(llm) as server:
         for _ in range(2):
-            os.kill(llm._core.pid, signal.SIGKILL)
+            os.kill(llm.replicas[0].core.pid, signal.SIGKILL)
             while llm.error is None:
                 time.sleep(0.01)
             if "in a row" not in str(llm.error):

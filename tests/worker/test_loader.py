@@ -631,7 +631,9 @@ def test_only_the_first_rank_draws_a_bar(
     assert sorted(shown) == [("rank 0_0", True), ("rank 1_0", False)]
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "phi3"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "qwen3-moe", pytest.param("phi3", marks=pytest.mark.slow)]
+)
 def test_ranks_load_what_one_worker_loads(tiny: Tiny, tmp_path: Path, variant: str) -> None:
     """In GGUF llama's heads are out of order, and experts stacked."""
     checkpoint = tiny(variant)

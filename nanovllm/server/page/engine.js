@@ -23,6 +23,8 @@ export class Engine {
     this.rows = new Map(); // of running sequences, by id
     this.totals = []; // answer tokens, one entry a sample
     this.isDrawn = true;
+    this.query = ""; // any engine that answers, until one is chosen
+    find("engines").onchange = () => ((this.query = `?engine=${find("engines").value}`), this.watch());
     setInterval(() => this.sample(), SAMPLE_MS);
     document.addEventListener("visibilitychange", () => this.watch());
     new ResizeObserver(() => this.drawSoon()).observe(find("engine"));
@@ -34,7 +36,8 @@ export class Engine {
     if (document.hidden) return;
     const controller = (this.controller = new AbortController());
     try {
-      for await (const event of events("engine/events", { signal: controller.signal })) {
+      for await (const event of events(`engine/events${this.query}`, { signal: controller.signal })) {
+        if (event.kind === "state") this.begin(event);
         this.state = apply(this.state, event);
         this.setStatus("live", "live");
         this.drawSoon();
@@ -44,6 +47,22 @@ export class Engine {
       if (controller.signal.aborted) return;
       this.fail(error);
     }
+  }
+
+  /** Forget what another engine showed, and offer all that there are. */
+  begin({ engine, num_engines: count }) {
+    if (engine !== this.number) {
+      this.number = engine;
+      this.state = null;
+      this.totals = [];
+      for (const line of Object.values(this.lines)) line.values = [];
+    }
+    const select = find("engines");
+    if (select.length !== count) {
+      select.replaceChildren(...Array.from({ length: count }, (_, i) => make("option", { value: i }, `engine ${i}`)));
+    }
+    select.value = engine;
+    select.hidden = count === 1;
   }
 
   fail(error) {

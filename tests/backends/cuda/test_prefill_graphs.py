@@ -136,7 +136,10 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     assert all(size.num_rows <= max_rows for size in sizes)
 
 
-@pytest.mark.parametrize(("max_tokens", "max_changes"), [(9, 8192), (40, 30), (4096, 8192)])
+@pytest.mark.parametrize(
+    ("max_tokens", "max_changes"),
+    [(9, 8192), (40, 30), pytest.param(4096, 8192, marks=pytest.mark.slow)],
+)
 def test_padded_steps_equal_transformers(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int, max_changes: int
 ) -> None:

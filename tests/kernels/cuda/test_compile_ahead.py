@@ -51,6 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_work_would_launch_is_compiled_once(cache: Path, capfd: Any) -> None:
     """A process that fails then holds nobody up."""
     told: list[bool | None] = []

@@ -127,6 +127,7 @@ def test_draws_follow_the_exact_probabilities(row: Row, varied: str) -> None:
     assert_follows(tokens, reference(logits[0].tolist(), row))
 
 
+@pytest.mark.slow
 def test_many_equal_tokens_are_drawn_equally_often() -> None:
     """The winner among many has a tiny uniform number, whose rounding must not favour low ids."""
     tokens = draw(torch.zeros(1, 20_000), Row(), 500, "seed", "cpu")

@@ -1,0 +1,136 @@
+"""One of the engines that answer together: its core, what that shows, and what takes its place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.request import CoreStep
+from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.serving.core_client import CoreClient
+from nanovllm.serving.core_records import CoreReady, CoreStats, CoreUpdate
+from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
+from nanovllm.serving.viewers import Viewers
+
+STARTED_ANEW = "it is started anew"
+GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """Its core may be replaced. `on_lost` and `on_back` are called with the lock."""
+
+    def __init__(
+        self,
+        number: int,
+        config: EngineConfig,
+        lock: threading.Lock,
+        on_step: Callable[[Replica, CoreStep], None],
+        on_lost: Callable[[Replica, NanovllmError], None],
+        on_back: Callable[[Replica], None],
+    ) -> None:
+        self.number = number
+        self.stats = CoreStats()
+        self.error: NanovllmError | None = None  # why it cannot answer, for now or for good
+        self.ready: CoreReady | None = None
+        self.viewers = Viewers(lambda is_on: self.core.watch(is_on))
+        self._config, self._lock = config, lock
+        self._on_step, self._on_lost, self._on_back = on_step, on_lost, on_back
+        self._closing = threading.Event()
+        self._restarts: Restarts | None = None
+        self._start()
+
+    @property
+    def num_restarts(self) -> int:
+        """Cores that took the place of others."""
+        return 0 if self._restarts is None else self._restarts.num_restarts
+
+    @property
+    def max_len(self) -> int:
+        """Where its sequences end."""
+        assert self.ready is not None
+        return self.ready.max_len
+
+    def wait_until_ready(self) -> CoreReady:
+        self.ready = self.core.wait_until_ready()
+        return self.ready
+
+    def begin(self, restart_core: bool) -> None:
+        """From now on a core that fails may be replaced; raises if it failed before."""
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            self._restarts = Restarts() if restart_core else None
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            core = self.core
+        core.close()
+
+    def _start(self) -> None:
+        self.core = CoreClient(self._config, self._update, self._fail, self.number)
+        self._at_exit = weakref.finalize(self, _close, self._closing, self.core)
+
+    def _update(self, update: CoreUpdate) -> None:
+        """In the core's thread: note how it is, and hand its step on."""
+        assert update.step is not None
+        assert update.stats is not None
+        self.stats = update.stats
+        if update.news is not None:
+            self.viewers.push(update.news)
+        self._on_step(self, update.step)
+
+    def _fail(self, error: NanovllmError) -> None:
+        """In the core's thread: tell everybody, and see to another core if there is to be one."""
+        delay = None
+        with self._lock:
+            if not self._closing.is_set():
+                if self._restarts is not None:
+                    delay = self._restarts.delay()
+                    outlook = GIVEN_UP if delay is None else STARTED_ANEW
+                    error = EngineError(f"{error}; {outlook}")
+                if self.ready is not None:  # or whoever starts it gets the error
+                    logger.error("%s", error)
+            self.error = error
+            stats = self.stats
+            free = {"num_running": 0, "num_waiting": 0, "num_free_blocks": stats.num_blocks}
+            self.stats = replace(stats, **free)
+            self._on_lost(self, error)
+        self.viewers.fail(error)
+        if delay is not None:
+            threading.Thread(target=self._restart, args=[delay], daemon=True).start()
+
+    def _restart(self, delay: float) -> None:
+        """In a thread of its own: put another core in the place of the one that failed."""
+        self.core.close()  # returns once its process is gone, and what it held is free
+        self._closing.wait(delay)
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._at_exit.detach()
+            self._start()
+            core = self.core
+        try:
+            core.wait_until_found()
+            ready = core.wait_until_ready()
+        except NanovllmError:
+            return  # `_fail` was told, and sees to the next one
+        with self._lock:
+            if core.has_failed:
+                return
+            assert self._restarts is not None
+            self._restarts.ready()
+            self.ready, self.error = ready, None
+            self._on_back(self)
+        logger.warning("%s was started anew (process %d)", core.name, core.pid)
+
+
+def _close(closing: threading.Event, core: CoreClient) -> None:
+    closing.set()  # nothing takes its place
+    core.close()

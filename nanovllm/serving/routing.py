@@ -1,0 +1,94 @@
+"""Which of several engines a request goes to: where its prefix is cached, or the least loaded."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nanovllm.engine.block_manager import BlockKey, add_keys
+from nanovllm.errors import EngineError
+
+# A replica keeps its prefixes as long as it has at most so many times the tokens of the least
+# loaded one, and so many requests like the new one beside.
+MAX_RATIO, MAX_EXTRA = 1.5, 4
+
+
+class PrefixRouter:
+    """Guesses what each replica has cached by what it was sent. Its owner sees to the locking.
+
+    A replica may be any number; `lost` takes it out and `joined` (back) in.
+    """
+
+    def __init__(self, num_replicas: int, block_size: int, max_blocks: int = 2**16) -> None:
+        self.block_size = block_size
+        self.max_blocks = max_blocks  # that are remembered of each: what its cache has room for
+        self._replicas = {number: Destination() for number in range(num_replicas)}
+
+    @property
+    def loads(self) -> dict[int, int]:
+        """The tokens under way at each replica that is there."""
+        return {number: replica.load for number, replica in self._replicas.items()}
+
+    def choose(self, token_ids: Sequence[int], salt: str | None = None) -> int:
+        """Return the replica with the longest known prefix, unless others have far less to do."""
+        if not self._replicas:
+            raise EngineError("no replica is left to answer")
+        hashes = self._hashes(token_ids, salt)
+        by_load = sorted(self._replicas, key=lambda number: self._replicas[number].rank)
+        lengths = {number: self._replicas[number].num_known(hashes) for number in by_load}
+        chosen, least = max(by_load, key=lengths.__getitem__), by_load[0]
+        if self._is_overloaded(chosen, least, len(token_ids)):
+            chosen = least
+        self._replicas[chosen].remember(hashes, self.max_blocks)
+        return chosen
+
+    def started(self, replica: int, num_tokens: int) -> None:
+        """A request went there: prompt and, as far as can be guessed, answer."""
+        self._replicas[replica].load += num_tokens
+
+    def finished(self, replica: int, num_tokens: int) -> None:
+        """It ended; `num_tokens` as it was started. A lost replica's requests need no end."""
+        self._replicas[replica].load -= num_tokens
+
+    def lost(self, replica: int) -> None:
+        """Send nothing more there, and forget what it had."""
+        self._replicas.pop(replica, None)
+
+    def joined(self, replica: int) -> None:
+        """A new one is there, or another one in the place of one that was lost: it has nothing."""
+        self._replicas[replica] = Destination()
+
+    def _is_overloaded(self, chosen: int, least: int, num_tokens: int) -> bool:
+        most = MAX_RATIO * self._replicas[least].load + MAX_EXTRA * num_tokens
+        return self._replicas[chosen].load > most
+
+    def _hashes(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
+        keys: list[BlockKey] = []
+        ids = array("i", token_ids)
+        add_keys(keys, ids.tobytes(), self.block_size * ids.itemsize, salt)
+        return [key.hash for key in keys]
+
+
+@dataclass(slots=True)
+class Destination:
+    load: int = 0  # tokens
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # hashes, newest last
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Among replicas with nothing to do, the emptiest one comes first: prefixes spread."""
+        return self.load, len(self.blocks)
+
+    def num_known(self, hashes: list[int]) -> int:
+        """How many leading blocks it has."""
+        return next((i for i, each in enumerate(hashes) if each not in self.blocks), len(hashes))
+
+    def remember(self, hashes: list[int], max_blocks: int) -> None:
+        # Reverse order, as in the cache: the tail of a prefix is forgotten before its head.
+        for each in reversed(hashes):
+            self.blocks[each] = None
+            self.blocks.move_to_end(each)
+        while len(self.blocks) > max_blocks:
+            self.blocks.popitem(last=False)
