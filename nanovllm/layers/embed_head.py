@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.ops import Hidden
+from nanovllm.kernels.ops import Hidden, LinearFn
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.shards import ExpectedTensor, split, whole
-from nanovllm.layers.weight_format import EmbedFn
 
 
 class Embedding(Layer):
-    embed: EmbedFn  # once it is loaded
+    embed: LinearFn  # once it is loaded
 
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.cpu.block_types import TYPES
 from nanovllm.kernels.cpu.blocks import BlockKernels, Panels, to_panels
-from nanovllm.kernels.ops import Activation, Ops, PackedLinear
-from nanovllm.layers.plain_format import PLAIN, PlainExperts, PlainLinear
+from nanovllm.kernels.ops import Activation, LinearFn, Ops, PackedLinear
+from nanovllm.layers.plain_experts import PlainExperts
+from nanovllm.layers.plain_format import PLAIN, PlainLinear
 from nanovllm.layers.shards import ExpectedTensor, Share, expect_shares
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
-    from nanovllm.layers.weight_format import EmbedFn, ExpertNames, Outputs
+    from nanovllm.layers.weight_format import ExpertNames, Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class BlockLinear(nn.Module):
             return self.plain.pack(ops, bias, activation, has_room)
         return _kernels(ops).pack_linear(self._pack_panels(), bias, activation)
 
-    def pack_table(self, ops: Ops, scale: float) -> EmbedFn:
+    def pack_table(self, ops: Ops, scale: float) -> LinearFn:
         if self.plain is not None:
             return self.plain.pack_table(ops, scale)
         kernels, [table] = _kernels(ops), self._pack_panels()

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nanovllm.kernels.ops import Activation, Ops, PackedExperts, PackedLinear, Routing
-from nanovllm.layers.shards import ExpectedTensor, Share, expect_shares, expect_stack, num_outputs
+from nanovllm.kernels.ops import Activation, LinearFn, Ops, PackedLinear
+from nanovllm.layers.plain_experts import PlainExperts
+from nanovllm.layers.shards import ExpectedTensor, Share, expect_stack, num_outputs
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
-    from nanovllm.layers.weight_format import EmbedFn, ExpertNames, Outputs
+    from nanovllm.layers.weight_format import ExpertNames, Outputs
 
 
 class PlainFormat:
@@ -48,27 +49,5 @@ class PlainLinear(nn.Module):
     ) -> PackedLinear:
         return ops.pack_linear(self.values, bias, activation, has_room)
 
-    def pack_table(self, ops: Ops, scale: float) -> EmbedFn:
+    def pack_table(self, ops: Ops, scale: float) -> LinearFn:
         return lambda token_ids: ops.embed(token_ids, self.values, scale)
-
-
-class PlainExperts(nn.Module):
-    def __init__(
-        self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build
-    ) -> None:
-        super().__init__()
-        self.names, self.hidden, self.size = names, hidden, size
-        self.gate_up = build.parameter(num_experts, 2 * size.count, hidden.count)
-        self.down = build.parameter(num_experts, hidden.count, size.count)
-
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
-        names = self.names
-        tensors: dict[str, ExpectedTensor] = {}
-        for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            outputs = {f"experts.{i}.{name}": [self.size] for name in (names.gate, names.up)}
-            tensors |= expect_stack(gate_up, outputs, self.hidden)
-            tensors[f"experts.{i}.{names.down}"] = expect_shares(down, [self.hidden], self.size)
-        return {f"{name}.weight": tensor for name, tensor in tensors.items()}
-
-    def pack(self, ops: Ops, routing: Routing) -> PackedExperts:
-        return ops.pack_experts(self.gate_up, self.down, routing)

@@ -7,13 +7,12 @@ them once they are loaded. It refuses a share that its tensors cannot be cut int
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, Ops, PackedExperts, PackedLinear, Routing
+from nanovllm.kernels.ops import Activation, LinearFn, Ops, PackedExperts, PackedLinear, Routing
 from nanovllm.layers.shards import ExpectedTensor, Share
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 # The outputs of a weight by checkpoint name: one name may hold several, such as q, k and v.
 Outputs = dict[str, list[Share]]
-EmbedFn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class TableWeight(LinearWeight, Protocol):
     def tied(self, outputs: Outputs) -> LinearWeight:
         """Return the same weight for the head, under its name in checkpoints."""
 
-    def pack_table(self, ops: Ops, scale: float) -> EmbedFn:
+    def pack_table(self, ops: Ops, scale: float) -> LinearFn:
         """Lay the weight out for rows to be looked up, as Ops.embed does."""
 
 

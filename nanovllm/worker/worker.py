@@ -69,8 +69,7 @@ class Worker:
         config, platform, group, backend = self.config, self.platform, self.group, self.backend
         dtype = backend.dtype
         weight_format = choose_weight_format(config, self.checkpoint.config, platform, dtype)
-        attention, ops = backend.attention, backend.ops
-        build = Build(platform.device, dtype, attention, ops, group, weight_format)
+        build = Build(platform.device, dtype, backend.attention, backend.ops, group, weight_format)
         check_memory(config, self.model_config, platform, build)
         self._agree(0)  # no rank loads before all have looked at what is free
         model = build_model(self.model_config, config.max_model_len, build)
