@@ -49,6 +49,7 @@ def load_weights(
             progress.update(expected[name].nbytes)
             layers.loaded(name)
     layers.pack_rest()
+    platform.release()  # what was read into, and what packing replaced
     for tensor in found:
         if tensor.name in tied:
             _check_copy(tensor, tied[tensor.name])
