@@ -7,8 +7,8 @@
 Weights are random. Projections of all layers run in turn, so that weights come from memory as they
 do in a decode step. Experts are all of them in bfloat16 and half of them in float32; beside them
 run a loop over experts as models are often written, and "sum": how long torch takes to add up the
-weights of those that were chosen, each of which has to be read once. Weights of blocks are one large
-projection of each type. Medians count.
+weights of those that were chosen, each of which has to be read once. Of weights as blocks there is
+one large projection of each type. Medians count.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.build import Layer
@@ -40,6 +41,8 @@ def load_weights(
     expected = layers.expected
     found = _match(list_tensors(checkpoint), expected, tied, checkpoint.path)
     tensors = [tensor for tensor in found if tensor.name in expected]
+    if BLOCK_TYPES_KEY in checkpoint.config and not any(e.is_blocks for e in expected.values()):
+        logger.info("Quantised weights are widened: no kernel here reads them as they are stored")
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None: where there is no terminal; a closed stderr is none at all.
     is_hidden = None if show_progress and sys.stderr is not None else True

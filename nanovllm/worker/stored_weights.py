@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,6 @@ from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.weight_format import WeightFormat
 from nanovllm.platforms.base import Platform
 
-logger = logging.getLogger(__name__)
-
 
 def choose_weight_format(
     config: EngineConfig,
@@ -25,10 +22,7 @@ def choose_weight_format(
 ) -> WeightFormat:
     """Keep the quantised weights of a GGUF file as they are stored where kernels read them."""
     types = checkpoint_config.get(BLOCK_TYPES_KEY)
-    if not types or config.load_format == "dummy":
-        return PLAIN
-    if not platform.reads_blocks(dtype):
-        logger.info("Quantised weights are widened, as no kernel reads them on this device")
+    if not types or config.load_format == "dummy" or not platform.reads_blocks(dtype):
         return PLAIN
     from nanovllm.layers.gguf_format import GGUFFormat  # needs numba
 

@@ -22,13 +22,18 @@ from tests.threaded_ranks import engines_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few rows together, and many
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
-SIZES = {"kvcache_block_size": 16, "max_num_seqs": 4, "max_model_len": 64, "dtype": "float32"}
+SIZES: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "dtype": "float32",
+}
 Logprobs = list[list[float]]
 
 
 def run(path: Path, **options: Any) -> tuple[list[list[int]], Logprobs]:
     """Answers, and the log-probabilities of their tokens."""
-    with LLM(path, skip_tokenizer_init=True, **SIZES, **options) as llm:
+    with LLM(path, skip_tokenizer_init=True, **(SIZES | options)) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     tokens, logprobs = [o.token_ids for o in outputs], [o.logprobs for o in outputs]
     values = [
@@ -120,6 +125,16 @@ def test_ranks_cut_no_block(
         assert_equal(run(path), want)
     assert len(kept) == 2 * (2 + 6 * 2)  # all but two down projections
     assert "no kernel reads a rank's share of a block" in caplog.text
+
+
+def test_without_a_kernel_all_is_widened(
+    tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, "llama", True, "Q4_1")
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        run(path, dtype="float16")
+    assert not kept
+    assert caplog.text.count("Quantised weights are widened") == 1
 
 
 def test_a_projection_that_is_half_quantised_is_widened(
