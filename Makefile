@@ -32,10 +32,10 @@ serve: $(VENV)/.installed ## Answer requests over HTTP with the default model
 test: style ## Lint, type-check and run the tests (all but gpu and slow)
 	$(BIN)/python -m pytest -m "not gpu and not slow" $(IN_PROCESSES)
 
-test-slow: $(VENV)/.installed-dev ## Run the slow tests
+test-slow: $(VENV)/.installed-ray ## Run the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(IN_PROCESSES)
 
-endurance: $(VENV)/.installed-dev ## Run tests of many generated cases with all of them
+endurance: $(VENV)/.installed-ray ## Run tests of many generated cases with all of them
 	$(BIN)/python -m pytest -m endurance --all-counts $(IN_PROCESSES)
 
 test-gpu: $(VENV)/.installed-dev ## Run the tests that need a CUDA device
@@ -61,7 +61,7 @@ format: $(VENV)/.installed-dev ## Format the code and apply safe fixes
 
 lock: ## Rewrite constraints.txt (needs uv; LOCK_FLAGS=--upgrade for newer versions)
 	UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal --python-version 3.10 \
-		--annotation-style line --extra dev $(LOCK_FLAGS) pyproject.toml -o constraints.txt
+		--annotation-style line --extra dev --extra ray $(LOCK_FLAGS) pyproject.toml -o constraints.txt
 	echo "$(MODEL_PACKAGE)" >> constraints.txt
 	for wanted in tests/clients/requirements/*.in; do \
 		UV_CUSTOM_COMPILE_COMMAND="make lock" uv pip compile --quiet --universal \
@@ -89,4 +89,9 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the development tools into $(VENV)"
 	@$(PIP_INSTALL) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed-dev
+	@echo "Installing Ray into $(VENV)"
+	@$(PIP_INSTALL) -e ".[dev,ray]"
 	@touch $@

@@ -38,6 +38,7 @@ class EngineConfig:
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
     target_inter_token_ms: float | None = None  # prompts make way for answers; None: they do not
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
+    distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
 
     def __post_init__(self) -> None:
@@ -46,9 +47,7 @@ class EngineConfig:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
             self._require(name, getattr(self, name) < 2**31, "below 2**31")
-        self._require(
-            "max_model_len", self.max_model_len >= 2, "at least 2: one prompt, one new token"
-        )
+        self._require("max_model_len", self.max_model_len >= 2, "2 or more: prompt and answer")
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         is_multiple = self.kvcache_block_size >= 16 and self.kvcache_block_size % 16 == 0
         self._require("kvcache_block_size", is_multiple, "a multiple of 16")

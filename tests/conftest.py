@@ -24,10 +24,12 @@ FIRST = (
     "tests/kernels/cpu/test_experts.py",
     "tests/kernels/cuda/test_interpreted.py",
     "tests/server/",
+    "tests/ray/",
     "tests/backends/test_recorded_forward.py",
 )
 SHARED = {
     "tests/server/": "server",
+    "tests/ray/": "ray",
     # Compiled after the other kernels, those of experts take half the time.
     "tests/attention/test_cpu.py": "kernels",
     "tests/kernels/cpu/test_experts.py": "kernels",

@@ -27,7 +27,7 @@ ORDER = """
     < engine.core < engine.llm_engine
     < serving.engine_thread, serving.core_process
     < serving.growing_job, scoring, conversations, progress, client
-    < llm, async_llm < server, bench < jobs < cli < __main__
+    < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
     "errors",

@@ -7,7 +7,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,13 @@ from nanovllm.cli.serve import (
     read_sampling_defaults,
 )
 from nanovllm.config import EngineConfig
-from nanovllm.errors import NanovllmError
+from nanovllm.errors import ConfigError, NanovllmError
 
 if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
+    from nanovllm.jobs.engine import RowEngine, RowOptions
     from nanovllm.jobs.ledger import Ledger
     from nanovllm.jobs.rows import Scan
-    from nanovllm.server.service import Service
+    from nanovllm.ray.jobs import RayEngine
 
 DESCRIPTION = """\
 Answer every row of a JSONL or Parquet file: OpenAI's batch format, or rows with a "prompt" or
@@ -37,7 +36,8 @@ again: no row is lost or answered twice. Engine options are those of `nanovllm s
 EXAMPLES = """\
 examples:
   nanovllm batch questions.jsonl -o answers.jsonl
-  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --max-model-len 8k"""
+  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --max-model-len 8k
+  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray"""
 
 SECONDS_BETWEEN_LINES = 30.0  # of progress, where they go to a file
 # What an answer depends on; the rest of the options may change between one start and the next.
@@ -58,15 +58,28 @@ def add_parser(commands: Commands) -> None:
     add("--overwrite", action="store_true", help="begin anew whatever there is of the output")
     add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
     add("-v", "--verbose", action="store_true", help="tell what the engine does")
+    _add_ray_options(parser)
     add_model_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=run, parser=parser, model_tag=None)
+
+
+def _add_ray_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("cluster").add_argument
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS",
+        help="answer rows with engines on a Ray cluster: the one that runs here, or the one at "
+        "this address; 'local' starts one on this machine")  # fmt: skip
+    add("--ray-replicas", type=at_least(1), metavar="N",
+        help="engines on the cluster, each with a GPU for every rank (default: as many as "
+        "there is room for)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     from nanovllm.jobs.ledger import Ledger
     from nanovllm.jobs.rows import scan
 
+    if args.ray_replicas is not None and args.ray is None:
+        raise ConfigError("--ray-replicas needs --ray")
     config = engine_config(args)
     found = scan(args.input)
     settings = {name: getattr(args, name) for name in SETTINGS}
@@ -90,32 +103,51 @@ def run(args: argparse.Namespace) -> int:
 async def _answer_all(
     args: argparse.Namespace, config: EngineConfig, ledger: Ledger, progress: Progress
 ) -> None:
-    from nanovllm.async_llm import AsyncLLM
-    from nanovllm.jobs.answers import Answers
+    from nanovllm.jobs.engine import RowEngine
     from nanovllm.jobs.run import run_job
 
-    llm = AsyncLLM(**asdict(config))
+    options = _row_options(args, config)
+    num_at_once = options.num_at_once
+    engine: RowEngine | RayEngine
+    if args.ray is None:
+        engine = RowEngine(options)
+    else:
+        engine, num_engines = _ray_engine(args, options)
+        num_at_once *= num_engines
     try:
-        answers = Answers(_service(args, config, llm), config.seed, args.max_tokens)
-        # As many wait as run.
-        num_at_once = 2 * config.max_num_seqs * config.data_parallel_size
-        await run_job(args.input, ledger, answers, num_at_once, progress.add)
+        await run_job(args.input, ledger, engine, num_at_once, progress.add)
     finally:
-        llm.close()
+        engine.close()
 
 
-def _service(args: argparse.Namespace, config: EngineConfig, llm: AsyncLLM) -> Service:
+def _row_options(args: argparse.Namespace, config: EngineConfig) -> RowOptions:
+    """Read all that this machine has in files: an engine may be on another one."""
+    from nanovllm.jobs.engine import RowOptions
     from nanovllm.server.options import ServerOptions
-    from nanovllm.server.service import Service
 
-    options = ServerOptions(
+    server = ServerOptions(
         model_names=tuple(args.served_model_name or [config.model]),
         chat_template=read_chat_template(args.chat_template),
         tool_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
-        sampling_defaults=read_sampling_defaults(args.generation_config, llm.generation_config),
     )
-    return Service(llm, options)
+    where = args.generation_config
+    defaults = None if where == "auto" else read_sampling_defaults(where, {})
+    return RowOptions(config, server, defaults, args.max_tokens)
+
+
+def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
+    try:
+        from nanovllm.executor.ray_workers import connect
+        from nanovllm.ray.cluster import find_room
+        from nanovllm.ray.jobs import RayEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
+    if options.config.distributed_executor_backend == "ray":
+        raise ConfigError("--ray gives each engine a machine; leave --distributed-executor-backend")
+    connect(args.ray)
+    room = find_room(options.config, args.ray_replicas)
+    return RayEngine(options, room), room.num_engines
 
 
 class Progress:

@@ -29,7 +29,6 @@ NOT_NEEDED_WITH_VALUE = {
     "--uvicorn-log-level": "logs are shown with --verbose",
     "--max-log-len": "prompts are never logged",
     "--tokenizer-mode": "the model's own tokenizer is used",
-    "--distributed-executor-backend": "workers are always processes",
     "--compilation-config": "graphs are on unless --enforce-eager",
     "--max-seq-len-to-capture": "graphs do not depend on lengths",
     "--guided-decoding-backend": "structured output has one backend",

@@ -8,12 +8,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
 from nanovllm.cli.options import Commands, add_command, at_least, fields_in, read_text
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanovllm.server.options import ServerOptions
 
 DESCRIPTION = """\
 Answer requests over HTTP, many at once: OpenAI's API (chat completions, completions, responses,
@@ -28,7 +31,6 @@ examples:
   nanovllm serve --config server.yaml"""
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add_parser(commands: Commands) -> None:
@@ -52,28 +54,12 @@ def run(args: argparse.Namespace) -> int:
     check_foreign_flags(args)
     config = engine_config(args)
     from nanovllm.async_llm import AsyncLLM
-    from nanovllm.server.options import ServerOptions
     from nanovllm.server.run import listen, make_server
 
     with listen(args.host, args.port) as listener:
         llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
         try:
-            options = ServerOptions(
-                model_names=tuple(args.served_model_name or [config.model]),
-                api_keys=tuple(args.api_key),
-                max_body_bytes=args.max_body_bytes,
-                max_queued_requests=args.max_queued_requests,
-                request_timeout=args.request_timeout,
-                shutdown_timeout=args.shutdown_timeout,
-                chat_template=read_chat_template(args.chat_template),
-                tool_parser=args.tool_call_parser,
-                reasoning_parser=args.reasoning_parser,
-                sampling_defaults=read_sampling_defaults(
-                    args.generation_config, llm.generation_config
-                ),
-                metrics_prefix=args.metrics_prefix,
-                root_path=args.root_path,
-            )
+            options = server_options(args, config.model, llm.generation_config)
             server = make_server(llm, options, args.ssl_keyfile, args.ssl_certfile)
             scheme = "https" if args.ssl_certfile else "http"
             host, port = listener.getsockname()[:2]
@@ -100,6 +86,43 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
     model = args.model_tag or args.model or "smollm2"
     return EngineConfig(**fields_in(args, EngineConfig) | {"model": model})
+
+
+def server_options(
+    args: argparse.Namespace, model: str, generation_config: Mapping[str, Any]
+) -> ServerOptions:
+    from nanovllm.server.options import ServerOptions
+
+    return ServerOptions(
+        model_names=tuple(args.served_model_name or [model]),
+        api_keys=tuple(args.api_key),
+        max_body_bytes=args.max_body_bytes,
+        max_queued_requests=args.max_queued_requests,
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        chat_template=read_chat_template(args.chat_template),
+        tool_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        sampling_defaults=read_sampling_defaults(args.generation_config, generation_config),
+        metrics_prefix=args.metrics_prefix,
+        root_path=args.root_path,
+    )
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Write options, by their names in a file, as a command line has them."""
+    arguments = []
+    for name, value in options.items():
+        flag = f"--{str(name).replace('_', '-')}"
+        if value is False:
+            flag = flag.replace("--", "--no-", 1)
+        arguments.append(flag)
+        if not isinstance(value, bool):
+            values = value if isinstance(value, list) else [value]
+            arguments += [
+                json.dumps(each) if isinstance(each, dict) else str(each) for each in values
+            ]
+    return arguments
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +165,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="cuda, cpu, or auto: what there is")
     add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
         help="devices to split the model over")  # fmt: skip
+    add("--distributed-executor-backend", choices=("mp", "uni", "ray"), default="mp",
+        help="who starts the processes of these devices: mp, this machine; ray, a Ray cluster, "
+        "on several (default: %(default)s)")  # fmt: skip
     add("-dp", "--data-parallel-size", type=at_least(1), default=1, metavar="N",
         help="engines that share the requests, each with the whole model on devices of its own "
         "(default: %(default)s)")  # fmt: skip
@@ -215,12 +241,14 @@ def read_chat_template(option: str | None) -> str | None:
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
+    from nanovllm.server.options import sampling_in
+
     if where == "vllm":
         return {}
     config = of_model
     if where != "auto":
         config = json.loads(read_text(str(Path(where, "generation_config.json"))))
-    return {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
+    return sampling_in(config)
 
 
 def _options_in_file(path: str) -> list[str]:
@@ -229,15 +257,4 @@ def _options_in_file(path: str) -> list[str]:
     options = yaml.safe_load(read_text(path))
     if not isinstance(options, dict):
         raise ConfigError(f"{path} must map options to values")
-    arguments = []
-    for name, value in options.items():
-        flag = f"--{str(name).replace('_', '-')}"
-        if value is False:
-            flag = flag.replace("--", "--no-", 1)
-        arguments.append(flag)
-        if not isinstance(value, bool):
-            values = value if isinstance(value, list) else [value]
-            arguments += [
-                json.dumps(each) if isinstance(each, dict) else str(each) for each in values
-            ]
-    return arguments
+    return as_arguments(options)

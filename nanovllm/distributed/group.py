@@ -60,7 +60,14 @@ class TPGroup:
 ALONE = TPGroup()
 
 
-def connect(rank: int, size: int, store: dist.Store, backend: str, timeout: timedelta) -> TPGroup:
+def connect(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    backend: str,
+    timeout: timedelta,
+    address: str = HOST,  # of this machine, where other ranks reach it
+) -> TPGroup:
     """Join the group that meets at a store; nothing of it is global to the process."""
     kinds: Any = dist  # torch's stubs know only some of what follows
     if backend == "nccl":
@@ -71,5 +78,5 @@ def connect(rank: int, size: int, store: dist.Store, backend: str, timeout: time
     gloo = kinds.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=HOST)]  # by itself it might choose a network
+    options._devices = [gloo.create_device(hostname=address)]  # by itself it might choose a network
     return TPGroup(rank, size, gloo(store, rank, size, options))

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: a table on a port of this machine that the system picks."""
+"""Where the ranks of a group meet: a table on a port that the system picks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ CONNECT_TIMEOUT = timedelta(minutes=1)
 TIMEOUT = timedelta(hours=1)  # for ranks that load slower than others: a dead one ends the wait
 
 
-def host_store() -> dist.TCPStore:
-    """Serve a table that only this machine can reach, for as long as the object lives."""
-    listener = socket.create_server((HOST, 0))
+def host_store(host: str = HOST) -> dist.TCPStore:
+    """Serve a table for as long as the object lives; by default only this machine can reach it."""
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()
     return _patient(
         dist.TCPStore(
-            HOST, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd
+            host, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd
         )
     )
 
 
-def join_store(port: int) -> dist.TCPStore:
-    return _patient(dist.TCPStore(HOST, port, None, False, CONNECT_TIMEOUT))
+def join_store(host: str, port: int) -> dist.TCPStore:
+    return _patient(dist.TCPStore(host, port, None, False, CONNECT_TIMEOUT))
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address that this machine has in the network of a host."""
+    with socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds()) as connection:
+        return str(connection.getsockname()[0])
 
 
 def _patient(store: dist.TCPStore) -> dist.TCPStore:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 from nanovllm.executor.codec import Section
 
@@ -31,6 +32,21 @@ class Message:
 def pack(kind: Kind, sections: Iterable[Section]) -> bytes:
     body = b"".join(sections)
     return _HEADER.pack(kind, len(body)) + body
+
+
+def unpack(packed: bytes) -> Message:
+    kind, _ = _HEADER.unpack_from(packed)
+    return Message(Kind(kind), bytearray(packed[_HEADER.size :]))
+
+
+class Link(Protocol):
+    """One end of what carries messages: a socket, or a queue where Ray carries them."""
+
+    def send(self, packed: bytes) -> None:
+        """Hand over a message; any thread may."""
+
+    def receive(self) -> Message | None:
+        """Wait for a message; None when there will be no more."""
 
 
 class Channel:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nanovllm.executor.channel import Channel, Kind, pack
+from nanovllm.executor.channel import Channel, Kind, Link, pack
 
 
 def run_child(fd: int, parent_pid: int, serve: Callable[[Channel], None]) -> None:
@@ -41,7 +41,7 @@ def _exit_with_parent(fd: int, parent_pid: int) -> None:
 
 
 @contextmanager
-def reporting(channel: Channel) -> Iterator[None]:
+def reporting(channel: Link) -> Iterator[None]:
     """Let the parent know of an error, and end; others may wait for this process in vain."""
     try:
         yield
@@ -58,7 +58,7 @@ def reporting(channel: Channel) -> Iterator[None]:
             os._exit(1)
 
 
-def forward_logs(channel: Channel, level: int) -> None:
+def forward_logs(channel: Link, level: int) -> None:
     """Log where the parent does."""
     logger = logging.getLogger("nanovllm")
     logger.setLevel(level)
@@ -66,7 +66,7 @@ def forward_logs(channel: Channel, level: int) -> None:
 
 
 class _ChannelHandler(logging.Handler):
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Link) -> None:
         super().__init__()
         self._channel = channel
 

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from nanovllm import errors
 from nanovllm.errors import NanovllmError, WorkerError
@@ -54,7 +55,13 @@ def start_child(module: str, name: str, *numbers: int) -> ChildProcess:
     return ChildProcess(name, process, Channel(ours))
 
 
-def hear(child: ChildProcess, message: Message) -> Failure | None:
+class Named(Protocol):
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
+
+def hear(child: Named, message: Message) -> Failure | None:
     """Log what a child has to log; return the failure that it tells of."""
     entry = json.loads(message.body)
     if message.kind is Kind.LOG:

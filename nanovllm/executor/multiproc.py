@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError
 
-import torch
-
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.store import host_store
@@ -18,9 +16,8 @@ from nanovllm.engine.step_clock import StepClock
 from nanovllm.executor.codec import encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
-from nanovllm.executor.worker_processes import Reply, WorkerProcesses
+from nanovllm.executor.worker_processes import Reply, WorkerProcesses, Workers
 from nanovllm.pending import Pending
-from nanovllm.platforms.ranks import check_num_ranks
 
 # A step that takes longer is taken for hung; somewhat less than a core's front allows the core.
 LEAST_SECONDS, TIMES_EXPECTED = 3.5, 8.0
@@ -35,21 +32,21 @@ class MultiprocExecutor:
         model_config: ModelConfig,
         checkpoint: Checkpoint,
         build_worker: Callable[[WorkerTask, int], RankWorker] = build_worker,
+        workers: Workers | None = None,  # None: processes of this machine
     ) -> None:
-        num_ranks = config.tensor_parallel_size
-        check_num_ranks(config.device, num_ranks)
-        store = host_store()
+        self._workers: Workers = WorkerProcesses() if workers is None else workers
+        site = self._workers.find_site(config.device, config.tensor_parallel_size)
+        store = host_store(site.host)
         self._task = WorkerTask(
             config,
             model_config,
             checkpoint,
+            site=site,
             store_port=store.port,
-            num_threads=max(torch.get_num_threads() // num_ranks, 1),
             log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
             build_worker=build_worker,
         )
         self._store: object | None = store  # serves for as long as it is held
-        self._workers = WorkerProcesses()
         self._clock: StepClock | None = None  # not before they are started
         weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
 

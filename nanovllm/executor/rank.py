@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.backends.create import create_backend
 from nanovllm.distributed.group import TPGroup, connect
-from nanovllm.distributed.store import TIMEOUT, join_store
+from nanovllm.distributed.store import TIMEOUT, join_store, own_address
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.platforms.ranks import claim_device
 from nanovllm.worker.worker import Worker
@@ -20,7 +20,9 @@ def build_worker(task: WorkerTask, rank: int) -> RankWorker:
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:
     """Take the rank's share of the machine and meet the other ranks, who leave if it is dropped."""
-    torch.set_num_threads(task.num_threads)
-    backend = claim_device(task.config.device, rank)
-    store = join_store(task.store_port)
-    return connect(rank, task.config.tensor_parallel_size, store, backend, TIMEOUT)
+    site, size = task.site, task.config.tensor_parallel_size
+    torch.set_num_threads(site.num_threads)
+    backend = claim_device(task.config.device, 0 if site.has_one_device else rank)
+    store = join_store(site.host, task.store_port)
+    address = own_address(site.host, task.store_port)
+    return connect(rank, size, store, backend, TIMEOUT, address)

@@ -19,7 +19,7 @@ import numpy as np
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.executor.channel import Channel, Kind, pack
+from nanovllm.executor.channel import Kind, Link, pack
 from nanovllm.executor.child import forward_logs, reporting, run_child
 from nanovllm.executor.codec import decode_plan
 from nanovllm.pending import Pending
@@ -39,23 +39,33 @@ class RankWorker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Site:
+    """Where the workers of one engine are."""
+
+    host: str  # of the engine, as they reach it
+    num_threads: int  # on a CPU, of each
+    has_one_device: bool = False  # each sees its own alone; otherwise all see those of all
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerTask:
     """All that the workers of one engine need to begin."""
 
     config: EngineConfig
     model_config: ModelConfig
     checkpoint: Checkpoint
-    store_port: int  # where they meet
-    num_threads: int  # on a CPU, of each
+    site: Site
+    store_port: int  # where they meet, on the engine's host
     log_level: int
     build_worker: Callable[[WorkerTask, int], RankWorker]
 
 
 def main(fd: int, parent_pid: int, rank: int) -> None:
-    run_child(fd, parent_pid, lambda channel: _serve(rank, channel))
+    run_child(fd, parent_pid, lambda channel: serve(rank, channel))
 
 
-def _serve(rank: int, channel: Channel) -> None:
+def serve(rank: int, channel: Link) -> None:
+    """Do what the engine at the other end asks for, until it is gone."""
     message = channel.receive()
     if message is None:
         return
@@ -85,7 +95,7 @@ def _serve(rank: int, channel: Channel) -> None:
             launched.put(pending)
 
 
-def _answer(launched: SimpleQueue[Pending[StepResult]], channel: Channel) -> None:
+def _answer(launched: SimpleQueue[Pending[StepResult]], channel: Link) -> None:
     with reporting(channel):
         while True:
             result = pickle.dumps(launched.get().result(), pickle.HIGHEST_PROTOCOL)

@@ -15,7 +15,11 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import Protocol
 
+import torch
+
+from nanovllm.distributed.store import HOST
 from nanovllm.errors import EngineError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child_process import (
@@ -28,14 +32,38 @@ from nanovllm.executor.child_process import (
     stop,
 )
 from nanovllm.executor.codec import Section
+from nanovllm.executor.worker_main import Site
+from nanovllm.platforms.ranks import check_num_ranks
 
 Reply = Future[bytearray]
 GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error
 POLL_SECONDS = 1.0  # between looks at processes whose end of the socket may outlive them
 
 
-class WorkerProcesses:
+class Workers(Protocol):
     """Whoever waits when a worker fails is told why, and so is every later caller."""
+
+    def find_site(self, device: str, num_ranks: int) -> Site:
+        """Say where so many workers will be; raises ConfigError where there is no room."""
+
+    def spawn(self, num_ranks: int) -> None:
+        """Start them."""
+
+    def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
+        """Send every worker the same, without waiting; the first `num_replies` ranks answer."""
+
+    def raise_if_failed(self) -> None:
+        """Raise what ended them, if anything did."""
+
+    def fail(self, message: str) -> None:
+        """Give up on workers that do not answer."""
+
+    def close(self) -> None:
+        """End them; a second call finds none."""
+
+
+class WorkerProcesses:
+    """Workers on this machine, in children of this process."""
 
     def __init__(self) -> None:
         self._failure: Failure | None = None
@@ -48,6 +76,10 @@ class WorkerProcesses:
             for target in (self._receive_all, self._send_all)
         ]
 
+    def find_site(self, device: str, num_ranks: int) -> Site:
+        check_num_ranks(device, num_ranks)
+        return Site(HOST, num_threads=max(torch.get_num_threads() // num_ranks, 1))
+
     def spawn(self, num_ranks: int) -> None:
         self.raise_if_failed()
         for rank in range(num_ranks):
@@ -56,7 +88,6 @@ class WorkerProcesses:
             thread.start()
 
     def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
-        """Send every worker the same, without waiting; the first `num_replies` ranks answer."""
         self.raise_if_failed()
         task = Broadcast(pack(Kind.TASK, sections), [Reply() for _ in range(num_replies)])
         self._outbox.put(task)
@@ -73,13 +104,11 @@ class WorkerProcesses:
             )
 
     def fail(self, message: str) -> None:
-        """Give up on workers that do not answer."""
         self._failure = self._failure or Failure(message, "WorkerError")
         for worker in self._workers:
             worker.process.kill()  # one that is stopped would not hear anything else
 
     def close(self) -> None:
-        """End the workers; a second call finds none."""
         if os.getpid() != self._owner:  # a forked child must not end what its parent uses
             return
         self._stop(Failure("the engine is closed; make a new one", "EngineError"))

@@ -36,7 +36,7 @@ class RowError(Exception):
     """Why a row has no answer."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(code, message)  # both, so that another process can send it
         self.code, self.message = code, message
 
 

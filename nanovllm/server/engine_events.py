@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from nanovllm.errors import NanovllmError
 from nanovllm.server.answer import Event
 from nanovllm.server.errors import ApiError, to_json
+from nanovllm.server.model import Model
 from nanovllm.server.trace import Trace
 from nanovllm.serving.core_records import CoreStats
 from nanovllm.serving.state_records import EngineNews, EngineState
-
-if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
 
 MAX_TRACE_SECONDS = 60.0
 
@@ -28,7 +26,7 @@ class EngineEvents:
 
     end = b""
 
-    def __init__(self, llm: AsyncLLM, engine: int | None = None) -> None:
+    def __init__(self, llm: Model, engine: int | None = None) -> None:
         num_engines = len(llm.replicas)
         if engine is None:
             living = (i for i, replica in enumerate(llm.replicas) if replica.error is None)
@@ -55,7 +53,7 @@ class EngineEvents:
 class TraceAnswer:
     """The steps and sequences of some seconds, from now on, of all engines."""
 
-    def __init__(self, llm: AsyncLLM, seconds: float) -> None:
+    def __init__(self, llm: Model, seconds: float) -> None:
         if not 0 < seconds <= MAX_TRACE_SECONDS:
             text = f"seconds must be more than 0 and at most {MAX_TRACE_SECONDS:g}, got {seconds:g}"
             raise ApiError(text, param="seconds")

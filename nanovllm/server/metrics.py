@@ -6,16 +6,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanovllm.outputs import RequestOutput, StreamPiece
-
-if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
-    from nanovllm.serving.replica import Replica
+from nanovllm.server.model import Model, OneEngine
 
 LABELS = ("model_name",)
 ENGINE_LABELS = (*LABELS, "engine")  # the number of a replica
@@ -54,7 +50,7 @@ ENGINE_METRICS = {
 class Metrics:
     """Observes requests; what the engine counts itself is read when Prometheus asks."""
 
-    def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
+    def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._histograms = {
@@ -122,15 +118,15 @@ class Metrics:
 class EngineCounts:
     """A collector, in prometheus-client's words: `collect` is called when somebody asks."""
 
-    def __init__(self, llm: AsyncLLM, prefix: str, model_name: str) -> None:
+    def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._llm, self._prefix, self._model_name = llm, prefix, model_name
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, with a value for each engine."""
-        values = [_values(replica) for replica in self._llm.replicas]
+        values = {replica.number: _values(replica) for replica in self._llm.replicas}
         for name, (family, text) in ENGINE_METRICS.items():
             metric = family(self._prefix + name, text, labels=ENGINE_LABELS)
-            for number, each in enumerate(values):
+            for number, each in values.items():
                 metric.add_metric([self._model_name, str(number)], each[name])
             yield metric
         yield self._cache_config()
@@ -141,14 +137,14 @@ class EngineCounts:
         labels = (*ENGINE_LABELS, "block_size", "num_gpu_blocks", *names)
         text = "How the KV cache is set up"
         metric = GaugeMetricFamily(self._prefix + "cache_config_info", text, labels=labels)
-        for number, replica in enumerate(self._llm.replicas):
+        for replica in self._llm.replicas:
             sizes = config["kvcache_block_size"], replica.stats.num_blocks
-            values = (number, *sizes, *(config[name] for name in names))
+            values = (replica.number, *sizes, *(config[name] for name in names))
             metric.add_metric([self._model_name, *map(str, values)], 1)
         return metric
 
 
-def _values(replica: Replica) -> dict[str, float]:
+def _values(replica: OneEngine) -> dict[str, float]:
     stats = replica.stats
     num_used = stats.num_blocks - stats.num_free_blocks
     return {

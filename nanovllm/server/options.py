@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
@@ -21,3 +23,9 @@ class ServerOptions:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     metrics_prefix: str = "vllm:"
     root_path: str = ""
+
+
+def sampling_in(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults for sampling that a model's generation_config.json has."""
+    found = {name: generation_config.get(name) for name in SAMPLING_NAMES}
+    return {name: value for name, value in found.items() if value is not None}

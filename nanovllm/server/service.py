@@ -12,19 +12,18 @@ from nanovllm.chat_template import Program
 from nanovllm.errors import RequestError
 from nanovllm.server.errors import ApiError, TooLong
 from nanovllm.server.metrics import Metrics
+from nanovllm.server.model import Model
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.parsing.formats import choose_formats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanovllm.async_llm import AsyncLLM
-
 MAX_PROMPTS = 2048  # of one request
 
 
 class Service:
-    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, llm: Model, options: ServerOptions) -> None:
         self.llm, self.options = llm, options
         self.created = int(time.time())
         self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)

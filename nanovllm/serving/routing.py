@@ -12,7 +12,7 @@ from nanovllm.errors import EngineError
 
 # A replica keeps its prefixes as long as it has at most so many times the tokens of the least
 # loaded one, and so many requests like the new one beside.
-MAX_RATIO, MAX_EXTRA = 1.5, 4
+MAX_RATIO, MAX_EXTRA = 1.5, 6
 
 
 class PrefixRouter:
@@ -36,11 +36,12 @@ class PrefixRouter:
         if not self._replicas:
             raise EngineError("no replica is left to answer")
         hashes = self._hashes(token_ids, salt)
-        by_load = sorted(self._replicas, key=lambda number: self._replicas[number].rank)
-        lengths = {number: self._replicas[number].num_known(hashes) for number in by_load}
-        chosen, least = max(by_load, key=lengths.__getitem__), by_load[0]
-        if self._is_overloaded(chosen, least, len(token_ids)):
-            chosen = least
+        least = min(replica.load for replica in self._replicas.values())
+        most = MAX_RATIO * least + MAX_EXTRA * len(token_ids)
+        _, chosen = min(
+            ((replica.load > most, -replica.num_known(hashes), *replica.rank), number)
+            for number, replica in self._replicas.items()
+        )
         self._replicas[chosen].remember(hashes, self.max_blocks)
         return chosen
 
@@ -60,10 +61,6 @@ class PrefixRouter:
         """A new one is there, or another one in the place of one that was lost: it has nothing."""
         self._replicas[replica] = Destination()
 
-    def _is_overloaded(self, chosen: int, least: int, num_tokens: int) -> bool:
-        most = MAX_RATIO * self._replicas[least].load + MAX_EXTRA * num_tokens
-        return self._replicas[chosen].load > most
-
     def _hashes(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
         keys: list[BlockKey] = []
         ids = array("i", token_ids)
@@ -73,13 +70,13 @@ class PrefixRouter:
 
 @dataclass(slots=True)
 class Destination:
-    load: int = 0  # tokens
+    load: int = 0  # tokens under way
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # hashes, newest last
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Among replicas with nothing to do, the emptiest one comes first: prefixes spread."""
-        return self.load, len(self.blocks)
+        """Who remembers least takes a new prefix: prefixes stay, so loads even out over time."""
+        return len(self.blocks), self.load
 
     def num_known(self, hashes: list[int]) -> int:
         """How many leading blocks it has."""

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
-from nanovllm.executor import child_process, multiproc
+from nanovllm.executor import child_process
 from nanovllm.executor.multiproc import MultiprocExecutor
 from tests.executor.leftovers import Leftovers, wait_until
 from tests.executor.workers import (
@@ -191,7 +192,7 @@ def check_process(executor: MultiprocExecutor, build_worker: object) -> None:
     pid, session, num_threads, _ = answer(executor, 3)[-NUM_EXTRA:]
     assert session == pid != os.getsid(0)
     if build_worker is meeting:
-        assert num_threads == max(multiproc.torch.get_num_threads() // 2, 1)
+        assert num_threads == max(torch.get_num_threads() // 2, 1)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from nanovllm.executor.worker_main import WorkerTask
 if TYPE_CHECKING:
     from nanovllm.distributed.group import TPGroup
     from nanovllm.executor.multiproc import MultiprocExecutor
+    from nanovllm.executor.worker_processes import Workers
 
 logger = logging.getLogger("nanovllm.stand_in")
 NUM_EXTRA = 4
@@ -125,12 +126,14 @@ def sleeping(task: WorkerTask, rank: int) -> ObedientWorker:
     raise AssertionError
 
 
-def make_executor(build_worker: Callable[..., Any] = obedient, size: int = 2) -> MultiprocExecutor:
+def make_executor(
+    build_worker: Callable[..., Any] = obedient, size: int = 2, workers: Workers | None = None
+) -> MultiprocExecutor:
     from nanovllm.executor.multiproc import MultiprocExecutor
 
     config = EngineConfig("none", tensor_parallel_size=size, device="cpu")
     nothing: Any = None
-    return MultiprocExecutor(config, nothing, nothing, build_worker)
+    return MultiprocExecutor(config, nothing, nothing, build_worker, workers)
 
 
 def orders(*numbers: int) -> StepPlan:

@@ -32,6 +32,7 @@ class FakeLLM:
     reason: str = "stop"
     seed: int = 0
     max_len: int = 1024
+    number: int = 0  # among several engines
     num_requests: int = 0
     num_restarts: int = 0
     error: NanovllmError | None = None
@@ -44,6 +45,8 @@ class FakeLLM:
     others: list[FakeLLM] = field(default_factory=list)  # of several engines
 
     def __post_init__(self) -> None:
+        for number, other in enumerate(self.others, 1):
+            other.number = number
         self.viewers = Viewers(lambda is_on: self.viewers.push(self.idle) if is_on else None)
         self.front = Front(Vocabulary(byte_tokenizer(), frozenset()), 288, 0)
 

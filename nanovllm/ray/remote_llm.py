@@ -1,0 +1,139 @@
+"""The engines of a Ray Serve deployment, in the place of the AsyncLLM that a server has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from contextvars import Context
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from nanovllm.engine.found_model import FoundModel, make_front
+from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.outputs import EmbeddingOutput, StreamPiece
+from nanovllm.ray.records import Call, EngineCounts, RemoteEngine
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats, total
+from nanovllm.serving.state_records import EngineNews
+
+LOOK_SECONDS = 2.0  # between looks at all engines
+WAIT_SECONDS = 10.0  # for their answers
+NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
+
+
+class RemoteLLM:
+    """Sends each prompt to an engine; `follow` keeps the counts and the health of all of them."""
+
+    def __init__(self, engines: DeploymentHandle, found: FoundModel, max_len: int) -> None:
+        self._engines = engines
+        self.config, self.max_len = found.config, max_len
+        self.front = make_front(found, is_remote=True)
+        self.replicas: list[RemoteEngine] = []
+        self._numbers: dict[str, int] = {}  # by engine_id, of all that were ever seen
+        self.num_requests = 0
+
+    @property
+    def stats(self) -> CoreStats:
+        return total([engine.stats for engine in self.replicas])
+
+    @property
+    def error(self) -> NanovllmError | None:
+        errors = [engine.error for engine in self.replicas]
+        return None if None in errors else NO_ENGINE
+
+    async def generate(
+        self,
+        prompt: list[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = True,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Yield what an engine does; leaving the iterator early aborts the request there."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        call = Call(prompt, params, cache_salt, is_streaming)
+        async with contextlib.aclosing(self._answer("generate", call)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
+        call = Call(prompt, SamplingParams(max_tokens=1))
+        async with contextlib.aclosing(self._answer("embed", call, normalize)) as outputs:
+            return await anext(outputs)
+
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+        """Yield the state of one engine, then what changes."""
+        call = Call(engine_id=self.replicas[engine].engine_id)
+        async with contextlib.aclosing(self._items("watch", call)) as news:
+            async for each in news:
+                yield each
+
+    async def follow(self) -> None:
+        """Look at all engines, again and again."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        """Ask all engines for their counts; those that do not work have none."""
+        response = self._engines.broadcast("counts")
+        found: list[EngineCounts | Exception] = []
+        try:
+            found = await response.results_async(timeout_s=WAIT_SECONDS, return_exceptions=True)
+        except TimeoutError:  # one is slow: what was known stays
+            return
+        except (RayError, RayServeException):  # there is none
+            pass
+        counts = {each.engine_id: each.stats for each in found if isinstance(each, EngineCounts)}
+        for engine_id in counts:
+            self._numbers.setdefault(engine_id, len(self._numbers))
+        numbered = sorted((self._numbers[engine_id], engine_id) for engine_id in counts)
+        lost = [replace(engine, error=NO_ENGINE) for engine in self.replicas]
+        self.replicas = [RemoteEngine(*each, counts[each[1]]) for each in numbered] or lost
+
+    async def _answer(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        """Yield what a method yields for a prompt; a second engine tries what one never began."""
+        self.num_requests += 1
+        has_begun = False
+        try:
+            for is_last in (False, True):
+                try:
+                    async with contextlib.aclosing(self._items(method, *arguments)) as items:
+                        async for item in items:
+                            has_begun = True
+                            yield item
+                    return
+                except EngineDied:
+                    if has_begun or is_last:
+                        raise
+        finally:
+            self.num_requests -= 1
+
+    async def _items(self, method: str, *arguments: Any) -> AsyncGenerator[Any, None]:
+        handle = self._engines.options(method_name=method, stream=True)
+        # Not in the context of the HTTP request: Serve takes all calls that are made in there for
+        # one, but the prompts of a request are sent each by itself.
+        response = Context().run(handle.remote, *arguments)
+        is_over = False
+        try:
+            async for item in response:
+                yield item
+            is_over = True
+        except ActorDiedError as error:
+            raise EngineDied("the process of the engine died") from error
+        except RayTaskError as error:
+            raise error.cause from None
+        except (RayError, RayServeException) as error:
+            raise EngineError(f"the engine cannot be reached: {error}") from error
+        finally:
+            if not is_over:
+                response.cancel()
+
+
+class EngineDied(EngineError):
+    """With its process; another engine may answer."""

@@ -1,0 +1,77 @@
+"""What a server asks of the model that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.front import Front
+from nanovllm.errors import NanovllmError
+from nanovllm.outputs import EmbeddingOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving.core_records import CoreStats
+from nanovllm.serving.state_records import EngineNews
+
+
+class OneEngine(Protocol):
+    """One of the engines that answer together."""
+
+    @property
+    def number(self) -> int:
+        """It alone has this one, though there may be fewer engines."""
+
+    @property
+    def stats(self) -> CoreStats:
+        """Its counts."""
+
+    @property
+    def error(self) -> NanovllmError | None:
+        """Why it cannot answer now."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often another one took its place."""
+
+
+class Model(Protocol):
+    """An AsyncLLM, or what stands for several of them."""
+
+    config: EngineConfig
+    front: Front
+
+    @property
+    def replicas(self) -> Sequence[OneEngine]:
+        """All engines."""
+
+    @property
+    def max_len(self) -> int:
+        """Where sequences end."""
+
+    @property
+    def stats(self) -> CoreStats:
+        """The sums over all engines."""
+
+    @property
+    def error(self) -> NanovllmError | None:
+        """Why no engine can answer now."""
+
+    @property
+    def num_requests(self) -> int:
+        """Those that are under way."""
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = True,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Yield an answer as it comes."""
+
+    async def embed(self, prompt: Any, *, normalize: bool = True) -> EmbeddingOutput:
+        """Return the embedding of a prompt."""
+
+    def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+        """Yield the state of one of `replicas`, then what changes."""

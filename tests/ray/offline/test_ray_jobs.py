@@ -1,0 +1,163 @@
+"""Batch jobs on a Ray cluster of three nodes equal those of one engine, whatever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.jobs.engine import RowEngine, RowOptions
+from nanovllm.jobs.ledger import Ledger
+from nanovllm.jobs.rows import scan
+from nanovllm.jobs.run import run_job
+from nanovllm.server.options import ServerOptions
+from tests.executor.leftovers import wait_until
+from tests.jobs.test_batch_command import by_id, command, mixed_rows
+from tests.jobs.test_jobs import read_lines, write_rows
+from tests.ray.clusters import add_node
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture
+def options(model: Path, engine_options: dict[str, Any]) -> RowOptions:
+    config = EngineConfig(str(model), **engine_options)
+    return RowOptions(config, ServerOptions(model_names=("tiny",)))
+
+
+async def answer_all(
+    make_engine: Callable[[], Any],
+    path: Path,
+    output: Path,
+    num_at_once: int,
+    on_line: Callable[[Any, int], None] = lambda engine, count: None,
+) -> dict[str, Any]:
+    """Run a whole job; `on_line` is told the engine, and how many rows are done."""
+    found = scan(path)
+    ledger, engine = Ledger(output, {}, found.num_rows, overwrite=False), make_engine()
+    try:
+        await run_job(
+            path, ledger, engine, num_at_once, lambda line: on_line(engine, ledger.num_done)
+        )
+    finally:
+        engine.close()
+        ledger.close()
+    assert ledger.num_done == found.num_rows == len(read_lines(output)) + ledger.num_errors
+    return by_id(output)
+
+
+def busiest(engine: Any) -> Any:
+    return max((each for each in engine._replicas if each.is_ready), key=lambda r: r.num_rows)
+
+
+@pytest.mark.endurance
+def test_killed_actors_and_a_lost_node_cost_no_row(
+    cluster: Any,
+    options: RowOptions,
+    tmp_path: Path,
+    count: Callable[[int], int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import ray
+
+    from nanovllm.ray.cluster import Room
+    from nanovllm.ray.jobs import RayEngine
+
+    num_rows, num_kills = count(2000), max(count(50) // 10, 1)
+    rows = [*mixed_rows(num_rows), {"prompt": "x" * 1000}]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    whole = asyncio.run(
+        answer_all(lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.num_at_once)
+    )
+    kills = {(i + 1) * num_rows // (num_kills + 3): i for i in range(num_kills + 1)}
+    node = cluster.list_all_nodes()[-1]
+    removal = threading.Thread(target=cluster.remove_node, args=[node], daemon=True)
+
+    def disturb(engine: Any, num_done: int) -> None:
+        if kills.get(num_done) == 0:
+            removal.start()
+        elif num_done in kills:
+            replica = busiest(engine)
+            assert replica.num_rows > 0
+            ray.kill(replica.actor)
+
+    room = Room(3, {"num_cpus": 1})
+    with caplog.at_level(logging.WARNING, "nanovllm"):
+        disturbed = asyncio.run(
+            answer_all(
+                lambda: RayEngine(options, room),
+                path,
+                tmp_path / "disturbed.jsonl",
+                3 * options.num_at_once,
+                disturb,
+            )
+        )
+    removal.join()
+    add_node(cluster)
+    assert len(disturbed) == num_rows
+    assert disturbed == whole
+    assert sum("an engine is lost" in record.message for record in caplog.records) >= num_kills
+
+
+def has_lines(output: Path) -> bool:
+    return output.exists() and b"\n" in output.read_bytes()
+
+
+def test_a_killed_command_goes_on(model: Path, options: RowOptions, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", mixed_rows(60))
+    output = tmp_path / "out.jsonl"
+    ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")
+    with subprocess.Popen(ray_command, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: process.poll() is not None or has_lines(output), 300.0)
+        process.send_signal(signal.SIGKILL)
+    assert has_lines(output)
+    again = subprocess.run(ray_command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert "60 of 60 rows answered" in again.stderr
+    whole = asyncio.run(
+        answer_all(lambda: RowEngine(options), path, tmp_path / "whole.jsonl", options.num_at_once)
+    )
+    assert by_id(output) == whole
+
+
+def test_what_cannot_be_is_refused(options: RowOptions, tmp_path: Path) -> None:
+    from nanovllm.ray.cluster import Room, find_room
+    from nanovllm.ray.jobs import RayEngine
+
+    assert find_room(options.config) == Room(3, {"num_cpus": 1})
+    with pytest.raises(ConfigError, match="room for 3 engines with num_cpus=1 each, not for 4"):
+        find_room(options.config, 4)
+    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    broken = RowOptions(EngineConfig(str(tmp_path), device="cpu"), options.server)
+    with pytest.raises(Exception, match=r"config\.json"):
+        asyncio.run(
+            answer_all(
+                lambda: RayEngine(broken, Room(1, {"num_cpus": 1})), path, tmp_path / "out", 1
+            )
+        )
+
+
+def test_an_engine_has_a_gpu_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from nanovllm.ray.cluster import Room, find_room
+
+    gpus = [8, 0, 3, 2]
+    nodes = [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": float(n)}} for n in gpus]
+    nodes.append({"Alive": False, "Resources": {"GPU": 8.0}})
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert find_room(EngineConfig("m", tensor_parallel_size=2)) == Room(6, {"num_gpus": 2})
+    assert find_room(EngineConfig("m"), 5) == Room(5, {"num_gpus": 1})
+    assert find_room(EngineConfig("m", device="cpu")) == Room(4, {"num_cpus": 4})
+    assert find_room(EngineConfig("m", device="cpu"), 8) == Room(8, {"num_cpus": 2})
+    with pytest.raises(ConfigError, match="room for 0 engines with num_gpus=16"):
+        find_room(EngineConfig("m", tensor_parallel_size=16))

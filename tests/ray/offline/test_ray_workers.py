@@ -1,0 +1,114 @@
+"""Tensor parallel workers on the nodes of a Ray cluster: what they answer, and how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.errors import ConfigError, EngineError, WorkerError
+from nanovllm.executor.multiproc import MultiprocExecutor
+from tests.executor.leftovers import descendants, wait_until
+from tests.executor.workers import Order, make_executor, meeting, orders
+from tests.test_tensor_parallel import CROWDED, OPTIONS, checkpoint, generate, one_worker
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster", "one_thread")]
+
+SECONDS = 5.0 + 10.0  # within which a fault is reported, and what a busy machine adds
+NOBODY = 5  # a rank that there is not
+RAY = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2, "device": "cpu"}
+
+
+@pytest.fixture
+def executor() -> Iterator[MultiprocExecutor]:
+    import ray
+
+    from nanovllm.executor.ray_workers import RayWorkers
+
+    executor = make_executor(meeting, workers=RayWorkers())
+    executor.start()
+    yield executor
+    executor.close()
+    # The next one may have the places at once.
+    wait_until(lambda: ray.available_resources().get("CPU") == 3, 60.0, lambda: "places are kept")
+
+
+def test_two_nodes_equal_one_worker(checkpoint_root: Path) -> None:
+    path = checkpoint(checkpoint_root, "qwen3-tied").path
+    assert generate(path, **RAY, **CROWDED) == one_worker(checkpoint_root, "qwen3-tied")
+
+
+def test_an_engine_in_its_own_process(checkpoint_root: Path) -> None:
+    """It joins the cluster that the environment names, and tells why it ended."""
+    path = checkpoint(checkpoint_root, "qwen3-tied").path
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+
+    async def run() -> tuple[list[int], list[int], Exception, float]:
+        async with AsyncLLM(path, **RAY, **OPTIONS) as llm:
+            first = [p.output async for p in llm.generate([1, 2, 3], params)][-1]
+            killed_at = None
+            while True:  # until it is noticed, even if a busy reader sees an answer's end before
+                tokens: list[int] = []
+                try:
+                    async for piece in llm.generate([1, 2, 3], params):
+                        tokens += piece.token_ids
+                        if killed_at is None:
+                            kill_one()
+                            killed_at = time.monotonic()
+                except EngineError as error:
+                    assert killed_at is not None
+                    seconds = time.monotonic() - killed_at
+                    return list(first.token_ids), tokens, error, seconds
+
+    whole, tokens, error, seconds = asyncio.run(run())
+    assert len(whole) == 80
+    assert tokens == whole[: len(tokens)]
+    assert isinstance(error, WorkerError)
+    assert re.match("worker [01] of 2 is lost: ", str(error))
+    assert seconds < SECONDS
+
+
+def kill_one() -> None:
+    """Kill a worker of the only engine on the cluster, whose processes are all below this one."""
+    names = {pid: Path("/proc", pid, "cmdline").read_bytes() for pid in descendants(os.getpid())}
+    os.kill(next(int(pid) for pid in names if b"ray::RankActor" in names[pid]), signal.SIGKILL)
+
+
+def test_answers_come_in_order_until_a_worker_raises(executor: MultiprocExecutor) -> None:
+    pending = [executor.submit(orders(7, 7, number)) for number in range(50)]
+    assert [each.result().tokens[2] for each in pending] == list(range(50))
+    assert executor.submit(orders(Order.MEET, NOBODY)).result().tokens[-2] == 1  # threads
+    executor.submit(orders(Order.RAISE, 1))
+    reason = "worker 1 of 2 failed:(.|\n)*rank 1 was told to raise"
+    with pytest.raises(WorkerError, match=reason):  # though nobody waits for a step
+        wait_for_failure(executor)
+    with pytest.raises(WorkerError, match=reason):
+        executor.submit(orders(7))
+
+
+def test_a_hang_is_noticed(executor: MultiprocExecutor) -> None:
+    executor.submit(orders(Order.MEET, NOBODY)).result()  # the first step may take longer
+    pending = executor.submit(orders(Order.MEET, 1))
+    with pytest.raises(WorkerError, match=r"no worker answered a step for .* s: one of them hangs"):
+        pending.result()
+
+
+def wait_for_failure(executor: MultiprocExecutor) -> None:
+    """Nobody waits for a step: that it failed is noticed all the same."""
+    wait_until(
+        lambda: executor._workers._failure is not None, SECONDS, lambda: "no fault was noticed"
+    )
+    executor._workers.raise_if_failed()
+
+
+def test_a_cluster_that_is_too_small(checkpoint_root: Path) -> None:
+    path = checkpoint(checkpoint_root, "qwen3-tied").path
+    with pytest.raises(ConfigError, match="needs as many CPUs, and the Ray cluster has 3"):
+        generate(path, **{**RAY, "tensor_parallel_size": 4})
