@@ -14,6 +14,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
+from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
@@ -104,10 +105,9 @@ def check_memory(
 def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs:
     """Count the parameters of a model without memory, and what the options ask for."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
-    for path, layer in named_layers(shapes):
-        layer.expected_tensors(
-            path
-        )  # some weights are made when the names of their tensors are known
+    if build.weight_format is not PLAIN:  # what it makes depends on the names of tensors
+        for path, layer in named_layers(shapes):
+            layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)
     num_ropes = len({layer.rope for layer in model.layers})
     columns = slot_columns(max_len, config.kvcache_block_size).values()

@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("numba")
 pytest.importorskip("gguf")
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import ALONE
+from nanovllm.layers.build import Build
 from nanovllm.layers.plain_format import PLAIN
+from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import memory, worker
 from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.stored_weights import choose_weight_format
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.threaded_ranks import engines_of
 
@@ -145,3 +153,15 @@ def test_a_projection_that_is_half_quantised_is_widened(
         run(path)
     assert not kept
     assert caplog.text.count("no kernel reads a projection of quantised and other tensors") == 1
+
+
+def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
+    """A model is not refused for the memory that it would take widened."""
+    path = write(tmp_path, "llama", False, "Q4_1")
+    checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
+    model, platform = read_config(checkpoint.config), CpuPlatform()
+    weight_format = choose_weight_format(config, checkpoint.config, platform, torch.float32)
+    build = Build(platform.device, torch.float32, None, None, ALONE, weight_format)  # type: ignore[arg-type]
+    run(path)
+    norms = (2 * 2 + 1) * 64 * 4
+    assert memory.count_needs(config, model, build).weights == sum(kept) + norms
