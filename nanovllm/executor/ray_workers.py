@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -218,6 +218,7 @@ class RayWorkers:
                     worker.awaited.popleft().set_result(message.body)
             return None
         failure = hear(worker, message)
-        if failure is not None:
-            worker.take(is_after_error=True)
-        return failure
+        if failure is None:
+            return None
+        worker.take(is_after_error=True)
+        return replace(failure, time=time.monotonic())  # machines have clocks of their own

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
 from nanovllm.server.answer import Answer
@@ -48,15 +48,20 @@ class Answers:
         """Return the line of a row; raises RowError for a bad one."""
         if row.error is not None:
             raise RowError("invalid_row", row.error)
-        try:
-            return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
-        except EngineError:
-            if self._service.llm.error is not None:
-                raise
-            return await self(row)  # one of several engines is lost: another one answers
-        except (ApiError, RequestError, ConfigError) as error:
-            told = as_api_error(error).openai()["error"]
-            raise RowError(told["code"] or told["type"], told["message"]) from error
+        error: NanovllmError | ApiError | None = None
+        for _ in self._service.llm.replicas:  # where one is lost, another one answers
+            try:
+                return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
+            except EngineError as failure:
+                if self._service.llm.error is not None:
+                    raise
+                error = failure
+            except (ApiError, RequestError, ConfigError) as refusal:
+                error = refusal
+                break
+        assert error is not None
+        told = as_api_error(error).openai()["error"]
+        raise RowError(told["code"] or told["type"], told["message"]) from error
 
     async def _batch_line(self, row: Row) -> dict[str, Any]:
         url, body = row.fields.get("url"), row.fields["body"]

@@ -20,7 +20,8 @@ def take_share(config: EngineConfig, replica: int) -> None:
     if num_replicas == 1:
         return
     # Counted by NVML: CUDA is not started yet, and reads the variable when it is.
-    if config.device != "cpu" and (num_gpus := num_devices()):
+    is_local = config.distributed_executor_backend != "ray"
+    if is_local and config.device != "cpu" and (num_gpus := num_devices()):
         _show_devices(replica, num_replicas, config.tensor_parallel_size, num_gpus)
     if not is_cuda(config.device):
         torch.set_num_threads(max(torch.get_num_threads() // num_replicas, 1))

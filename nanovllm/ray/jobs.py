@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from nanovllm.errors import EngineError
 from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.rows import Row
 from nanovllm.ray.cluster import Room, remote
 
-# Engines that may be lost without a row between them; then it is no accident.
+# Engines that may be lost beside all that there were, without a row between them; more are no
+# accident.
 MAX_LOST = 5
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class RowActor:
 
 
 @dataclass(eq=False, slots=True)
-class Replica:
+class RowReplica:
     actor: Any
     num_rows: int = 0  # that it was handed and has not answered
     is_ready: bool = False
@@ -49,10 +50,11 @@ class RayEngine:
             max_concurrency=options.num_at_once,
             scheduling_strategy="SPREAD",
         )
-        self._replicas: list[Replica] = []
+        self._replicas: list[RowReplica] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._num_lost = 0  # since the last answer
+        self._max_lost = room.num_engines + MAX_LOST
         self._error: Exception | None = None  # why there will be no more answers
         for _ in range(room.num_engines):
             self._add_replica()
@@ -65,7 +67,7 @@ class RayEngine:
             except RayTaskError as error:
                 if not isinstance(error.cause, EngineError):
                     self._num_lost = 0
-                    raise error.cause from None  # of the row alone
+                    raise error.cause from None  # not the engine's fault
                 await self._lose(replica, error.cause)
             except RayError as error:  # the actor is gone, or its node with an answer
                 await self._lose(replica, error)
@@ -84,7 +86,7 @@ class RayEngine:
         for replica in self._replicas:
             ray.kill(replica.actor)
 
-    async def _claim(self) -> Replica:
+    async def _claim(self) -> RowReplica:
         """Wait for a replica that can take a row, and count the row as its own."""
         async with self._changed:
             while (replica := self._least_busy()) is None:
@@ -92,7 +94,7 @@ class RayEngine:
         replica.num_rows += 1
         return replica
 
-    def _least_busy(self) -> Replica | None:
+    def _least_busy(self) -> RowReplica | None:
         if self._error is not None:
             raise self._error
         ready = [each for each in self._replicas if each.is_ready]
@@ -101,25 +103,28 @@ class RayEngine:
         return replica if is_free else None
 
     def _add_replica(self) -> None:
-        replica = Replica(self._actors.remote())
+        replica = RowReplica(self._actors.remote())
         self._replicas.append(replica)
         task = asyncio.create_task(self._start(replica))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
-    async def _start(self, replica: Replica) -> None:
+    async def _start(self, replica: RowReplica) -> None:
         try:
             await replica.actor.start.remote(self._options)
-        except RayActorError as error:
+        except RayTaskError as error:
+            if any(each.is_ready for each in self._replicas):
+                await self._lose(replica, error.cause)  # it may be its machine
+                return
+            self._error = error.cause  # another would not start either
+        except RayError as error:
             await self._lose(replica, error)
             return
-        except RayTaskError as error:
-            self._error = error.cause  # another would not start either
         replica.is_ready = True
         async with self._changed:
             self._changed.notify_all()
 
-    async def _lose(self, replica: Replica, reason: Exception) -> None:
+    async def _lose(self, replica: RowReplica, reason: Exception) -> None:
         """Put another engine in the place of one that is gone; its rows all tell of that."""
         if replica not in self._replicas:
             return
@@ -127,7 +132,7 @@ class RayEngine:
         ray.kill(replica.actor)  # it may live on with a dead engine
         self._num_lost += 1
         logger.warning("an engine is lost, and its rows go to others: %s", reason)
-        if self._num_lost <= MAX_LOST:
+        if self._num_lost <= self._max_lost:
             self._add_replica()
             return
         text = f"{self._num_lost} engines in a row were lost, the last one because of: {reason}"

@@ -142,5 +142,6 @@ def _with_answers(table: pa.Table, answers: list[dict[str, Any]]) -> pa.Table:
         kind = TYPES.get(name)
         if any(isinstance(value, list) for value in values):  # rows with n
             kind = None
+            values = [each if each is None or isinstance(each, list) else [each] for each in values]
         table = table.append_column(name, pa.array(values, kind))
     return table

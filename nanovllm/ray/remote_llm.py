@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from contextvars import Context
 from dataclasses import replace
@@ -24,6 +25,8 @@ from nanovllm.serving.state_records import EngineNews
 LOOK_SECONDS = 2.0  # between looks at all engines
 WAIT_SECONDS = 10.0  # for their answers
 NO_ENGINE = EngineError("no engine is running; Ray Serve starts another one")
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteLLM:
@@ -77,13 +80,16 @@ class RemoteLLM:
         """Look at all engines, again and again."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # or counts and health would stay as they are for good
+                logger.exception("the engines could not be asked for their counts")
 
     async def look(self) -> None:
         """Ask all engines for their counts; those that do not work have none."""
-        response = self._engines.broadcast("counts")
         found: list[EngineCounts | Exception] = []
         try:
+            response = self._engines.broadcast("counts")
             found = await response.results_async(timeout_s=WAIT_SECONDS, return_exceptions=True)
         except TimeoutError:  # one is slow: what was known stays
             return

@@ -67,10 +67,10 @@ class PrefixRequestRouter(RequestRouter):
         self._end(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        there = {each.replica_id for each in replicas}
+        there = [each.replica_id for each in replicas]
         for replica_id in [each for each in self._numbers if each not in there]:
             self._lose(replica_id)
-        for replica_id in there.difference(self._numbers):
+        for replica_id in [each for each in there if each not in self._numbers]:
             self._numbers[replica_id] = next(self._next_numbers)
             self._prefixes.joined(self._numbers[replica_id])
         super().update_replicas(replicas)

@@ -29,6 +29,7 @@ from nanovllm.cli.serve import as_arguments, engine_config, server_options
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import ConfigError
+from nanovllm.executor.ray_workers import connect
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.ray.records import Call, EngineCounts, EngineFacts
 from nanovllm.ray.remote_llm import RemoteLLM
@@ -196,7 +197,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingConfig:
-    scaling.setdefault("max_replicas", scaling.get("min_replicas", 1))
+    scaling.setdefault("max_replicas", scaling.get("min_replicas", 1) or 1)
     scaling.setdefault("target_ongoing_requests", max(config.max_num_seqs // 2, 1))
     return AutoscalingConfig(**scaling)
 
@@ -206,6 +207,7 @@ def _num_gpus(config: EngineConfig) -> int:
         return 0  # its workers ask for them
     has_gpus = config.device != "cpu"
     if config.device == "auto":
+        connect()  # `serve run` asks for the application before it joins the cluster
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     return config.tensor_parallel_size if has_gpus else 0
 

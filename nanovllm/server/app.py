@@ -147,8 +147,8 @@ def _operating_routes(service: Service) -> APIRouter:
         error = service.llm.error
         if error is not None:
             raise ApiError(str(error), 503)
-        errors = [replica.error for replica in service.llm.replicas]
-        lost = {number: str(each) for number, each in enumerate(errors) if each is not None}
+        errors = {replica.number: replica.error for replica in service.llm.replicas}
+        lost = {number: str(each) for number, each in errors.items() if each is not None}
         return json_response({"lost_engines": lost}) if lost else Response()
 
     @router.get("/load")

@@ -28,6 +28,8 @@ class EngineEvents:
 
     def __init__(self, llm: Model, engine: int | None = None) -> None:
         num_engines = len(llm.replicas)
+        if num_engines == 0:  # a cluster has none for a while
+            raise ApiError("no engine is running", 503)
         if engine is None:
             living = (i for i, replica in enumerate(llm.replicas) if replica.error is None)
             engine = next(living, 0)

@@ -13,6 +13,7 @@ from nanovllm.errors import EngineError
 # A replica keeps its prefixes as long as it has at most so many times the tokens of the least
 # loaded one, and so many requests like the new one beside.
 MAX_RATIO, MAX_EXTRA = 1.5, 6
+SIMILAR = 2  # requests like the new one: those with no more beside the least have as little to do
 
 
 class PrefixRouter:
@@ -38,8 +39,15 @@ class PrefixRouter:
         hashes = self._hashes(token_ids, salt)
         least = min(replica.load for replica in self._replicas.values())
         most = MAX_RATIO * least + MAX_EXTRA * len(token_ids)
-        _, chosen = min(
-            ((replica.load > most, -replica.num_known(hashes), *replica.rank), number)
+        *_, chosen = min(
+            (
+                replica.load > most,
+                -replica.num_known(hashes),
+                # Where loads are similar, who remembers least takes it: prefixes spread.
+                max(replica.load - least - SIMILAR * len(token_ids), 0),
+                len(replica.blocks),
+                number,
+            )
             for number, replica in self._replicas.items()
         )
         self._replicas[chosen].remember(hashes, self.max_blocks)
@@ -72,11 +80,6 @@ class PrefixRouter:
 class Destination:
     load: int = 0  # tokens under way
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # hashes, newest last
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who remembers least takes a new prefix: prefixes stay, so loads even out over time."""
-        return len(self.blocks), self.load
 
     def num_known(self, hashes: list[int]) -> int:
         """How many leading blocks it has."""

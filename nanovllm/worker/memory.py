@@ -61,6 +61,8 @@ class Needs:
 
 def check_device(config: EngineConfig) -> Platform | None:
     """Return what one rank runs on; None where only the processes of ranks may touch a device."""
+    if config.distributed_executor_backend == "ray":
+        return None
     check_num_ranks(config.device, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1 and is_cuda(config.device):
         return None

@@ -8,17 +8,22 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.jobs.answers import RowError, row_seed
+from nanovllm.jobs.answers import Answers, RowError, row_seed
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, scan, windows
 from nanovllm.jobs.run import run_job
+from nanovllm.outputs import StreamPiece
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.service import Service
+from tests.server.fake_llm import FakeLLM
 
 
 async def echo(row: Row) -> dict[str, Any]:
@@ -196,3 +201,27 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, count: Callable[[int
         command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / f"{number}.out")]
         megabytes.append(int(subprocess.run(command, capture_output=True, check=True).stdout))
     assert megabytes[1] < megabytes[0] + 50
+
+
+@dataclass
+class FailingLLM(FakeLLM):
+    """An engine that fails at every request and yet is there."""
+
+    num_tries: int = 0
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[StreamPiece, None]:
+        self.num_tries += 1
+        raise EngineError("its numbers are not finite")
+        yield
+
+
+def test_a_row_that_fails_in_every_engine_is_an_error_of_its_own() -> None:
+    llm = FailingLLM(others=[FakeLLM()])
+    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None)
+    with pytest.raises(RowError, match="not finite"):
+        asyncio.run(answers(Row(0, {"prompt": "x"})))
+    assert llm.num_tries == 2
+    llm.error = EngineError("all are lost")
+    with pytest.raises(EngineError, match="not finite"):
+        asyncio.run(answers(Row(0, {"prompt": "x"})))
+    assert llm.num_tries == 3

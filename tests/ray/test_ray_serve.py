@@ -36,7 +36,7 @@ ENGINE = {
 }  # fmt: skip
 SCALING = {
     "min_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 8, "upscale_delay_s": 0,
-    "look_back_period_s": 2,
+    "look_back_period_s": 2, "metrics_interval_s": 1,
 }  # fmt: skip
 # Answers that go on until somebody ends them.
 ENDLESS = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -223,13 +223,24 @@ def test_an_engine_without_its_core_gets_no_requests(client: httpx.Client, url: 
 
 
 def test_more_requests_start_another_engine(url: str) -> None:
+    async def ask_again_and_again(client: httpx.AsyncClient, number: int) -> None:
+        while True:
+            body = {"prompt": f"{number}", **ENDLESS}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    pass
+
     async def load() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client, AsyncExitStack() as stack:
-            for number in range(3 * SCALING["target_ongoing_requests"]):
-                body = {"prompt": f"{number}", **ENDLESS}
-                stream = client.stream("POST", "/v1/completions", json=body)
-                await stack.enter_async_context(stream)
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE) as client:
+            num_clients = 3 * SCALING["target_ongoing_requests"]
+            tasks = [
+                asyncio.create_task(ask_again_and_again(client, number))
+                for number in range(num_clients)
+            ]
             await asyncio.to_thread(wait_until, lambda: num_engines() == 3)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     wait_until(lambda: num_engines() == 2)
     asyncio.run(load())

@@ -64,6 +64,23 @@ def test_unknown_prompts_go_to_the_least_loaded() -> None:
     assert send(router, [1]) == 1
 
 
+def test_who_remembers_little_gets_no_more_than_others() -> None:
+    """A long prompt that is done, or an engine that joined late, is no reason to idle."""
+    router = PrefixRouter(2, SIZE)
+    router.choose(tokens(1, 100))  # it ended at once
+    sent = [send(router, tokens(2 + i)) for i in range(10)]
+    assert 3 <= sent.count(0) <= 5
+    router.lost(1)
+    router.joined(1)
+    under_way = [(0, 4 * SIZE)] * sent.count(0)
+    for i in range(60):
+        under_way.append((send(router, tokens(20 + i)), 4 * SIZE))
+        if len(under_way) > 6:
+            router.finished(*under_way.pop(0))
+    assert 20 <= [replica for replica, _ in under_way].count(0) * 10 <= 40
+    assert abs(router.loads[0] - router.loads[1]) <= 4 * 4 * SIZE
+
+
 def test_a_prefix_moves_when_its_replica_has_far_more_to_do() -> None:
     router = PrefixRouter(2, SIZE)
     prompt = tokens(1)

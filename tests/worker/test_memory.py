@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import cpu
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import worker
-from nanovllm.worker.memory import count_needs
+from nanovllm.worker.memory import check_device, count_needs
 from nanovllm.worker.tables import SlotTables
 from tests.checkpoints import TinyCheckpoint
 from tests.models.test_configs import CONFIGS, saved
@@ -121,6 +122,12 @@ def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.Monk
     monkeypatch.setattr(worker, "check_memory", refuse)
     with engines_of(2), pytest.raises(ConfigError, match=r"rank . of 2"):
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
+
+
+def test_workers_of_a_cluster_need_nothing_of_this_machine() -> None:
+    config = EngineConfig("any", tensor_parallel_size=2, device="cpu")
+    assert check_device(config) is not None
+    assert check_device(replace(config, distributed_executor_backend="ray")) is None
 
 
 def refuse(config: Any, model: Any, platform: Any, build: Build) -> None:

@@ -86,3 +86,12 @@ def test_options_are_checked_at_once(model: Path) -> None:
         Predictor(model, sampling={"max_tokens": 0})
     with pytest.raises(TypeError, match="unheard_of"):
         Predictor(model, unheard_of=1)
+
+
+def test_one_answer_may_stand_beside_several() -> None:
+    pa = pytest.importorskip("pyarrow")
+    from nanovllm.ray.predictor import _with_answers
+
+    table = pa.table({"prompt": ["a", "b", "c"]})
+    answers: list[dict[str, Any]] = [{"text": "x"}, {"text": ["y", "z"]}, {"error": {}}]
+    assert _with_answers(table, answers)["text"].to_pylist() == [["x"], ["y", "z"], None]
