@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +66,14 @@ class CpuPlatform:
         pass  # memory is taken as it is used
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
-        # calloc maps zero pages and touches none; torch.zeros would write every one.
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        # Zero pages, none of them touched; torch.zeros would write every one.
+        pages = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # Every layer writes its keys and its values to places of their own: of pages of 2 MiB
+            # the first token would take one for each, and they are not read any faster.
+            with suppress(OSError):  # a kernel without such pages
+                pages.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
         target.copy_(rows)
