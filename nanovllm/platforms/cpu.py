@@ -67,12 +67,13 @@ class CpuPlatform:
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
         # Zero pages, none of them touched; torch.zeros would write every one.
-        pages = mmap.mmap(-1, num_bytes)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # Every layer writes its keys and its values to places of their own: of pages of 2 MiB
-            # the first token would take one for each, and they are not read any faster.
-            with suppress(OSError):  # a kernel without such pages
-                pages.madvise(mmap.MADV_NOHUGEPAGE)
+        if sys.platform != "linux":
+            return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Every layer writes its keys and its values to places of their own: of pages of 2 MiB the
+        # first token would take one for each, and they are read no faster.
+        with suppress(OSError):  # a kernel without such pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
