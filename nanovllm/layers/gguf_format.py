@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.cpu.block_types import TYPES
-from nanovllm.kernels.cpu.blocks import BlockKernels, Panels, to_panels
+from nanovllm.kernels.cpu.blocks import Panels, to_panels
 from nanovllm.kernels.ops import Activation, LinearFn, Ops, PackedLinear
-from nanovllm.layers.plain_experts import PlainExperts
+from nanovllm.layers.gguf_experts import BlockExperts
 from nanovllm.layers.plain_format import PLAIN, PlainLinear
-from nanovllm.layers.shards import ExpectedTensor, Share, expect_shares
+from nanovllm.layers.shards import ExpectedTensor, Share
+from nanovllm.layers.stored_blocks import (
+    block_kernels,
+    byte_columns,
+    expect_blocks,
+    has_whole_blocks,
+)
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
@@ -43,10 +47,8 @@ class GGUFFormat:
 
     def experts(
         self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build
-    ) -> PlainExperts:
-        if any(".experts." in name for name in self.types):
-            self.tell_widened("experts", build)
-        return PLAIN.experts(num_experts, names, hidden, size, build)
+    ) -> BlockExperts:
+        return BlockExperts(num_experts, names, hidden, size, self, build)
 
     def tell_widened(self, what: str, build: Build) -> None:
         """Log what takes more memory than its file, once."""
@@ -74,7 +76,8 @@ class BlockLinear(nn.Module):
         names = [f"{parent}{name}.weight" for name in self.outputs]
         types = self.format.types
         self.kinds = [types[name] for name in names if name in types]
-        if len(self.kinds) < len(names) or not self._has_whole_blocks():
+        has_all = len(self.kinds) == len(names)
+        if not has_all or not all(has_whole_blocks(kind, self.inputs) for kind in self.kinds):
             self._tell_why()
             self.plain = PLAIN.linear(self.outputs, self.inputs, self.build)
             return self.plain.expected_tensors(parent)
@@ -89,18 +92,13 @@ class BlockLinear(nn.Module):
     ) -> PackedLinear:
         if self.plain is not None:
             return self.plain.pack(ops, bias, activation, has_room)
-        return _kernels(ops).pack_linear(self._pack_panels(), bias, activation)
+        return block_kernels(ops).pack_linear(self._pack_panels(), bias, activation)
 
     def pack_table(self, ops: Ops, scale: float) -> LinearFn:
         if self.plain is not None:
             return self.plain.pack_table(ops, scale)
-        kernels, [table] = _kernels(ops), self._pack_panels()
+        kernels, [table] = block_kernels(ops), self._pack_panels()
         return lambda token_ids: kernels.embed(token_ids, table, scale)
-
-    def _has_whole_blocks(self) -> bool:
-        """Whether this rank's share of the inputs, and the whole of them, cuts no block."""
-        sizes = self.inputs.size, self.inputs.first, self.inputs.count
-        return not any(size % TYPES[kind].size for kind in self.kinds for size in sizes)
 
     def _tell_why(self) -> None:
         if self.kinds:
@@ -110,17 +108,10 @@ class BlockLinear(nn.Module):
             self.format.tell_widened(what, self.build)
 
     def _expect_blocks(self, kind: str, shares: list[Share]) -> ExpectedTensor:
-        size, num_bytes = TYPES[kind].size, TYPES[kind].num_bytes
-        counts = self.inputs.size, self.inputs.first, self.inputs.count
-        columns = Share(*(count // size * num_bytes for count in counts))
-        num_rows = sum(share.count for share in shares)
-        rows = self.build.parameter(num_rows, columns.count, dtype=torch.uint8)
-        if num_rows > sum(share.stored.stop - share.stored.start for share in shares):
-            rows.zero_()  # padding
+        shape = sum(share.count for share in shares), byte_columns(kind, self.inputs).count
+        rows = self.build.parameter(*shape, dtype=torch.uint8)
         self.rows.append(rows)
-        expected = expect_shares(rows, shares, columns)
-        shape = expected.shape[0], self.inputs.size
-        return replace(expected, shape=shape, is_blocks=True)
+        return expect_blocks(kind, rows, shares, self.inputs)
 
     def _pack_panels(self) -> list[Panels]:
         """Join the rows of neighbours of one type."""
@@ -149,8 +140,3 @@ class TiedBlocks(nn.Module):
         self, ops: Ops, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         return self.table.pack(ops, bias, activation, has_room)
-
-
-def _kernels(ops: Ops) -> BlockKernels:
-    assert ops.blocks is not None, "only where there are kernels weights are kept as blocks"
-    return ops.blocks

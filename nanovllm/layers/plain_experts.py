@@ -23,14 +23,14 @@ class PlainExperts(nn.Module):
         self.gate_up = build.parameter(num_experts, 2 * size.count, hidden.count)
         self.down = build.parameter(num_experts, hidden.count, size.count)
 
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         names = self.names
         tensors: dict[str, ExpectedTensor] = {}
         for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             outputs = {f"experts.{i}.{name}": [self.size] for name in (names.gate, names.up)}
             tensors |= expect_stack(gate_up, outputs, self.hidden)
             tensors[f"experts.{i}.{names.down}"] = expect_shares(down, [self.hidden], self.size)
-        return {f"{name}.weight": tensor for name, tensor in tensors.items()}
+        return {f"{parent}{name}.weight": tensor for name, tensor in tensors.items()}
 
     def pack(self, ops: Ops, routing: Routing) -> PackedExperts:
         return ops.pack_experts(self.gate_up, self.down, routing)

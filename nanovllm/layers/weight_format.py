@@ -56,8 +56,8 @@ class TableWeight(LinearWeight, Protocol):
 class ExpertsWeight(Protocol):
     """A module whose parameters are the weights of all experts of a layer, as they are loaded."""
 
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
-        """Name the checkpoint's tensors ("experts.0.up_proj.weight"), as LinearWeight does."""
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        """Name the tensors (parent + "experts.0.up_proj.weight"), as LinearWeight does."""
 
     def pack(self, ops: Ops, routing: Routing) -> PackedExperts:
         """Lay the weights out for their products, as Ops.pack_experts does."""

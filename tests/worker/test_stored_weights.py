@@ -24,6 +24,7 @@ from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import memory, worker
 from nanovllm.worker.loader import UnpackedLayers
 from nanovllm.worker.stored_weights import choose_weight_format
+from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.threaded_ranks import engines_of
 
@@ -91,12 +92,21 @@ def write(folder: Path, arch: str, tied: bool, quant: str, **others: str) -> Pat
     return write_gguf(folder / "m.gguf", arch, tensors, quant, other_quants=others)
 
 
+def test_what_is_stored_is_kept(tmp_path: Path, run_widened: Any, kept: list[int]) -> None:
+    """Rows of heads are put in order, a tied head is read as stored."""
+    path = write(tmp_path, "llama", True, "Q4_1")
+    assert_equal(run(path), run_widened(path))
+    assert len(kept) == 1 + 7 * 2  # of the widened engine, none
+    num_weights = 48 * 64 + 2 * (64 * (2 * 128 + 2 * 64) + 3 * 64 * 96)
+    assert sum(kept) == num_weights // 32 * 20  # bytes of a block
+
+
+@pytest.mark.slow
 def test_types_may_be_mixed(tmp_path: Path, run_widened: Any, kept: list[int]) -> None:
-    """Rows of heads are put in order, q and k differ from v, a tied head is read as stored."""
+    """q and k differ from v."""
     path = write(tmp_path, "llama", True, "Q4_1", v_proj="Q8_0", down_proj="Q8_0")
     assert_equal(run(path), run_widened(path))
-    num_matrices = 1 + 7 * 2
-    assert len(kept) == num_matrices  # of the widened engine, none
+    assert len(kept) == 1 + 7 * 2
     # 20 bytes for 32 weights of Q4_1, 34 of Q8_0
     q4, q8 = 48 * 64 + 2 * (64 * (128 + 64 + 2 * 96) + 64 * 128), 2 * (64 * 64 + 64 * 96)
     assert sum(kept) == q4 // 32 * 20 + q8 // 32 * 34
@@ -117,9 +127,26 @@ def test_types_may_be_mixed(tmp_path: Path, run_widened: Any, kept: list[int]) -
 def test_every_family_answers_alike(
     tmp_path: Path, run_widened: Any, kept: list[int], arch: str, tied: bool, quant: str
 ) -> None:
+    """One rank, and two."""
     path = write(tmp_path, arch, tied, quant)
-    assert_equal(run(path), run_widened(path))
-    assert kept
+    want = run_widened(path)
+    assert_equal(run(path), want)
+    assert len(kept) == sum(array.ndim > 1 for array in hf_tensors(arch, tied=tied).values())
+    with engines_of(2):
+        assert_equal(run(path), want)
+
+
+@pytest.mark.slow
+def test_ranks_share_experts(
+    tmp_path: Path, run_widened: Any, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are two blocks wide, one for each."""
+    monkeypatch.setattr(tiny_gguf, "EXPERT_INTERMEDIATE", 64)
+    path = write(tmp_path, "qwen3moe", False, "Q8_0")
+    want = run_widened(path)
+    with engines_of(2):
+        assert_equal(run(path), want)
+    assert len(kept) == 2 * (2 + 2 * (5 + 3 * 3))  # the router is quantised too
 
 
 @pytest.mark.slow

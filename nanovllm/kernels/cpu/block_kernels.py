@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import float32, int32, types, uint32
+from numba import float32, int32, int64, types, uint16, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -193,68 +193,91 @@ SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = ("block_kernels", "block_types", "simd")
 
 
-def compile_product(name: str, element: Element) -> Any:
+def compile_product(name: str) -> Any:
     """Make the kernel of y = x @ weight.T + bias for few rows of x, and some columns of y.
 
-    `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by group.
+    With `order` (or 0) y has a row for each pair of a token and its expert, as grouped_linear in
+    experts.py. `scratch` holds, per thread, the sums of a tile, then x as float32 and its sums by
+    group. Elements of x, y and bias are bfloat16 or float32.
     """
     kind, block_type = NAMES.index(name), TYPES[name]
     size, num_bytes, group_size = block_type.size, block_type.num_bytes, block_type.group_size
-    has_sums, like, sources = block_type.has_sums, like_of(element), hash_sources(*SOURCES)
+    has_sums, sources = block_type.has_sums, hash_sources(*SOURCES)
     one, tile, lanes = 1, TILE_ROWS, PANEL_ROWS
 
     def product(args, thread, num_threads):  # type: ignore[no-untyped-def]
-        y, x = pointer_to(args[0], like), pointer_to(args[1], like)
-        weight, bias, has_bias = args[2], pointer_to(args[3], like), args[3] != 0
-        scratch, num_rows = pointer_to(args[4], float32(0)), args[5] + 0 * sources
-        num_out, num_in, y_stride = args[6], args[7], args[8]
+        weight, scratch, max_rows = args[2], pointer_to(args[4], float32(0)), args[5] + 0 * sources
+        num_out, num_in, starts = args[6], args[7], pointer_to(args[11], int32(0))
         num_blocks, num_groups = num_in // size, num_in // group_size
-        sums = thread * (num_rows * (num_in + num_groups) + tile * lanes)
+        sums = thread * (max_rows * (num_in + num_groups) + tile * lanes)
         xs = sums + tile * lanes
-        x_sums = xs + num_rows * num_in
-        copy_x(x, scratch, xs, num_rows * num_in)
-        if has_sums:
-            add_groups(scratch, xs, x_sums, num_rows * num_groups, group_size)
+        x_sums = xs + max_rows * num_in
         num_panels = (num_out + lanes - 1) // lanes
         panel_bytes = num_blocks * num_bytes * lanes
         begin, end = thread * num_panels // num_threads, (thread + 1) * num_panels // num_threads
-        for i in range(begin, end):
-            out, panel = i * lanes, weight + i * panel_bytes
-            count = min(lanes, num_out - out)
-            row = 0
-            while row < num_rows:
-                at, at_sums = xs + row * num_in, x_sums + row * num_groups
-                if row + tile <= num_rows:
-                    num_done = tile
-                    multiply_panel(
-                        kind,
-                        tile,
-                        panel,
-                        num_blocks,
-                        scratch,
-                        at,
-                        num_in,
-                        at_sums,
-                        num_groups,
-                        sums,
-                    )
-                else:
-                    num_done = one
-                    multiply_panel(
-                        kind, one, panel, num_blocks, scratch, at, num_in, at_sums, num_groups, sums
-                    )
-                for j in range(num_done):
-                    y_base, sum_base = (row + j) * y_stride + out, sums + j * lanes
-                    write_sums(y, y_base, scratch, sum_base, bias, out, has_bias, count)
-                row += num_done
+        for expert in range(args[12]):
+            first, num_rows = int64(0), max_rows
+            if args[10] != 0:
+                first = int64(starts[expert])
+                num_rows = int64(starts[expert + 1]) - first
+            gather_x(args, first, num_rows, scratch, xs)
+            if has_sums:
+                add_groups(scratch, xs, x_sums, num_rows * num_groups, group_size)
+            for i in range(begin, end):
+                panel = weight + (expert * num_panels + i) * panel_bytes
+                row = 0
+                while row < num_rows:
+                    at, at_sums = xs + row * num_in, x_sums + row * num_groups
+                    if row + tile <= num_rows:
+                        num_done = tile
+                        multiply_panel(
+                            kind,
+                            tile,
+                            panel,
+                            num_blocks,
+                            scratch,
+                            at,
+                            num_in,
+                            at_sums,
+                            num_groups,
+                            sums,
+                        )
+                    else:
+                        num_done = one
+                        multiply_panel(
+                            kind,
+                            one,
+                            panel,
+                            num_blocks,
+                            scratch,
+                            at,
+                            num_in,
+                            at_sums,
+                            num_groups,
+                            sums,
+                        )
+                    write_sums(args, first + row, num_done, i * lanes, scratch, sums)
+                    row += num_done
 
-    return compile_kept(product, SIGNATURE, f"CPU product with {name} for {element}: 2 to 10")
+    return compile_kept(product, SIGNATURE, f"CPU product with {name}: 2 to 10")
 
 
 @kernel
-def copy_x(x: Any, scratch: Any, xs: int, count: int) -> None:
-    for i in range(count):
-        scratch[xs + i] = load(x, i)
+def gather_x(args: Any, first: int, num_rows: int, scratch: Any, xs: int) -> None:
+    """Widen rows of x, those of the pairs from `first` on."""
+    if args[9] != 0:
+        _gather(args, pointer_to(args[1], uint16(0)), first, num_rows, scratch, xs)
+    else:
+        _gather(args, pointer_to(args[1], float32(0)), first, num_rows, scratch, xs)
+
+
+@kernel
+def _gather(args: Any, x: Any, first: int, num_rows: int, scratch: Any, xs: int) -> None:
+    num_in, order, per_row = args[7], pointer_to(args[10], int32(0)), args[13]
+    for row in range(num_rows):
+        source = row if args[10] == 0 else int64(order[first + row]) // per_row
+        for i in range(num_in):
+            scratch[xs + row * num_in + i] = load(x, source * num_in + i)
 
 
 @kernel
@@ -267,14 +290,29 @@ def add_groups(scratch: Any, xs: int, x_sums: int, num_groups: int, size: int) -
 
 
 @kernel
-def write_sums(
-    y: Any, at: int, sums: Any, base: int, bias: Any, out: int, has_bias: bool, count: int
-) -> None:
-    for i in range(count):
-        value = sums[base + i]
-        if has_bias:
-            value += load(bias, out + i)
-        store(y, at + i, value)
+def write_sums(args: Any, first: int, num_rows: int, out: int, sums: Any, base: int) -> None:
+    """Set columns of y from `out` on, in the rows of the pairs from `first` on."""
+    if args[9] != 0:
+        _write(args, uint16(0), first, num_rows, out, sums, base)
+    else:
+        _write(args, float32(0), first, num_rows, out, sums, base)
+
+
+@kernel
+def _write(args: Any, like: Any, first: int, num_rows: int, out: int, sums: Any, base: int) -> None:
+    y, bias, order = (
+        pointer_to(args[0], like),
+        pointer_to(args[3], like),
+        pointer_to(args[10], int32(0)),
+    )
+    count = min(int64(PANEL_ROWS), args[6] - out)
+    for j in range(num_rows):
+        row = first + j if args[10] == 0 else int64(order[first + j])
+        for i in range(count):
+            value = sums[base + j * PANEL_ROWS + i]
+            if args[3] != 0:
+                value += load(bias, out + i)
+            store(y, row * args[8] + out + i, value)
 
 
 def compile_widening(name: str, element: Element, wide_element: Element) -> Any:

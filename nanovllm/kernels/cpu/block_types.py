@@ -45,10 +45,12 @@ class BlockType:
         return sum(self.units)
 
 
-def pack_panels(rows: npt.NDArray[np.uint8], kind: BlockType) -> npt.NDArray[np.uint8]:
+def pack_panels(
+    rows: npt.NDArray[np.uint8], kind: BlockType, panels: npt.NDArray[np.uint8]
+) -> None:
     """Lay rows of blocks out as panels; rows of zeros, which are zeros, fill the last one."""
-    num_panels = -(-len(rows) // PANEL_ROWS)
-    panels = np.zeros((num_panels, rows.shape[1] * PANEL_ROWS), np.uint8)
+    if len(rows) % PANEL_ROWS:
+        panels[-1] = 0
     for panel, first in zip(panels, range(0, len(rows), PANEL_ROWS), strict=True):
         part = rows[first : first + PANEL_ROWS]
         blocks = part.reshape(len(part), -1, kind.num_bytes)
@@ -59,7 +61,6 @@ def pack_panels(rows: npt.NDArray[np.uint8], kind: BlockType) -> npt.NDArray[np.
             lanes = target[:, start * PANEL_ROWS : (start + size) * PANEL_ROWS]
             lanes = lanes.reshape(-1, count, PANEL_ROWS, unit)  # a view
             lanes[:, :, : len(part)] = source.transpose(1, 2, 0, 3)
-    return panels
 
 
 def _runs(kind: BlockType) -> list[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.composed_linear import ComposedLinear
@@ -14,8 +15,9 @@ from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
 from nanovllm.kernels.cpu.block_types import PANEL_ROWS, TYPES, pack_panels
 from nanovllm.kernels.cpu.interpreter import Element
+from nanovllm.kernels.cpu.mixture import Pairs, compose_experts
 from nanovllm.kernels.cpu.program import float_bits
-from nanovllm.kernels.ops import Activation, PackedLinear
+from nanovllm.kernels.ops import Activation, PackedExperts, PackedLinear, Routing
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.ops import NumbaOps
@@ -28,16 +30,28 @@ class Panels:
     """Rows of one block type, laid out as kernels read them."""
 
     kind: str
-    data: Tensor  # [panels, bytes]
-    num_out: int
+    data: Tensor  # [panels, bytes], those of one expert after another
+    num_out: int  # of each
     num_in: int
+
+    def of_expert(self, expert: int) -> Panels:
+        num_panels = -(-self.num_out // PANEL_ROWS)
+        data = self.data[expert * num_panels : (expert + 1) * num_panels]
+        return Panels(self.kind, data, self.num_out, self.num_in)
 
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
-    """Lay out rows of blocks [rows, bytes]."""
-    num_in = rows.shape[1] // TYPES[kind].num_bytes * TYPES[kind].size
-    data = torch.from_numpy(pack_panels(rows.numpy(), TYPES[kind]))
-    return Panels(kind, data, len(rows), num_in)
+    """Lay out rows of blocks, [rows, bytes] or [experts, rows, bytes]."""
+    *_, num_rows, num_bytes = rows.shape
+    num_in = num_bytes // TYPES[kind].num_bytes * TYPES[kind].size
+    experts = rows.view(-1, num_rows, num_bytes).numpy()
+    num_panels = -(-num_rows // PANEL_ROWS)
+    data = torch.empty(len(experts) * num_panels, num_bytes * PANEL_ROWS, dtype=torch.uint8)
+    for part, target in zip(
+        experts, data.numpy().reshape(len(experts), num_panels, -1), strict=True
+    ):
+        pack_panels(part, TYPES[kind], target)
+    return Panels(kind, data, num_rows, num_in)
 
 
 class BlockKernels:
@@ -61,7 +75,7 @@ class BlockKernels:
         def run(x: Tensor) -> Tensor:
             num_rows = x.shape[0]
             if num_rows > max_rows:
-                return self._many(x, parts, bias, num_out)
+                return self.multiply_many(x, parts, bias)
             x, y = x.contiguous(), self._launcher.empty(num_rows, num_out)
             first = 0
             for part in parts:
@@ -82,32 +96,63 @@ class BlockKernels:
         launcher.launch(kernels.CALL, self._widenings[table.kind], *addresses, *lookup)
         return out
 
-    def _few(self, x: Tensor, y: Tensor, part: Panels, bias: Tensor | None, first: int) -> None:
+    def pack_experts(
+        self, gate: Panels, up: Panels, down: Panels, num_experts: int, routing: Routing
+    ) -> PackedExperts:
+        """Make the layer of experts, as Ops.pack_experts does."""
+        for part in (gate, up, down):
+            self._compile(part.kind)
+        return compose_experts(self._ops, BlockMixture(self, gate, up, down, num_experts), routing)
+
+    def multiply_pairs(self, x: Tensor, parts: Sequence[Panels], pairs: Pairs) -> Tensor:
+        """Multiply the row of each pair with the parts of its expert, one below another."""
+        y = self._launcher.empty(len(pairs.order), sum(part.num_out for part in parts))
+        first = 0
+        for part in parts:
+            self._few(x, y, part, None, first, pairs)
+            first += part.num_out
+        return y
+
+    def _few(
+        self,
+        x: Tensor,
+        y: Tensor,
+        part: Panels,
+        bias: Tensor | None,
+        first: int,
+        pairs: Pairs | None = None,
+    ) -> None:
         """Fill the columns of y from `first` on."""
-        launcher, num_rows = self._launcher, len(x)
+        launcher, num_rows, grouping = self._launcher, len(x), (0, 0, 1, 1)
+        if pairs is not None:
+            addresses = pairs.order.data_ptr(), pairs.starts.data_ptr()
+            per_row = len(pairs.order) // max(len(x), 1)
+            num_rows, grouping = pairs.max_rows, (*addresses, len(pairs.starts) - 1, per_row)
         num_groups = part.num_in // TYPES[part.kind].group_size
         per_thread = num_rows * (part.num_in + num_groups) + TILE_ROWS * PANEL_ROWS
         scratch = launcher.scratch(launcher.num_threads * per_thread)
         offset = first * y.itemsize
-        bias_address = 0 if bias is None else bias.data_ptr() + offset
         launcher.launch(
             kernels.CALL,
             self._products[part.kind],
             y.data_ptr() + offset,
             x.data_ptr(),
             part.data.data_ptr(),
-            bias_address,
+            0 if bias is None else bias.data_ptr() + offset,
             scratch.data_ptr(),
             num_rows,
             part.num_out,
             part.num_in,
             y.shape[1],
+            y.dtype == torch.bfloat16,
+            *grouping,
         )
 
-    def _many(
-        self, x: Tensor, parts: Sequence[Panels], bias: Tensor | None, num_out: int
+    def multiply_many(
+        self, x: Tensor, parts: Sequence[Panels], bias: Tensor | None = None
     ) -> Tensor:
-        dtype = self._ops.product_dtype
+        """Multiply many rows with parts that lie one below another, each widened piece by piece."""
+        num_out, dtype = sum(part.num_out for part in parts), self._ops.product_dtype
         wide, y, column = x.to(dtype), x.new_empty(len(x), num_out), 0
         for part in parts:
             step = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
@@ -128,10 +173,31 @@ class BlockKernels:
     def _compile(self, kind: str) -> None:
         if kind in self._products:
             return
-        product = compile_product(kind, self._element)
+        product = compile_product(kind)
         widening = compile_widening(kind, self._element, _element(self._ops.product_dtype))
         self._compiled += [product, widening]
         self._products[kind], self._widenings[kind] = product.address, widening.address
+
+
+class BlockMixture:
+    """Experts as they are stored; each part has the panels of all."""
+
+    def __init__(
+        self, blocks: BlockKernels, gate: Panels, up: Panels, down: Panels, num_experts: int
+    ) -> None:
+        self.num_experts, self._blocks = num_experts, blocks
+        self._gate_up, self._down = (gate, up), down
+
+    def gate_up(self, x: Tensor, pairs: Pairs) -> Tensor:
+        return self._blocks.multiply_pairs(x, self._gate_up, pairs)
+
+    def down(self, x: Tensor, pairs: Pairs) -> Tensor:
+        return self._blocks.multiply_pairs(x, [self._down], pairs)
+
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        parts = [part.of_expert(expert) for part in self._gate_up]
+        gate, up = self._blocks.multiply_many(x, parts).chunk(2, dim=-1)
+        return self._blocks.multiply_many(F.silu(gate) * up, [self._down.of_expert(expert)])
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
