@@ -73,7 +73,7 @@ def multiply_panel(
         _for_groups(builder, block_type, panel, num_blocks, add)
         for row, total in enumerate(totals):
             index = builder.add(target, I64(row * PANEL_ROWS))
-            _store_floats(builder, builder.load(total), builder.gep(b, [index]))
+            _store(builder, builder.load(total), builder.gep(b, [index]))
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -121,27 +121,49 @@ def _add_group(
 def widen_panel(
     context: Any, kind: Any, panel: Any, num_blocks: Any, out: Any, first: Any, stride: Any
 ) -> Any:
-    """Set out[first + stride * column + lane] to the weights of a panel."""
+    """Set out[first + stride * lane + column] to the weights of a panel."""
     block_type = TYPES[NAMES[kind.literal_value]]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, panel, num_blocks, out, first, stride = args
 
         def write(group: Group, column: Any) -> None:
-            for i in range(block_type.group_size):
-                values = builder.sitofp(group.integer(i), FLOATS)
-                values = builder.fadd(values, splat(FLOATS, -group.offset))
-                values = builder.fmul(values, group.scale)
-                if group.low is not None:
-                    values = builder.fadd(values, group.low)
-                row = builder.mul(builder.add(column, I64(i)), stride)
-                _store_floats(builder, values, builder.gep(out, [builder.add(first, row)]))
+            for i in range(0, block_type.group_size, PANEL_ROWS):
+                columns = [_widen(builder, group, i + j) for j in range(PANEL_ROWS)]
+                if isinstance(out.type.pointee, ir.IntType):
+                    columns = [_narrow(builder, values) for values in columns]
+                at = builder.add(builder.add(first, column), I64(i))
+                for lane, values in enumerate(_transpose(builder, columns)):
+                    index = builder.add(at, builder.mul(stride, I64(lane)))
+                    _store(builder, values, builder.gep(out, [index]))
 
         _for_groups(builder, block_type, panel, num_blocks, write)
         return context.get_dummy_value()
 
     i64 = types.int64
     return types.void(kind, i64, i64, out, i64, i64), generate
+
+
+def _widen(builder: Any, group: Group, column: int) -> Any:
+    """The weights of all rows in a column, rounded where a reference rounds."""
+    values = builder.sitofp(group.integer(column), FLOATS)
+    if group.offset:
+        values = builder.fadd(values, splat(FLOATS, -group.offset))
+    values = builder.fmul(values, group.scale)
+    return values if group.low is None else builder.fadd(values, group.low)
+
+
+def _transpose(builder: Any, columns: list[Any]) -> list[Any]:
+    """Turn as many vectors as they have lanes into those of the first lanes, the second ones..."""
+    half = PANEL_ROWS // 2
+    pairs = [lane for i in range(PANEL_ROWS) for lane in (i, i + PANEL_ROWS)]
+    for _ in range(PANEL_ROWS.bit_length() - 1):  # each merges the lanes of i and i + half
+        columns = [
+            builder.shuffle_vector(columns[i], columns[i + half], ir.Constant(WORDS, part))
+            for i in range(half)
+            for part in (pairs[:PANEL_ROWS], pairs[PANEL_ROWS:])
+        ]
+    return columns
 
 
 def _for_groups(builder: Any, kind: BlockType, panel: Any, num_blocks: Any, use: Any) -> None:
@@ -173,9 +195,7 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(product, c, flags=("contract",))
 
 
-def _store_floats(builder: Any, values: Any, address: Any) -> None:
-    if isinstance(address.type.pointee, ir.IntType):
-        values = _narrow(builder, values)
+def _store(builder: Any, values: Any, address: Any) -> None:
     builder.store(values, builder.bitcast(address, values.type.as_pointer()), align=2)
 
 
@@ -318,8 +338,8 @@ def _write(args: Any, like: Any, first: int, num_rows: int, out: int, sums: Any,
 def compile_widening(name: str, element: Element, wide_element: Element) -> Any:
     """Make the kernel that widens panels, or the rows of a table that token ids name.
 
-    Panels become columns: wide[column, 16 * panel + lane]. A row goes to rows[i], scaled; of `wide`
-    each thread then has a panel.
+    Panels become rows: wide[16 * panel + lane, column]. A row of a table goes to rows[i], scaled;
+    of `wide` each thread then has a panel.
     """
     kind, size, num_bytes = NAMES.index(name), TYPES[name].size, TYPES[name].num_bytes
     like, wide_like = like_of(element), like_of(wide_element)
@@ -332,14 +352,14 @@ def compile_widening(name: str, element: Element, wide_element: Element) -> Any:
         is_lookup, num_blocks = args[4] != 0, num_in // size
         panel_bytes = num_blocks * num_bytes * lanes
         for i in range(thread * count // num_threads, (thread + 1) * count // num_threads):
-            index, first, stride = i, i * lanes, count * lanes
+            index, first = i, i * num_in * lanes
             if is_lookup:
-                index, first, stride = token_ids[i] // lanes, thread * num_in * lanes, lanes
-            widen_panel(kind, weight + index * panel_bytes, num_blocks, wide, first, stride)
+                index, first = token_ids[i] // lanes, thread * num_in * lanes
+            widen_panel(kind, weight + index * panel_bytes, num_blocks, wide, first, num_in)
             if is_lookup:
-                lane = first + token_ids[i] % lanes
+                row = first + token_ids[i] % lanes * num_in
                 for j in range(num_in):
-                    value = round_to(load(wide, lane + j * lanes), like)
+                    value = round_to(load(wide, row + j), like)
                     store(rows, i * num_in + j, value * scale)
 
     return compile_kept(widen, SIGNATURE, f"CPU kernel to widen {name} for {element}: 2 to 10")

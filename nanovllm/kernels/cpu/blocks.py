@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
@@ -21,8 +22,6 @@ from nanovllm.kernels.ops import Activation, PackedExperts, PackedLinear, Routin
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.ops import NumbaOps
-
-PIECE_SIZE = 1 << 20  # weights that are widened at a time for a product of many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +154,19 @@ class BlockKernels:
         num_out, dtype = sum(part.num_out for part in parts), self._ops.product_dtype
         wide, y, column = x.to(dtype), x.new_empty(len(x), num_out), 0
         for part in parts:
-            step = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
+            step = max(widened.PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
             for first in range(0, len(part.data), step):
                 panels = part.data[first : first + step]
-                weight = torch.empty(part.num_in, len(panels) * PANEL_ROWS, dtype=dtype)
+                weight = torch.empty(len(panels) * PANEL_ROWS, part.num_in, dtype=dtype)
                 sizes = part.num_in, len(panels), 0, 0, 0
                 address = self._widenings[part.kind]
                 self._launcher.launch(
                     kernels.CALL, address, weight.data_ptr(), panels.data_ptr(), *sizes
                 )
-                count = min(weight.shape[1], part.num_out - first * PANEL_ROWS)
+                count = min(len(weight), part.num_out - first * PANEL_ROWS)
                 columns = slice(column, column + count)
-                y[:, columns] = _multiply(wide, weight[:, :count], bias, columns)
+                part_bias = None if bias is None else bias[columns].to(dtype)
+                y[:, columns] = F.linear(wide, weight[:count], part_bias)
                 column += count
         return y
 
@@ -198,12 +198,6 @@ class BlockMixture:
         parts = [part.of_expert(expert) for part in self._gate_up]
         gate, up = self._blocks.multiply_many(x, parts).chunk(2, dim=-1)
         return self._blocks.multiply_many(F.silu(gate) * up, [self._down.of_expert(expert)])
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
-    if bias is None:
-        return torch.mm(x, weight)
-    return torch.addmm(bias[columns].to(x.dtype), x, weight)
 
 
 def _element(dtype: torch.dtype) -> Element:
