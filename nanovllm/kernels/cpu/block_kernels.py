@@ -50,9 +50,7 @@ def multiply_panel(
     num_blocks: Any,
     b: Any,
     xs: Any,
-    x_stride: Any,
     x_sums: Any,
-    sums_stride: Any,
     target: Any,
 ) -> Any:
     """Set b[target + 16 * row + lane] to the products of a panel with rows of x in b.
@@ -62,9 +60,12 @@ def multiply_panel(
     block_type, count = TYPES[NAMES[kind.literal_value]], num_rows.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, panel, num_blocks, b, xs, x_stride, x_sums, sums_stride, target = args
-        rows = [builder.add(xs, builder.mul(x_stride, I64(r))) for r in range(count)]
-        sums = [builder.add(x_sums, builder.mul(sums_stride, I64(r))) for r in range(count)]
+        _, _, panel, num_blocks, b, xs, x_sums, target = args
+        num_in, num_groups = block_type.size, block_type.size // block_type.group_size
+        rows = [builder.add(xs, builder.mul(num_blocks, I64(r * num_in))) for r in range(count)]
+        sums = [
+            builder.add(x_sums, builder.mul(num_blocks, I64(r * num_groups))) for r in range(count)
+        ]
         totals = [_variable(builder) for _ in rows]
 
         def add(group: Group, column: Any) -> None:
@@ -77,7 +78,7 @@ def multiply_panel(
         return context.get_dummy_value()
 
     i64 = types.int64
-    signature = types.void(kind, num_rows, i64, i64, b, i64, i64, i64, i64, i64)
+    signature = types.void(kind, num_rows, i64, i64, b, i64, i64, i64)
     return signature, generate
 
 
@@ -250,32 +251,10 @@ def compile_product(name: str) -> Any:
                     at, at_sums = xs + row * num_in, x_sums + row * num_groups
                     if row + tile <= num_rows:
                         num_done = tile
-                        multiply_panel(
-                            kind,
-                            tile,
-                            panel,
-                            num_blocks,
-                            scratch,
-                            at,
-                            num_in,
-                            at_sums,
-                            num_groups,
-                            sums,
-                        )
+                        multiply_panel(kind, tile, panel, num_blocks, scratch, at, at_sums, sums)
                     else:
                         num_done = one
-                        multiply_panel(
-                            kind,
-                            one,
-                            panel,
-                            num_blocks,
-                            scratch,
-                            at,
-                            num_in,
-                            at_sums,
-                            num_groups,
-                            sums,
-                        )
+                        multiply_panel(kind, one, panel, num_blocks, scratch, at, at_sums, sums)
                     write_sums(args, first + row, num_done, i * lanes, scratch, sums)
                     row += num_done
 
