@@ -124,6 +124,9 @@ class CudaPlatform:
             return torch.float16
         return dtype
 
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return False
+
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
