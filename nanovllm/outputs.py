@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Sequence[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
     stop_reason: str | int | None  # the stop string or token, if one of those asked for ended it
@@ -47,7 +47,7 @@ class RequestOutput(Mapping[str, Any]):
     duration: float  # seconds from arrival to the last token
     error: str | None = None  # why the request failed, if it did
     # If asked for: of every token, by token id; the token itself first, then the likeliest ones.
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for its first token
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
@@ -93,7 +93,7 @@ class StreamPiece:
     text: str
     token_ids: list[int]
     output: RequestOutput | None
-    logprobs: list[dict[int, Logprob]] | None = None  # of token_ids, if asked for
+    logprobs: Sequence[dict[int, Logprob]] | None = None  # of token_ids, if asked for
     sample: int = 0  # of several
     index: int = 0  # of the prompt among those given to `LLM.stream`
 

@@ -25,11 +25,17 @@ FIRST = (
     "tests/kernels/cuda/test_interpreted.py",
     "tests/server/",
     "tests/ray/",
+    "tests/test_structured.py",
+    "tests/backends/cuda/test_interpreted_engine.py",
+    "tests/clients/",
+    "tests/serving/test_async_llm.py",
+    "tests/executor/",
     "tests/backends/test_recorded_forward.py",
 )
 SHARED = {
     "tests/server/": "server",
     "tests/ray/": "ray",
+    "tests/clients/": "clients",
     # Compiled after the other kernels, those of experts take half the time.
     "tests/attention/test_cpu.py": "kernels",
     "tests/kernels/cpu/test_experts.py": "kernels",

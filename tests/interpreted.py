@@ -9,12 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from triton.language import core
 from triton.runtime import interpreter
 
 
 def main() -> None:
     del sys.argv[0]
-    with patch.object(interpreter, "_patch_lang", patch_language_once(interpreter._patch_lang)):
+    with (
+        patch.object(interpreter, "_patch_lang", patch_language_once(interpreter._patch_lang)),
+        patch.object(interpreter, "_get_np_dtype", by_name(interpreter._get_np_dtype)),
+        patch.object(core.block_type, "__init__", describe_once(core.block_type.__init__)),
+        patch.object(core.tensor, "__init__", shape_once(core.tensor.__init__)),
+    ):
         for module in sys.argv[0].split(","):
             runpy.run_module(module, run_name="__main__")
 
@@ -33,6 +39,45 @@ def patch_language_once(patch_language: Callable[[Any], object]) -> Callable[[An
         return SimpleNamespace(restore=lambda: None)
 
     return patch_once
+
+
+def by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Find what a type is in numpy once; the interpreter makes a table of all at each look."""
+    found: dict[str, Any] = {}
+
+    def look_up(kind: Any) -> Any:
+        if kind.name not in found:
+            found[kind.name] = find(kind)
+        return found[kind.name]
+
+    return look_up
+
+
+def describe_once(init: Callable[..., None]) -> Callable[..., None]:
+    """Name and check a block's type once, not for the result of each operation: a fifth of it."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key], element_ty=element_ty)
+
+    return init_block_type
+
+
+def shape_once(init: Callable[..., None]) -> Callable[..., None]:
+    """Share the shape that all tensors of a type have."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            init(self, handle, type)
+            known[type.name] = vars(self).copy()
+        vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    return init_tensor
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8",
 def test_engines_run_the_same_workloads(engines: list[str], tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     cases = ["--case", "mixed", "2x16x1", "1x16x4", "--repeats", "1", "--json", str(results)]
-    result = run_program("bench.py", *WORKLOAD, *cases, "--engine", *engines, timeout=400)
+    result = run_program("bench.py", *WORKLOAD, *cases, "--engine", *engines, timeout=1200)
     assert result.returncode == 0, result.stderr
     rows = [line.split(" | ")[0] for line in result.stdout.splitlines()[2:6]]
     units = {"nano-2-20-8": "tok/s", "2x16x1": "prompt tok/s", "1x16x4": "ms/step, whole run"}

@@ -33,7 +33,7 @@ def test_the_demo_at_a_terminal() -> None:
 def test_the_demo_in_a_pipe(num_ranks: int) -> None:
     options = ["--model", "smollm2", "--max_tokens", "10"]
     options += ["--tensor-parallel-size", str(num_ranks)]
-    result = run_program("example.py", *options, timeout=300)
+    result = run_program("example.py", *options, timeout=1200)
     assert (result.returncode, result.stderr) == (0, "")
     assert "The capital of France is Paris.\n" in result.stdout
     assert result.stdout.replace("\n", "").isprintable()

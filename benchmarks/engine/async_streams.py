@@ -41,8 +41,9 @@ def main() -> None:
             remote.close()
     for name, values in zip(("LLM", "AsyncLLM"), zip(*rates, strict=True), strict=True):
         print(f"{name}: {statistics.median(values):,.0f} tok/s of {args.streams} streams")
-    share = statistics.median(streamed / whole for whole, streamed in rates)
-    print(f"AsyncLLM / LLM: {share:.3f}, the median of {args.rounds} rounds")
+    shares = [streamed / whole for whole, streamed in rates]
+    each = " ".join(f"{share:.3f}" for share in shares)
+    print(f"AsyncLLM / LLM: {statistics.median(shares):.3f}, the median of the rounds {each}")
 
 
 def rate(run: Any, args: argparse.Namespace) -> float:

@@ -81,7 +81,7 @@ class PausedGrammars:
         return Grammar("")
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
-        return SimpleNamespace(finishes=lambda token_id: False)
+        return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
     def masks(self, matchers: list[Any]) -> tuple[np.ndarray, list[int]]:
         time.sleep(len(matchers) * self.seconds)

@@ -2,11 +2,13 @@
 
     python -m benchmarks.kernels.cpu_products linear    # SmolLM2's projections, few rows
     python -m benchmarks.kernels.cpu_products experts   # a layer of Qwen3-30B-A3B's experts
+    python -m benchmarks.kernels.cpu_products blocks    # weights as GGUF stores them, and bfloat16
 
 Weights are random. Projections of all layers run in turn, so that weights come from memory as they
 do in a decode step. Experts are all of them in bfloat16 and half of them in float32; beside them
 run a loop over experts as models are often written, and "sum": how long torch takes to add up the
-weights of those that were chosen, each of which has to be read once. Medians count.
+weights of those that were chosen, each of which has to be read once. Of weights as blocks there is
+one large projection of each type. Medians count.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch import Tensor
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
 from nanovllm.kernels import widened
+from nanovllm.kernels.cpu.block_types import TYPES
+from nanovllm.kernels.cpu.blocks import to_panels
 from nanovllm.kernels.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Routing
@@ -32,6 +36,7 @@ from nanovllm.platforms.cpu_features import find_cpu_features
 FEATURES = find_cpu_features()
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
 HIDDEN, EXPERT_SIZE, ROUTING = 2048, 768, Routing(8, is_normalized=True)
+BLOCKS_SHAPE = 32768, 768
 NUM_ROUNDS = 5
 
 
@@ -39,6 +44,8 @@ def main() -> None:
     args = parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {NUM_ROUNDS} rounds")
     with torch.inference_mode():
+        if args.products == "blocks":
+            return measure_blocks(args.rows or [1, 2, 4, 8, 16, 64, 512])
         for dtype in (torch.bfloat16, torch.float32):
             ops = NumbaOps(Launcher(dtype), FEATURES)
             if args.products == "linear":
@@ -65,6 +72,21 @@ def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
         inputs = [torch.randn(num_rows, weight.shape[1]).to(dtype) for weight in weights]
         runs = {name: partial(run_all, linears, inputs) for name, linears in models.items()}
         report(f"{dtype} {num_rows:2d} rows", runs, sum(weight.nbytes for weight in weights))
+
+
+def measure_blocks(rows: list[int]) -> None:
+    """Random bytes: what they stand for does not matter here, only that they are finite."""
+    ops = NumbaOps(Launcher(torch.bfloat16), FEATURES)
+    plain = ops.pack_linear(torch.randn(BLOCKS_SHAPE).bfloat16(), None, None, has_room=True)
+    num_out, num_in = BLOCKS_SHAPE
+    for kind, block_type in TYPES.items():
+        row_bytes = num_in // block_type.size * block_type.num_bytes
+        weight = to_panels(kind, torch.randint(0, 60, (num_out, row_bytes), dtype=torch.uint8))
+        stored = ops.blocks.pack_linear([weight], None, None)
+        for num_rows in rows:
+            x = torch.randn(num_rows, num_in).bfloat16()
+            runs = {"bfloat16": partial(plain, x), "ours": partial(stored, x)}
+            report(f"{kind} {num_rows:3d} rows", runs, weight.data.nbytes)
 
 
 def run_all(linears: list[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
@@ -123,7 +145,7 @@ def report(name: str, runs: dict[str, Callable[[], object]], num_bytes: int) -> 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("products", choices=["linear", "experts"])
+    add("products", choices=["linear", "experts", "blocks"])
     add("--rows", type=at_least(1), nargs="+", metavar="N", help="or tokens (default: several)")
     add("--experts", type=at_least(16), default=128, help="float32 takes half (default: 128)")
     return parser.parse_args()

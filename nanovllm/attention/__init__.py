@@ -48,4 +48,4 @@ def _create_on_cuda(
 
     properties = torch.cuda.get_device_properties(platform.device)
     is_hopper = properties.major == 9
-    return TritonAttention(platform, properties.multi_processor_count, has_tma=is_hopper)
+    return TritonAttention(platform, properties.multi_processor_count, is_hopper)

@@ -13,7 +13,9 @@ from nanovllm.kernels.cuda.attention_decode import (
     SharedPart,
     SingleRows,
     choose_splits,
+    decode_config,
     paged_decode,
+    suits_large_tiles,
 )
 from nanovllm.kernels.cuda.attention_prefill import (
     PrefillRows,
@@ -21,6 +23,7 @@ from nanovllm.kernels.cuda.attention_prefill import (
     choose_prefill_splits,
     paged_prefill,
     prefill_config,
+    with_more_stages,
 )
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
 from nanovllm.kernels.cuda.attention_tma import suits_tma, tma_prefill
@@ -37,10 +40,10 @@ class TritonPlan:
 
 
 class TritonAttention:
-    def __init__(self, platform: Platform, num_processors: int, has_tma: bool = False) -> None:
+    def __init__(self, platform: Platform, num_processors: int, is_hopper: bool = False) -> None:
         self.platform = platform
         self.num_processors = num_processors
-        self.has_tma = has_tma
+        self.is_hopper = is_hopper
 
     def plan(self, rows: BatchRows) -> TritonPlan:
         """Split the rows by kind and send their columns in one copy."""
@@ -100,7 +103,7 @@ class TritonAttention:
     def _prefill(
         self, q: Tensor, cache: PagedCache, rows: PrefillRows, spec: AttentionSpec, out: Tensor
     ) -> None:
-        if self.has_tma and suits_tma(q, cache, rows.max_query_len, spec.window):
+        if self.is_hopper and suits_tma(q, cache, rows.max_query_len, spec.window):
             tma_prefill(q, cache, rows, out, spec.scale)
             return
         num_tokens, num_heads, head_dim = q.shape
@@ -113,6 +116,8 @@ class TritonAttention:
         num_splits = choose_prefill_splits(
             num_tokens * group, num_kv_heads, config, max_keys, self.num_processors
         )
+        if self.is_hopper and num_splits == 1:
+            config = with_more_stages(config)
         paged_prefill(q, cache, rows, out, spec.scale, spec.window, num_splits, config)
 
     def _decode(
@@ -123,9 +128,12 @@ class TritonAttention:
         assert rows is not None
         max_context = plan.max_context or cache.max_context
         max_keys = min(max_context, spec.window or max_context)
-        num_splits = choose_splits(len(rows.slots), cache.k.shape[2], max_keys, self.num_processors)
+        num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
+        num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
+        is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
+        config = decode_config(q.shape[2], q.dtype, is_large)
         part = None
         if shared is not None and spec.window is None:
             parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale)
             part = SharedPart(shared.lens, parts)
-        paged_decode(q, cache, rows, out, spec.scale, spec.window, num_splits, part)
+        paged_decode(q, cache, rows, out, spec.scale, spec.window, num_splits, part, config)

@@ -32,10 +32,14 @@ _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 # Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
 _END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
+# The one key of no config.json: which tensors are quantised, by name, and how.
+BLOCK_TYPES_KEY = "gguf_block_types"
+
 PIECE_ELEMENTS = 4 << 20  # dequantised at a time: 16 MB
 DEQUANTISED_ELEMENTS = 1 << 17  # of a piece in one call, which has some copies in the works
 FLOAT_TYPES = ("F32", "F16", "BF16")
-TENSOR_TYPES = (*FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 
 # Any other key under "{architecture}." may change the numbers, so it is refused by name.
 _KNOWN_KEYS = re.compile(
@@ -80,6 +84,8 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     }
     for key, (name, default) in architecture.numbers.items():
         config[name] = number(key, default) or None  # a window of 0 is none
+    if types := _block_types(reader, architecture):
+        config[BLOCK_TYPES_KEY] = types
     return config | architecture.derive(config)
 
 
@@ -94,14 +100,16 @@ def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor under its Hugging Face name and shape; `read` yields rows as floats.
+    """A tensor under its Hugging Face name and shape.
 
-    All of them, or a slice that begins and ends with heads where these are out of order.
+    `read` yields rows as floats, `read_blocks` the bytes of each row as they are stored: all rows,
+    or a slice that begins and ends with heads where these are out of order.
     """
 
     name: str
     shape: tuple[int, ...]
     read: Callable[..., Iterator[npt.NDArray[Any]]]
+    read_blocks: Callable[..., Iterator[npt.NDArray[Any]]]
 
 
 def list_tensors(path: Path) -> list[GGUFTensor]:
@@ -119,8 +127,10 @@ def list_tensors(path: Path) -> list[GGUFTensor]:
         is_stacked = "*" in name  # the same projection of all experts
         shape = shape[1:] if is_stacked else shape
         for expert, data in enumerate(tensor.data if is_stacked else [tensor.data]):
-            read = partial(_read, metadata.reader, data, tensor.tensor_type, shape, heads, offset)
-            listed.append(GGUFTensor(name.replace("*", str(expert)), shape, read))
+            read = partial(_read, metadata.reader, data, shape=shape, num_heads=heads)
+            floats = partial(read, kind=tensor.tensor_type, offset=offset)
+            name_of_one = name.replace("*", str(expert))
+            listed.append(GGUFTensor(name_of_one, shape, floats, partial(read, kind=None)))
     return listed
 
 
@@ -213,32 +223,49 @@ def _torch_dtype(reader: GGUFReader) -> str:
     return "float16" if types <= {"F16", "F32"} else "bfloat16"
 
 
+def _block_types(reader: GGUFReader, architecture: Architecture) -> dict[str, str]:
+    named = [(_known_name(tensor, architecture), tensor) for tensor in reader.tensors]
+    types = {name: t.tensor_type.name for name, t in named if name is not None}
+    return {name: kind for name, kind in types.items() if kind in BLOCK_TYPES}
+
+
 def _hf_name(tensor: ReaderTensor, architecture: Architecture, path: Path) -> str:
+    if (name := _known_name(tensor, architecture)) is None:
+        raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
+    return name
+
+
+def _known_name(tensor: ReaderTensor, architecture: Architecture) -> str | None:
     if tensor.name in _TOP_TENSORS:
         return _TOP_TENSORS[tensor.name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", tensor.name)
     if match is None or match[2] not in architecture.layer_tensors:
-        raise CheckpointError(f"{path}: {architecture.hf_class} has no tensor {tensor.name}")
+        return None
     return f"model.layers.{match[1]}.{architecture.layer_tensors[match[2]]}.{match[3]}"
 
 
 def _read(
     reader: GGUFReader,
     data: npt.NDArray[Any],
-    kind: GGMLQuantizationType,
+    wanted: slice = slice(None),
+    *,
+    kind: GGMLQuantizationType | None,
     shape: tuple[int, ...],
     num_heads: int | None,
-    offset: float,
-    wanted: slice = slice(None),
+    offset: float = 0.0,
 ) -> Iterator[npt.NDArray[Any]]:
-    """Dequantise some rows after others, whole heads where they are out of order."""
-    if len(shape) == 1:  # whose blocks are no rows
+    """Read some rows after others, whole heads where they are out of order.
+
+    They are dequantised from a type; with none they are copied as they are stored.
+    """
+    if len(shape) == 1 and kind is not None:  # whose blocks are no rows
         data, kind = _to_float(data, kind), type(kind).F32
     step = 1 if num_heads is None else shape[0] // num_heads
     num_rows = max(PIECE_ELEMENTS // math.prod(shape[1:]) // step, 1) * step
     begin, end, _ = wanted.indices(shape[0])
     for first in range(begin, end, num_rows):
-        array = _to_float(data[first : min(first + num_rows, end)], kind)
+        rows = data[first : min(first + num_rows, end)]
+        array = np.array(rows) if kind is None else _to_float(rows, kind)
         release_pages(reader)
         if offset:
             array -= offset

@@ -9,12 +9,13 @@ import mmap
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,6 +55,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     read: Read  # some rows of a part after others; each is valid until the next
+    read_blocks: Read | None = (
+        None  # likewise, as bytes: rows of a quantised tensor as it is stored
+    )
     dtype: torch.dtype = torch.float32  # of what is read
     cuts: tuple[int, ...] = ()  # of each dimension, where a rank's part may end; (): anywhere
 
@@ -147,13 +151,16 @@ def _check_dtype(path: Path, name: str, dtype: object, dtypes: Mapping[str, torc
 
 def _list_gguf(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
     for tensor in gguf.list_tensors(path):
-        yield StoredTensor(tensor.name, tensor.shape, path, partial(_dequantise, tensor))
+        floats, blocks = (partial(_read_gguf, read) for read in (tensor.read, tensor.read_blocks))
+        yield StoredTensor(tensor.name, tensor.shape, path, floats, blocks)
 
 
-def _dequantise(tensor: gguf.GGUFTensor, index: Index = ()) -> Iterator[Tensor]:
+def _read_gguf(
+    read: Callable[[slice], Iterator[npt.NDArray[Any]]], index: Index = ()
+) -> Iterator[Tensor]:
     rows, *columns = index or (slice(None),)
     of_piece = (slice(None), *columns)
-    for array in tensor.read(rows):
+    for array in read(rows):
         yield torch.from_numpy(array)[of_piece]
 
 

@@ -17,12 +17,12 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.logprobs import TokenTexts, as_dict
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request
+from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, as_dict
+from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.grammar.matching import Grammars, Vocabulary
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 NOTHING_ALLOWED = (
@@ -46,7 +46,7 @@ class Sample:
     request: Request
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of all that came
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all tokens that came
     num_tokens: int = 0  # that came for it, where they are detokenised or streamed
     num_wanted: int | None = None  # of them, once a stop string was found
     ending: Ending | None = None
@@ -166,8 +166,8 @@ class Front:
             if seq_id not in known or known[seq_id][1].num_wanted is not None:
                 continue
             _, sample = known[seq_id]
-            if logprobs is not None:  # at once: by now the device runs another step
-                sample.logprobs.append(as_dict(logprobs, self._texts))
+            if logprobs is not None:
+                sample.logprobs.append(logprobs)
             if self.push(sample, token_id):
                 sample.num_wanted = sample.num_tokens
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
@@ -250,9 +250,9 @@ class Front:
             text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            logprobs = sample.logprobs[: len(ending.token_ids)]
-            own = zip(ending.token_ids, logprobs, strict=True)
-            cumulative = sum(entries[token_id].logprob for token_id, entries in own)
+            entries = sample.logprobs[: len(ending.token_ids)]
+            logprobs = AnswerLogprobs(entries, params.logprobs, self._texts)
+            cumulative = logprobs.cumulative
         return CompletionOutput(
             index=sample.index,
             text=text,
@@ -267,8 +267,10 @@ class Front:
         """Take what is new in a streamed sample."""
         token_ids, sample.new_token_ids = sample.new_token_ids, []
         text = sample.detokenizer.take() if sample.detokenizer is not None else ""
-        logprobs = sample.logprobs[-len(token_ids) :] if token_ids and sample.logprobs else None
-        output = outputs.get(live.seq_id)
+        output, num_best, logprobs = outputs.get(live.seq_id), sample.request.params.logprobs, None
+        if token_ids and num_best is not None:
+            entries = sample.logprobs[-len(token_ids) :]
+            logprobs = AnswerLogprobs(entries, num_best, self._texts)
         return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
 
     def encode(self, text: str, **options: Any) -> list[int]:

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from nanovllm.engine.request import TokenLogprobs
+from nanovllm.engine.step import IntColumn
 from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# An entry, of one position, is a rank and pairs of a token id and a logprob, each number 4 bytes.
+# The rank and the first pair are of its own token, the others of the likeliest ones. There are as
+# many entries as tokens: as objects of Python they took longer than a step does on a device.
+RANK_BYTES, PAIR_BYTES = 4, 8
+
+
+def pack_logprobs(
+    ids: IntColumn, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
+) -> Iterator[TokenLogprobs]:
+    """Yield an entry for each row of ids and logprobs [rows, 1 + the likeliest]."""
+    assert logprobs is not None
+    assert ranks is not None
+    pairs = np.stack((ids, logprobs.view(np.int32)), 2).reshape(len(ids), -1)
+    packed = np.concatenate((ranks[:, None], pairs), 1, dtype=np.int32)
+    data, width = packed.tobytes(), 4 * packed.shape[1]
+    return (data[start : start + width] for start in range(0, len(data), width))
+
+
+def entry_bytes(num_best: int | None) -> int:
+    """Of an entry with so many of the likeliest; a step's may have more, as others ask for them."""
+    return RANK_BYTES + PAIR_BYTES * (1 + (num_best or 0))
 
 
 class TokenTexts(dict[int, str | None]):
@@ -24,11 +52,59 @@ class TokenTexts(dict[int, str | None]):
         return text
 
 
+class AnswerLogprobs(Sequence[dict[int, Logprob]]):
+    """Those of every token of an answer, each made when it is looked at.
+
+    Equal to a list of the same; pickled or copied, it becomes one.
+    """
+
+    def __init__(self, entries: Iterable[TokenLogprobs], num_best: int, texts: TokenTexts) -> None:
+        self._data, self._num_best, self._texts = b"".join(entries), num_best, texts
+        self._width = entry_bytes(num_best)
+
+    @property
+    def cumulative(self) -> float:
+        """The sum of those of the answer's own tokens."""
+        first, step = (RANK_BYTES + PAIR_BYTES) // 4 - 1, self._width // 4
+        numbers = np.frombuffer(self._data, np.float32) if self._data else np.zeros(0, np.float32)
+        return float(sum(numbers[first::step].tolist()))
+
+    def __len__(self) -> int:
+        return len(self._data) // self._width
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self[each] for each in found]
+        start = found * self._width
+        return as_dict(self._data[start : start + self._width], self._texts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type, tuple[list[dict[int, Logprob]]]]:
+        return list, (list(self),)
+
+
 def as_dict(entry: TokenLogprobs, texts: TokenTexts) -> dict[int, Logprob]:
     """Of a token and the likeliest ones, which it may be one of: those have ranks from 1."""
-    ranks = [entry.rank, *range(1, len(entry.token_ids))]
+    numbers = np.frombuffer(entry, np.int32)
+    ids = numbers[1::2].tolist()
+    ranks = [int(numbers[0]), *range(1, len(ids))]
+    values = numbers[2::2].view(np.float32).tolist()
     logprobs: dict[int, Logprob] = {}
-    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+    for token_id, logprob, rank in zip(ids, values, ranks, strict=True):
         if token_id not in logprobs:
             logprobs[token_id] = Logprob(logprob, rank, texts[token_id])
     return logprobs

@@ -45,20 +45,7 @@ def check_length(request: Request, max_len: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of one position: its own token first, then the likeliest ones."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int  # of its own token, from 1
-
-    def cut(self, num_best: int | None) -> TokenLogprobs:
-        """Keep no more of the likeliest than were asked for; others of the step may want more."""
-        end = 1 + (num_best or 0)
-        if len(self.token_ids) == end:
-            return self
-        return TokenLogprobs(self.token_ids[:end], self.logprobs[:end], self.rank)
+TokenLogprobs = bytes  # of one position, as `engine/logprobs.py` lays them out
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.logprobs import entry_bytes, pack_logprobs
 from nanovllm.engine.pacing import Pacer, StepTime
-from nanovllm.engine.request import FinishReason, TokenLogprobs
+from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import (
     BlockCopy,
     BlockUpdate,
-    IntColumn,
     NewRow,
     StepPlan,
     StepResult,
@@ -355,17 +353,17 @@ def _add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
     if result.logprob_ids is None:
         return
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
-    entries = _entries(result.logprob_ids, result.logprobs, result.ranks)
+    entries = pack_logprobs(result.logprob_ids, result.logprobs, result.ranks)
     for seq, entry in zip(asking, entries, strict=True):
         if seq.finish_reason is None and not seq.is_dropped:
-            seq.newest_logprobs = entry.cut(seq.request.params.logprobs)
+            seq.newest_logprobs = entry[: entry_bytes(seq.request.params.logprobs)]
 
 
 def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
     """Give the sequences that ask those of the prompt tokens that this step read past."""
     if result.prompt_ids is None:
         return
-    entries = _entries(result.prompt_ids, result.prompt_logprobs, result.prompt_ranks)
+    entries = pack_logprobs(result.prompt_ids, result.prompt_logprobs, result.prompt_ranks)
     spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
     for seq, start, count in spans:
         num_best = seq.request.params.prompt_logprobs
@@ -374,15 +372,7 @@ def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResul
         for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
             entry = next(entries)
             if position == len(seq.prompt_logprobs):  # not so when it runs again after preemption
-                seq.prompt_logprobs.append(entry.cut(num_best))
-
-
-def _entries(
-    ids: IntColumn, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
-) -> Iterator[TokenLogprobs]:
-    assert logprobs is not None
-    assert ranks is not None
-    return map(TokenLogprobs, ids.tolist(), logprobs.tolist(), ranks.tolist())
+                seq.prompt_logprobs.append(entry[: entry_bytes(num_best)])
 
 
 @dataclass(slots=True)

@@ -89,7 +89,8 @@ class Answers:
         names = ROUTES[url][0].model_fields.keys() - {"model", "stream", "stream_options"}
         body = {name: value for name, value in row.fields.items() if name in names}
         prompt = body.get("prompt", "")
-        if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
+        types = {*map(type, prompt)} if isinstance(prompt, list) else set()  # of thousands of ids
+        if not all(issubclass(each, int) for each in types):
             raise RowError("invalid_row", "the prompt of a row is one text, or one list of ids")
         body = await self._body(row.index, url, body)
         answers = [_plain_answer(choice) for choice in body["choices"]]

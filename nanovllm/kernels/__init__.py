@@ -15,10 +15,9 @@ logger = logging.getLogger(__name__)
 
 def create_cpu_ops(dtype: torch.dtype, features: CpuFeatures) -> Ops:
     product_dtype = features.product_dtype(dtype)
-    if dtype not in (torch.float32, torch.bfloat16):
-        return TorchOps(product_dtype)
-    if not features.has_compiler:
-        logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
+    if not features.runs_kernels(dtype):
+        if not features.has_compiler:
+            logger.info("no compiled CPU kernels (numba is missing): decoding will be slower")
         return TorchOps(product_dtype)
     from nanovllm.kernels.cpu.ops import NumbaOps
     from nanovllm.kernels.cpu.program import Launcher

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.blocks import BlockKernels
     from nanovllm.kernels.cpu.program import Launcher
 
 LinearFn = Callable[[Tensor], Tensor]
@@ -169,6 +170,10 @@ class Ops(Protocol):
     @property
     def launcher(self) -> Launcher | None:
         """What runs the compiled CPU kernels and can record them, where there are any."""
+
+    @property
+    def blocks(self) -> BlockKernels | None:
+        """What multiplies weights as GGUF stores them, where there is such a thing."""
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,12 +25,13 @@ from nanovllm.kernels.ops import (
 class TorchOps:
     """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
 
-    launcher = None
+    launcher = blocks = None
 
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    @staticmethod
+    def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
@@ -102,15 +105,36 @@ def run_experts(
     product_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See Ops.pack_experts; each expert that was chosen at all runs once, over all its tokens."""
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        return run_expert(rows, gate_up[expert], down[expert], product_dtype)
+
+    return run_each_expert(x, logits, len(down), routing, run, product_dtype)
+
+
+def run_expert(
+    x: Tensor, gate_up: Tensor, down: Tensor, product_dtype: torch.dtype | None
+) -> Tensor:
+    gate, up = widened.linear(x, gate_up, None, product_dtype).chunk(2, dim=-1)
+    return widened.linear(F.silu(gate) * up, down, None, product_dtype)
+
+
+def run_each_expert(
+    x: Tensor,
+    logits: Tensor,
+    num_experts: int,
+    routing: Routing,
+    run: Callable[[int, Tensor], Tensor],
+    product_dtype: torch.dtype | None,
+) -> Tensor:
+    """Run each expert over the rows of all its tokens, and add up what they give by weight."""
     ids, weights = route(logits, routing)  # [tokens, top_k]
     order = ids.flatten().argsort(stable=True)  # of (token, choice), by expert
-    counts = ids.flatten().bincount(minlength=len(down)).tolist()
+    counts = ids.flatten().bincount(minlength=num_experts).tolist()
     y = x.new_empty(len(order), x.shape[1])
     for expert, pairs in enumerate(order.split(counts)):
         if len(pairs) > 0:
-            rows = x[pairs // routing.top_k]
-            gate, up = widened.linear(rows, gate_up[expert], None, product_dtype).chunk(2, dim=-1)
-            y[pairs] = widened.linear(F.silu(gate) * up, down[expert], None, product_dtype)
+            y[pairs] = run(expert, x[pairs // routing.top_k])
     y = y.view(*ids.shape, x.shape[1])
     weights, y = widened.widen(weights.unsqueeze(1), y, dtype=product_dtype)
     return torch.bmm(weights, y).squeeze(1).to(x.dtype)

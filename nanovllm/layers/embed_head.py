@@ -5,32 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.ops import Hidden
+from nanovllm.kernels.ops import Hidden, LinearFn
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
-from nanovllm.layers.plain_format import PlainLinear
-from nanovllm.layers.shards import ExpectedTensor, expect_shares, split, whole
+from nanovllm.layers.shards import ExpectedTensor, split, whole
 
 
 class Embedding(Layer):
+    embed: LinearFn  # once it is loaded
+
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
-        self.vocab, self.dim = split(num_embeddings, build.group), whole(dim)
-        self.weight = build.parameter(self.vocab.count, dim)
+        self.vocab = split(num_embeddings, build.group)
+        self.weight = build.weight_format.table({"": [self.vocab]}, whole(dim), build)
         self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as it was in training
         self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.is_alone:
-            return self.ops.embed(token_ids, self.weight, self.scale)
+            return self.embed(token_ids)
         rows = token_ids - self.vocab.first
         is_elsewhere = (rows < 0) | (rows >= self.vocab.count)
-        x = self.ops.embed(rows.masked_fill(is_elsewhere, 0), self.weight, self.scale)
+        x = self.embed(rows.masked_fill(is_elsewhere, 0))
         return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0.0))
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        return {f"{path}.weight": expect_shares(self.weight, [self.vocab], self.dim)}
+        return self.weight.expected_tensors(path)
+
+    def pack(self, has_room: bool) -> None:
+        self.embed = self.weight.pack_table(self.ops, self.scale)
 
 
 class LMHead(MergedLinear):
@@ -42,7 +46,7 @@ class LMHead(MergedLinear):
         self.vocab_size, self.group = vocab_size, build.group
         self.is_tied = tied is not None
         if tied is not None:
-            self.weight = PlainLinear(outputs, self.inputs, tied.weight)
+            self.weight = tied.weight.tied(outputs)
 
     def logits(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
         """Project the norm of hidden to the logits of the whole vocabulary, without padding."""

@@ -41,12 +41,12 @@ class MergedLinear(Layer):
         return self.packed.after_norm(hidden, norm.weights)
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        tensors = self.weight.expected_tensors()
+        parent = path[: path.rfind(".") + 1]
+        tensors = self.weight.expected_tensors(parent)
         if self.bias is not None:
             biases = expect_stack(self.bias, self.outputs)
-            tensors |= {f"{name}.bias": tensor for name, tensor in biases.items()}
-        parent = path[: path.rfind(".") + 1]
-        return {f"{parent}{name}": tensor for name, tensor in tensors.items()}
+            tensors |= {f"{parent}{name}.bias": tensor for name, tensor in biases.items()}
+        return tensors
 
     def pack(self, has_room: bool) -> None:
         self.packed = self.weight.pack(self.ops, self.bias, self.activation, has_room)

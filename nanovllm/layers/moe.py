@@ -34,8 +34,7 @@ class SparseMLP(Layer):
         return Hidden(residual, self.group.all_reduce(y))
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        tensors = self.weight.expected_tensors()
-        return {f"{path}.{name}": tensor for name, tensor in tensors.items()}
+        return self.weight.expected_tensors(f"{path}.")
 
     def pack(self, has_room: bool) -> None:
         self.packed = self.weight.pack(self.ops, self.routing)

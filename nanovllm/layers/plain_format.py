@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nanovllm.kernels.ops import Activation, Ops, PackedExperts, PackedLinear, Routing
-from nanovllm.layers.shards import ExpectedTensor, Share, expect_shares, expect_stack, num_outputs
+from nanovllm.kernels.ops import Activation, LinearFn, Ops, PackedLinear
+from nanovllm.layers.plain_experts import PlainExperts
+from nanovllm.layers.shards import ExpectedTensor, Share, expect_stack, num_outputs
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
@@ -18,6 +19,9 @@ class PlainFormat:
     def linear(self, outputs: Outputs, inputs: Share, build: Build) -> PlainLinear:
         values = build.parameter(num_outputs(outputs), inputs.count)
         return PlainLinear(outputs, inputs, values)
+
+    def table(self, outputs: Outputs, inputs: Share, build: Build) -> PlainLinear:
+        return self.linear(outputs, inputs, build)
 
     def experts(
         self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build
@@ -33,33 +37,17 @@ class PlainLinear(nn.Module):
         super().__init__()
         self.outputs, self.inputs, self.values = outputs, inputs, values
 
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
         tensors = expect_stack(self.values, self.outputs, self.inputs)
-        return {f"{name}.weight": tensor for name, tensor in tensors.items()}
+        return {f"{parent}{name}.weight": tensor for name, tensor in tensors.items()}
+
+    def tied(self, outputs: Outputs) -> PlainLinear:
+        return PlainLinear(outputs, self.inputs, self.values)
 
     def pack(
         self, ops: Ops, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         return ops.pack_linear(self.values, bias, activation, has_room)
 
-
-class PlainExperts(nn.Module):
-    def __init__(
-        self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build
-    ) -> None:
-        super().__init__()
-        self.names, self.hidden, self.size = names, hidden, size
-        self.gate_up = build.parameter(num_experts, 2 * size.count, hidden.count)
-        self.down = build.parameter(num_experts, hidden.count, size.count)
-
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
-        names = self.names
-        tensors: dict[str, ExpectedTensor] = {}
-        for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            outputs = {f"experts.{i}.{name}": [self.size] for name in (names.gate, names.up)}
-            tensors |= expect_stack(gate_up, outputs, self.hidden)
-            tensors[f"experts.{i}.{names.down}"] = expect_shares(down, [self.hidden], self.size)
-        return {f"{name}.weight": tensor for name, tensor in tensors.items()}
-
-    def pack(self, ops: Ops, routing: Routing) -> PackedExperts:
-        return ops.pack_experts(self.gate_up, self.down, routing)
+    def pack_table(self, ops: Ops, scale: float) -> LinearFn:
+        return lambda token_ids: ops.embed(token_ids, self.values, scale)

@@ -76,6 +76,7 @@ class ExpectedTensor:
 
     shape: tuple[int, ...]  # as it is stored
     parts: tuple[CopiedPart, ...]
+    is_blocks: bool = False  # whether the parts are of its bytes rather than of its elements
 
     @property
     def nbytes(self) -> int:

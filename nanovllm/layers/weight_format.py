@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, Ops, PackedExperts, PackedLinear, Routing
+from nanovllm.kernels.ops import Activation, LinearFn, Ops, PackedExperts, PackedLinear, Routing
 from nanovllm.layers.shards import ExpectedTensor, Share
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class ExpertNames:
 class LinearWeight(Protocol):
     """A module whose parameters are the weight of a projection, as they are loaded."""
 
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
-        """Name the checkpoint's tensors ("q_proj.weight"), and what of each this rank takes."""
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        """Name the checkpoint's tensors (parent + "q_proj.weight"), and what this rank takes."""
 
     def pack(
         self, ops: Ops, bias: Tensor | None, activation: Activation | None, has_room: bool
@@ -43,11 +43,21 @@ class LinearWeight(Protocol):
         """Lay the weight out for its product, as Ops.pack_linear does."""
 
 
+class TableWeight(LinearWeight, Protocol):
+    """The weight of an embedding, [vocabulary, hidden], which may be that of the head as well."""
+
+    def tied(self, outputs: Outputs) -> LinearWeight:
+        """Return the same weight for the head, under its name in checkpoints."""
+
+    def pack_table(self, ops: Ops, scale: float) -> LinearFn:
+        """Lay the weight out for rows to be looked up, as Ops.embed does."""
+
+
 class ExpertsWeight(Protocol):
     """A module whose parameters are the weights of all experts of a layer, as they are loaded."""
 
-    def expected_tensors(self) -> dict[str, ExpectedTensor]:
-        """Name the checkpoint's tensors ("experts.0.up_proj.weight"), as LinearWeight does."""
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        """Name the tensors (parent + "experts.0.up_proj.weight"), as LinearWeight does."""
 
     def pack(self, ops: Ops, routing: Routing) -> PackedExperts:
         """Lay the weights out for their products, as Ops.pack_experts does."""
@@ -56,6 +66,9 @@ class ExpertsWeight(Protocol):
 class WeightFormat(Protocol):
     def linear(self, outputs: Outputs, inputs: Share, build: Build) -> LinearWeight:
         """Make the weight of a projection, its outputs in this order."""
+
+    def table(self, outputs: Outputs, inputs: Share, build: Build) -> TableWeight:
+        """Make the weight of an embedding."""
 
     def experts(
         self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build

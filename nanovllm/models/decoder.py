@@ -13,6 +13,7 @@ from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.plain_format import PlainLinear
 from nanovllm.layers.rotary_embedding import rope_table
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
@@ -123,8 +124,9 @@ class DecoderModel(Layer):
     def pack_step(self) -> None:
         """Pack the step of one sequence, once every layer is packed."""
         layers, embedding = self.model.layer_weights(), self.model.embed_tokens
-        if layers is None or not self.lm_head.group.is_alone:
+        table = embedding.weight.values if isinstance(embedding.weight, PlainLinear) else None
+        if layers is None or table is None or not self.lm_head.group.is_alone:
             return
         head, norm = self.lm_head.packed, self.model.norm.weights
-        weights = DecoderWeights(embedding.weight, embedding.scale, layers, norm, head, *self.heads)
+        weights = DecoderWeights(table, embedding.scale, layers, norm, head, *self.heads)
         self.step = self.lm_head.ops.pack_step(weights)

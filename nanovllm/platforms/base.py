@@ -34,6 +34,9 @@ class Platform(Protocol):
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Resolve dtype="auto" for a checkpoint stored as `checkpoint_dtype`."""
 
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        """Whether kernels read weights as GGUF stores them, for activations of `dtype`."""
+
     def memory(self) -> Memory:
         """Return what one rank has of the device's memory."""
 

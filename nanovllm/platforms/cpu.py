@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import os
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +41,9 @@ class CpuPlatform:
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         return self.features.choose_dtype(checkpoint_dtype)
 
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return self.features.runs_kernels(dtype)
+
     def memory(self) -> Memory:
         return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)
 
@@ -60,8 +66,15 @@ class CpuPlatform:
         pass  # memory is taken as it is used
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
-        # calloc maps zero pages and touches none; torch.zeros would write every one.
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        # Zero pages, none of them touched; torch.zeros would write every one.
+        if sys.platform != "linux":
+            return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Every layer writes its keys and its values to places of their own: of pages of 2 MiB the
+        # first token would take one for each, and they are read no faster.
+        with suppress(OSError):  # a kernel without such pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
 
     def fill(self, target: Tensor, rows: Tensor) -> None:
         target.copy_(rows)
@@ -73,7 +86,8 @@ class CpuPlatform:
         return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
     def release(self) -> None:
-        pass
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc's
+            libc.malloc_trim(0)
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
         # By the memory there is, not by what is free: answers must not change between runs.

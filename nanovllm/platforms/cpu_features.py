@@ -20,6 +20,10 @@ class CpuFeatures:
         """Return what to multiply in; what torch emulates takes up to 300 times as long."""
         return dtype if dtype in self.multiplies else torch.float32
 
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether kernels of ours run a model of this dtype."""
+        return self.has_compiler and dtype in (torch.float32, torch.bfloat16)
+
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Return bfloat16 where that halves what a decode step reads and slows no prompt down.
 

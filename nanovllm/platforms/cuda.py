@@ -124,6 +124,9 @@ class CudaPlatform:
             return torch.float16
         return dtype
 
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return False
+
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.device)
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -175,17 +178,24 @@ class CudaPlatform:
         target[: len(array)].copy_(pin(array), non_blocking=True)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
-        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        """What is not on the device is memory of the host that queued work will have written."""
+        pinned = [self.pinned(t) if t.is_cuda else t for t in tensors]
         for target, tensor in zip(pinned, tensors, strict=True):
-            target.copy_(tensor, non_blocking=True)
+            if target is not tensor:
+                target.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
 
         def wait() -> list[np.ndarray]:
             arrived.synchronize()
-            return [tensor.numpy() for tensor in pinned]
+            pairs = zip(pinned, tensors, strict=True)
+            return [mine.numpy() if mine is not t else t.numpy().copy() for mine, t in pairs]
 
         return Pending(wait)
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Return memory of the host that the device can write to."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def release(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -73,9 +73,11 @@ class Service:
             )
 
     async def token_ids(self, prompt: str | list[int], **options: Any) -> list[int]:
-        """Check and tokenise a prompt in another thread: a long one takes a while."""
-        ids = await asyncio.to_thread(self.llm.front.token_ids_of, prompt, **options)
-        return ids.tolist()
+        """Check a prompt, and tokenise a text in another thread: a long one takes a while."""
+        token_ids_of = self.llm.front.token_ids_of
+        if isinstance(prompt, list):
+            return token_ids_of(prompt).tolist()
+        return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
         """Tokenise one prompt or several of them, texts or token ids."""

@@ -27,6 +27,14 @@ class StepLogits:
     graph: tuple[int, int] | None = None  # that wrote them: its rows, its longest context
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token for each sampled row of a plan."""
+
+    tokens: Tensor  # [rows], on the device
+    host: Tensor | None = None  # the same in the host's memory, where the device writes there too
+
+
 Forward = Callable[[StepPlan], StepLogits]  # also writes to the tables what a plan changes
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
+from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.quantised.modules import widen_all
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, ConfigError
@@ -50,6 +51,8 @@ def load_weights(
     widened = [expected[tensor.name] for tensor in tensors if tensor.cuts]
     if widened and show_progress:  # which is told by one rank
         _tell_widened(widened[0], quantisation)
+    if BLOCK_TYPES_KEY in checkpoint.config and not any(e.is_blocks for e in expected.values()):
+        logger.info("Quantised weights are widened: no kernel here reads them as they are stored")
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None: where there is no terminal; a closed stderr is none at all.
     is_hidden = None if show_progress and sys.stderr is not None else True
@@ -59,6 +62,7 @@ def load_weights(
             progress.update(expected[name].nbytes)
             layers.loaded(name)
     layers.pack_rest()
+    platform.release()  # what was read into, and what packing replaced
     for tensor in found:
         if tensor.name in tied:
             _check_copy(tensor, tied[tensor.name])
@@ -97,16 +101,16 @@ class UnpackedLayers:
     """
 
     def __init__(self, model: nn.Module, platform: Platform) -> None:
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = platform.has_room_for_copy(num_bytes)
         self.expected: dict[str, ExpectedTensor] = {}  # what is not in place, by name
         self._layer_of: dict[str, Layer] = {}
         self._num_missing: dict[Layer, int] = {}
-        for path, layer in _layers(model):
+        for path, layer in named_layers(model):
             tensors = layer.expected_tensors(path)
             self.expected |= tensors
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self._has_room = platform.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
         del self.expected[name]  # which refers to what packing replaces
@@ -128,11 +132,13 @@ class UnpackedLayers:
 
 def tied_tensors(model: nn.Module) -> dict[str, ExpectedTensor]:
     """Every tensor that a checkpoint may have as a copy of another one, by name."""
-    by_head = (head.tied_tensors(path) for path, head in _layers(model) if isinstance(head, LMHead))
+    by_head = (
+        head.tied_tensors(path) for path, head in named_layers(model) if isinstance(head, LMHead)
+    )
     return {name: tensor for tensors in by_head for name, tensor in tensors.items()}
 
 
-def _layers(model: nn.Module) -> list[tuple[str, Layer]]:
+def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     modules = model.named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
 
@@ -221,9 +227,11 @@ def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:
 
 def _pieces(tensor: StoredTensor, expected: ExpectedTensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a tensor; yield some rows of its target, and what belongs there."""
+    read = tensor.read_blocks if expected.is_blocks else tensor.read
+    assert read is not None, f"{tensor.name} has no blocks"
     for part in expected.parts:
         first = 0
-        for rows in tensor.read(part.source):
+        for rows in read(part.source):
             yield part.target[first : first + len(rows)], rows
             first += len(rows)
         assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"

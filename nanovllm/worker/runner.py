@@ -16,9 +16,9 @@ from nanovllm.logits.masks import Masks
 from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
-from nanovllm.worker.forward import EagerForward, Forward, StepLogits
+from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
 
-Sampler = Callable[[StepLogits, StepPlan], Tensor]
+Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,11 @@ class ModelRunner:
         step.sampled.append(self._sample(step))
 
     def _sample(self, step: Unsampled) -> Pending[StepResult]:
-        tokens, results = self.sampler(step.logits, step.plan), step.results
+        sampled, results = self.sampler(step.logits, step.plan), step.results
         if step.kept is not None:
             names = ("logprob_ids", "logprobs", "ranks")
-            results |= dict(zip(names, step.kept.of(tokens), strict=True))
+            results |= dict(zip(names, step.kept.of(sampled.tokens), strict=True))
+        tokens = sampled.tokens if sampled.host is None else sampled.host
         fetched, given = self.tables.platform.fetch(tokens, *results.values()), list(results)
         return Pending(lambda: self._result(fetched, given, step.processed))
 

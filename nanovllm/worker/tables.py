@@ -79,8 +79,7 @@ class SlotTables:
         for name, column in self._columns.items():
             self._offsets[name] = end
             end += -(-(num_slots + 1) * column.num_words // ALIGNMENT) * ALIGNMENT
-        self.sink = end  # a word that nobody reads, for changes that are none
-        self.words = torch.zeros(end + 1, dtype=torch.int32, device=platform.device)
+        self.words = torch.zeros(end, dtype=torch.int32, device=platform.device)
         for name in self._columns:
             setattr(self, name, self._view(name))
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))

@@ -112,8 +112,12 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     raw: Arrays | None = None,
     norm_quant: str = "F32",
+    other_quants: dict[str, str] | None = None,
 ) -> Path:
-    """Write a model as converters do: matrices quantised, norms float32, rows and norms changed."""
+    """Write a model as converters do: matrices quantised, norms float32, rows and norms changed.
+
+    `other_quants` are those of matrices with such a part in their name.
+    """
     writer = gguf.GGUFWriter(path, arch)
     values = {
         f"{arch}.block_count": LAYERS,
@@ -147,7 +151,9 @@ def write_gguf(
             array = permute_rows(array, KV_HEADS)
         if arch == "gemma3" and name.endswith("norm.weight"):
             array = array + 1
-        kind = gguf.GGMLQuantizationType[quant if array.ndim > 1 else norm_quant]
+        others = [other for part, other in (other_quants or {}).items() if part in name]
+        matrix_quant = others[0] if others else quant
+        kind = gguf.GGMLQuantizationType[matrix_quant if array.ndim > 1 else norm_quant]
         writer.add_tensor(gguf_name(name, arch), gguf.quants.quantize(array, kind), raw_dtype=kind)
     for name, array in (raw or {}).items():
         writer.add_tensor(name, array)

@@ -38,7 +38,7 @@ def heed_ctrl_c() -> None:
 
 
 def run_program(
-    *arguments: str, stdin: str = "", timeout: float = 120.0
+    *arguments: str, stdin: str = "", timeout: float = 480.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program without a terminal to its end.
 
@@ -83,7 +83,7 @@ class TerminalProcess:
     def send(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, is_there: Callable[[str], bool], timeout: float = 60.0) -> None:
+    def wait_for(self, is_there: Callable[[str], bool], timeout: float = 240.0) -> None:
         """Read until the text shown satisfies `is_there`."""
         deadline = time.monotonic() + timeout
         while not is_there(self.text):
@@ -94,7 +94,7 @@ class TerminalProcess:
         """Read to the end and return the exit code."""
         while self._read():
             pass
-        return self._process.wait(timeout=30)
+        return self._process.wait(timeout=240)
 
     def close(self) -> None:
         self._process.kill()

@@ -78,7 +78,7 @@ def _served(model: Path) -> Iterator[str]:
             yield _address(process)
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(240)
 
 
 def _address(process: subprocess.Popen[str]) -> str:

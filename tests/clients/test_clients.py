@@ -52,7 +52,7 @@ def run(command: list[str], servers: Servers, variables: Mapping[str, str] = {})
         env={**servers.environ(), **variables},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,12 @@ def meeting_executor(leftovers: Leftovers) -> Iterator[MultiprocExecutor]:
     executor.start()
     yield executor
     executor.close()
+
+
+@pytest.fixture
+def num_kills(count: Callable[[int], int]) -> int:
+    """Twenty in all, a quarter otherwise: each needs two new processes that import torch."""
+    return max(count(20), 5)
 
 
 def answer(executor: MultiprocExecutor, *numbers: int) -> list[int]:
@@ -287,10 +293,11 @@ def test_start_up_can_be_given_up(leftovers: Leftovers) -> None:
     assert [type(error) for error in errors] == [EngineError]
 
 
+@pytest.mark.endurance
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(leftovers: Leftovers) -> None:
+def test_kills_at_random_moments(leftovers: Leftovers, num_kills: int) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(num_kills):
         executor = make_executor(meeting)
         executor.start()
         victim = int(rng.integers(2))
@@ -305,10 +312,11 @@ def test_twenty_kills_at_random_moments(leftovers: Leftovers) -> None:
         leftovers.check()
 
 
+@pytest.mark.endurance
 @pytest.mark.slow
-def test_twenty_kills_during_start_up(leftovers: Leftovers) -> None:
+def test_kills_during_start_up(leftovers: Leftovers, num_kills: int) -> None:
     rng = np.random.default_rng(1)
-    for _ in range(20):
+    for _ in range(num_kills):
         executor = make_executor(meeting)
         killer = threading.Timer(rng.random() * 2, kill_one, (executor, int(rng.integers(2))))
         killer.start()

@@ -154,7 +154,7 @@ def test_flags_of_the_interpreter_reach_the_workers(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.strip() == "started", done.stderr
 
@@ -229,6 +229,6 @@ def test_programs_with_other_manners() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
     assert done.stdout.splitlines() == [*says.values()], done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.test_jobs import read_lines, write_rows
-from tests.server.byte_model import make_byte_model
+from tests.server.byte_model import make_byte_file
 
 OPTIONS = [
     *("--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--block-size", "16"),
@@ -26,7 +26,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_byte_model(tmp_path_factory.mktemp("model"))
+    return make_byte_file(tmp_path_factory.mktemp("model"))
 
 
 def command(model: Path, path: Path, output: Path, *options: str) -> list[str]:
@@ -36,7 +36,7 @@ def command(model: Path, path: Path, output: Path, *options: str) -> list[str]:
 
 def batch(model: Path, path: Path, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(model, path, output, *options), capture_output=True, text=True, timeout=300
+        command(model, path, output, *options), capture_output=True, text=True, timeout=1200
     )
 
 

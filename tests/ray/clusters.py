@@ -30,6 +30,8 @@ def ray_cluster(num_nodes: int = 3, num_cpus: int = 1, **init_options: Any) -> I
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default its workers make way for whatever else runs, here for other tests.
+        "RAY_worker_niceness": "0",
     }
     with patch.dict(os.environ, settings):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

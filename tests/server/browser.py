@@ -40,7 +40,7 @@ class Tabs:
     def open(self, url: str, *, waits: bool = True, **options: Any) -> Any:
         context = self._browser.new_context(**options)
         self._contexts.append(context)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(240_000)
         page = context.new_page()
         page.on("console", lambda message: self._note(message.type, message.text))
         page.on("pageerror", lambda error: self.faults.append(str(error)))
@@ -80,7 +80,7 @@ def answers(page: Any) -> list[str]:
     return page.locator(".message.assistant .body").all_inner_texts()
 
 
-def wait_for(page: Any, condition: str, seconds: float = 60.0) -> None:
+def wait_for(page: Any, condition: str, seconds: float = 240.0) -> None:
     """Until an expression holds; playwright's own way is forbidden by the page's policy."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):

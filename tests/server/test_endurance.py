@@ -90,7 +90,7 @@ def test_engines_that_fail_again_and_again(
 
 async def fail_under_load(server: Running, number: signal.Signals, chance: random.Random) -> None:
     streams: list[list[str]] = [[] for _ in range(8)]
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=480) as client:
         await read_stream(client, [], max_tokens=2)  # the first step of all may take longer
         reads = [read_stream(client, lines, max_tokens=900) for lines in streams]
         tasks = [asyncio.create_task(read) for read in reads]
@@ -150,7 +150,7 @@ def ask_for_everything(url: str) -> None:
     """Have all parts loaded: a grammar, for one, brings a tokenizer into the engine's process."""
     for path, whole in BODIES.items():
         body = {name: whole[name] for name in whole if name != "allowed_token_ids"}
-        response = httpx.post(url + path, json=body, timeout=120)
+        response = httpx.post(url + path, json=body, timeout=480)
         assert response.status_code == 200, response.text
 
 
@@ -178,7 +178,7 @@ async def load(url: str, seconds: float) -> int:
                 assert result.status_code in (200, 400), result.text
             num_requests += 1
 
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=480) as client:
         await asyncio.gather(*(ask_again_and_again(random.Random(i), client) for i in range(8)))
     return num_requests
 

@@ -38,7 +38,7 @@ def test_every_stream_is_told(tmp_path: Path, number: signal.Signals) -> None:
 
     async def fail_under_load(url: str) -> list[list[str]]:
         begun: list[int] = []
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=240) as client:
             tasks = [asyncio.create_task(read(client, begun)) for _ in range(NUM_STREAMS)]
             while len(begun) < NUM_STREAMS:
                 await asyncio.sleep(0.01)

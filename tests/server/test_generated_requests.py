@@ -183,7 +183,7 @@ def test_no_request_breaks_the_server(server: Running, count: Callable[[int], in
 
     async def ask_all() -> None:
         limit = asyncio.Semaphore(8)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
 
             async def ask(number: int) -> None:
                 chance = random.Random(number)
@@ -220,7 +220,7 @@ def test_clients_that_hang_up_leave_nothing(server: Running, count: Callable[[in
         await asyncio.gather(task, return_exceptions=True)
 
     async def all_of_them() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
             for start in range(0, count(1000), 20):
                 await asyncio.gather(
                     *(come_and_go(number, client) for number in range(start, start + 20))

@@ -96,7 +96,7 @@ def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
 
 
 def until_healthy(http: httpx.Client) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 480
     while http.get("/health").status_code == 503:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.torch_sampling import sample
-from nanovllm.worker.forward import StepLogits
+from nanovllm.worker.forward import Sampled, StepLogits
 from nanovllm.worker.tables import SlotTables
 
 
@@ -19,14 +18,14 @@ class TorchSampler:
     tables: SlotTables
     group: TPGroup
 
-    def __call__(self, logits: StepLogits, plan: StepPlan) -> Tensor:
+    def __call__(self, logits: StepLogits, plan: StepPlan) -> Sampled:
         tables, slots, positions = self.tables, logits.slots.long(), logits.positions.long()
         if not len(slots):
-            return slots.int()
+            return Sampled(slots.int())
         tokens = torch.empty_like(slots, dtype=torch.int32)
         if self.group.rank == 0:
             tokens.copy_(sample(logits.values, tables.sampling_columns.select(slots), positions))
         self.group.broadcast(tokens)
         tables.tokens[slots, positions] = tokens.clamp(min=0)  # NO_TOKEN has no embedding
         tables.lengths[slots] = logits.positions + 1
-        return tokens
+        return Sampled(tokens)

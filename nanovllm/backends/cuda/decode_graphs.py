@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.batch import is_decode
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
 
 # What is recorded, the simplest first; a batch that asks for less is served by the first of them
 # that has it all, one that asks for more by launching the sampler's kernels.
@@ -57,6 +58,11 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
+# Two graphs that take turns, each with the host's memory that it writes tokens to: a step begins
+# before the host has read what the one before it sampled.
+Samplers = Iterator[tuple[Callable[[], None], Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
     """A decode step of one batch size; a graph's output is overwritten by the next replay."""
@@ -64,7 +70,7 @@ class StepGraphs:
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    samplers: dict[Sampling, Callable[[], None]]
+    samplers: dict[Sampling, Samplers]
 
 
 class GraphedSteps:
@@ -106,6 +112,7 @@ class GraphedSteps:
         # The model for rows that share their first keys, and its logits.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         self._can_share = isinstance(attention, TritonAttention)
+        self._is_alone = sampler.group.is_alone  # else another rank's tokens come after sampling
         self._shared = SharedPrefixes(platform, num_slots, max_blocks, self.tables.block_size)
 
     def run_every_size(self) -> None:
@@ -113,8 +120,11 @@ class GraphedSteps:
         for size in self.sizes:
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_model(size, max_context)
+            host = self.platform.pinned(self._tokens[:size])
             for sampling in RECORDED_SAMPLING:
-                self.sampler.sample(self._step_logits(logits, size, None), sampling)
+                step = self._step_logits(logits, size, None)
+                self.sampler.sample(step, sampling)  # as after a step with prompts
+                self.sampler.sample(step, sampling, None, host)
             if size == 1 and self.max_whole_context > 0:
                 self._run_whole(logits)
             if size >= MIN_ROWS and self._can_share:
@@ -161,23 +171,38 @@ class GraphedSteps:
         """Learn which sequences enter with a plan that runs elsewhere."""
         self._shared.enter(plan.new_rows)
 
-    def sample(self, logits: StepLogits, plan: StepPlan) -> Tensor:
+    def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
         if logits.graph is None:
             return self.sampler(logits, plan)
-        asked, samplers = self.tables.sampling(plan), self._graphs[logits.graph].samplers
-        recorded = next((sampling for sampling in samplers if asked in sampling), None)
+        asked = self.tables.sampling(plan)
+        recorded = next((sampling for sampling in RECORDED_SAMPLING if asked in sampling), None)
         if recorded is None:
-            return self.sampler.sample(logits, asked)
-        samplers[recorded]()
-        return self._tokens[: len(plan.slots)]
+            return Sampled(self.sampler.sample(logits, asked))
+        replay, host = next(self.samplers(self._graphs[logits.graph], recorded))
+        replay()
+        num_rows = len(plan.slots)
+        return Sampled(self._tokens[:num_rows], host[:num_rows] if self._is_alone else None)
 
     def graphs(self, size: int, max_context: int) -> StepGraphs:
         """Return the graphs of a size, which are recorded when they are first asked for."""
         key = size, max_context
         if key not in self._graphs:
-            self._send_slots(self._host_slots[:0])  # to sample would advance a sequence
+            self._send_slots(self._host_slots[:0])  # a sequence that left may have lost its blocks
             self._graphs[key] = self._capture(size, max_context)
         return self._graphs[key]
+
+    def samplers(self, graphs: StepGraphs, sampling: Sampling) -> Samplers:
+        """Likewise. To record them takes no memory, or it would be that of the logits."""
+        if sampling not in graphs.samplers:
+            slots, size = self._host_slots, len(graphs.logits)
+            self._send_slots(slots[:0])  # to sample would advance a sequence
+            step, tokens = self._step_logits(graphs.logits, size, None), self._tokens[:size]
+            hosts = [self.platform.pinned(tokens) for _ in range(2)]
+            samples = [partial(self.sampler.sample, step, sampling, tokens, host) for host in hosts]
+            replays = [self.platform.record(sample)[0] for sample in samples]
+            graphs.samplers[sampling] = cycle(zip(replays, hosts, strict=True))
+            self._send_slots(slots)
+        return graphs.samplers[sampling]
 
     def bound_of(self, size: int, longest: int) -> int:
         """The longest context that the graph for a batch is recorded for."""
@@ -195,17 +220,12 @@ class GraphedSteps:
 
     def _capture(self, size: int, max_context: int) -> StepGraphs:
         run_model, logits = self.platform.record(partial(self._run_model, size, max_context))
-        step, tokens = self._step_logits(logits, size, None), self._tokens[:size]
-        samplers = {
-            sampling: self.platform.record(partial(self.sampler.sample, step, sampling, tokens))[0]
-            for sampling in RECORDED_SAMPLING
-        }
         run_whole = None
         if size == 1 and self.max_whole_context > 0:
             run_whole, _ = self.platform.record(partial(self._run_whole, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
-        return StepGraphs(run_model, run_whole, logits, samplers)
+        return StepGraphs(run_model, run_whole, logits, {})
 
     def _step_logits(
         self, logits: Tensor, num_rows: int, graph: tuple[int, int] | None
@@ -228,16 +248,9 @@ class GraphedSteps:
             column[:size] for column in (self._slots, self._context_lens, self._order)
         )
         inputs = self._input_ids[:size], self._positions[:size], self._cache_offsets[:size]
-        gather_decode(
-            slots,
-            tables.lengths,
-            tables.tokens,
-            tables.block_table,
-            tables.block_size,
-            *inputs,
-            context_lens,
-            order,
-        )
+        columns = *inputs, context_lens, order
+        state = tables.lengths, tables.tokens, tables.block_table
+        gather_decode(slots, *state, tables.block_size, columns)
         rows = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))

@@ -19,9 +19,9 @@ from torch import Tensor
 from nanovllm.attention.base import DecodeRows
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.cuda.elementwise import gather_tokens, write_words
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.cuda import CudaPlatform
-from nanovllm.worker.batch import look_up
 from nanovllm.worker.forward import EagerForward, StepLogits
 
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
@@ -92,9 +92,12 @@ class GraphedChunks:
         self.platform = platform
         self.num_slots = eager.tables.num_slots
         self.sizes = chunk_sizes(max_tokens, self.num_slots)
-        self._places = torch.arange(MAX_CHANGES, device=platform.device)
         longest = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
+        # Zeros, which name a token and a place even while kernels are compiled and not launched.
+        most, device = self.sizes[-1].num_tokens, platform.device
+        self._input_ids = torch.zeros(most, dtype=torch.int32, device=device)
+        self._places = torch.zeros(2, most, dtype=torch.int64, device=device)  # positions, offsets
         self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
 
     def run_every_size(self) -> None:
@@ -136,17 +139,18 @@ class GraphedChunks:
 
     def _write_changes(self, begin: int) -> None:
         """Do what `SlotTables.update` does, with what was sent behind the columns."""
-        tables, sent = self.eager.tables, self._columns[begin:]
-        pairs = sent[1 : 1 + 2 * MAX_CHANGES].view(-1, 2)
-        offsets = torch.where(self._places < sent[0], pairs[:, 0], tables.sink)
-        tables.words.scatter_(0, offsets.long(), pairs[:, 1])
+        pairs = self._columns[begin + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
+        write_words(self.eager.tables.words, pairs, self._columns[begin : begin + 1])
 
     def _run_model(self, size: ChunkSize) -> Tensor:
         eager, tables = self.eager, self.eager.tables
         self._write_changes(sum(size.lengths))
         parts = self._split(size)
-        slots, positions = parts[0].long().view(2, -1)
-        input_ids, cache_offsets = look_up(tables, slots, positions)
+        slots, places = parts[0].view(2, -1)
+        positions, cache_offsets = self._places[:, : size.num_tokens]
+        inputs = self._input_ids[: size.num_tokens], positions, cache_offsets
+        state = tables.tokens, tables.block_table, tables.block_size
+        gather_tokens(slots, places, *state, inputs)
         plan = self.attention.chunk_plan(
             tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.num_tokens
         )
@@ -154,10 +158,8 @@ class GraphedChunks:
         last = self.attention.decode_plan(
             DecodeRows(tables.block_table, sampled_slots, context_lens, None)
         )
-        cache_offsets = torch.where(slots == self.num_slots, -1, cache_offsets)
         sampled = SampledTokens(index.long(), last)
-        batch = ForwardBatch(input_ids, positions, cache_offsets, sampled, plan, eager.caches)
-        return eager.model(batch)
+        return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches))
 
 
 def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:

@@ -9,7 +9,7 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.sampling import advance, sample_tokens, sampling_workspace
 from nanovllm.kernels.ops import Sampling
-from nanovllm.worker.forward import StepLogits
+from nanovllm.worker.forward import Sampled, StepLogits
 from nanovllm.worker.tables import SlotTables
 
 
@@ -19,10 +19,17 @@ class TritonSampler:
         self.group = group
         self._workspace = sampling_workspace(tables.num_slots, vocab_size, tables.platform.device)
 
-    def __call__(self, logits: StepLogits, plan: StepPlan) -> Tensor:
-        return self.sample(logits, self.tables.sampling(plan))
+    def __call__(self, logits: StepLogits, plan: StepPlan) -> Sampled:
+        return Sampled(self.sample(logits, self.tables.sampling(plan)))
 
-    def sample(self, logits: StepLogits, asked: Sampling, out: Tensor | None = None) -> Tensor:
+    def sample(
+        self,
+        logits: StepLogits,
+        asked: Sampling,
+        out: Tensor | None = None,
+        host: Tensor | None = None,
+    ) -> Tensor:
+        """Return tokens; `host`, only for a worker alone, gets them as well."""
         if out is None:
             out = torch.empty(len(logits.values), dtype=torch.int32, device=logits.values.device)
         state = self.tables.tokens, self.tables.lengths
@@ -35,7 +42,7 @@ class TritonSampler:
                 asked,
                 out,
                 self._workspace,
-                *(state if self.group.is_alone else ()),
+                *((*state, host) if self.group.is_alone else ()),
             )
         if not self.group.is_alone:
             self.group.broadcast(out)

@@ -27,8 +27,8 @@ def compile_interpreter(element: Element, has_experts: bool) -> Any:
     parts each kernel is split, whichever threads run them, then the addresses of OpenMP's functions
     for the thread's number, the number of threads, and a barrier (or zeros).
     """
-    sources = _hash_sources()
-    like = np.uint16(0) if element == "bfloat16" else np.float32(0)
+    sources = hash_sources(*SOURCES)
+    like = like_of(element)
 
     def interpret(header):  # type: ignore[no-untyped-def]
         # `sources` is enclosed only so that a changed kernel file misses the cache, which looks at
@@ -46,40 +46,53 @@ def compile_interpreter(element: Element, has_experts: bool) -> Any:
             if num_threads > 1 and row + 1 < num_instructions:
                 call(header[5])
 
-    compile_function = partial(
-        cfunc, types.void(types.CPointer(types.int64)), fastmath=FAST, error_model="numpy"
-    )
-    with event.install_listener("numba:compile", AnnounceOnce(element, has_experts)):
+    what = f"CPU kernels for {element}{' with experts' * has_experts}: 10 to 30"
+    signature = types.void(types.CPointer(types.int64))
+    return compile_kept(interpret, signature, what, warns=not has_experts)  # those come second
+
+
+def like_of(element: Element) -> Any:
+    """A number of the type that elements are read as: of bfloat16 its bits."""
+    return np.uint16(0) if element == "bfloat16" else np.float32(0)
+
+
+def compile_kept(function: Any, signature: Any, what: str, warns: bool = False) -> Any:
+    """Compile a C function, or load what was kept; `warns` where it cannot be kept.
+
+    `what` ends in the number of seconds that it takes.
+    """
+    compile_function = partial(cfunc, signature, fastmath=FAST, error_model="numpy")
+    with event.install_listener("numba:compile", AnnounceOnce(what)):
         try:
-            return compile_function(cache=True)(interpret)
+            return compile_function(cache=True)(function)
         except (RuntimeError, OSError) as error:  # no folder that can be written
-            if not has_experts:  # those come second
+            if warns:
                 logger.warning(
                     "The machine code of the CPU kernels cannot be kept (%s), so that every start "
                     "compiles it anew: set NUMBA_CACHE_DIR to a folder that can be written",
                     error,
                 )
-            return compile_function()(interpret)
+            return compile_function()(function)
 
 
 class AnnounceOnce(event.Listener):
     """Says what the wait is for, if there is one: machine code that was kept is loaded at once."""
 
-    def __init__(self, element: Element, has_experts: bool) -> None:
-        self.what = f"CPU kernels for {element}{' with experts' * has_experts}"
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.is_said = False
 
     def on_start(self, event: Any) -> None:
         if not self.is_said:
             self.is_said = True
             # A warning, as Python shows those of a script too, which else waits in silence.
-            logger.warning("Compiling the %s: 10 to 30 seconds, once on this machine", self.what)
+            logger.warning("Compiling the %s seconds, once on this machine", self.what)
 
     def on_end(self, event: Any) -> None:
         pass
 
 
-def _hash_sources() -> int:
+def hash_sources(*names: str) -> int:
     """A number that changes with the code of the kernels."""
-    files = [Path(__file__).with_name(f"{name}.py") for name in SOURCES]
+    files = [Path(__file__).with_name(f"{name}.py") for name in names]
     return zlib.crc32(b"".join(file.read_bytes() for file in files))

@@ -21,6 +21,7 @@ from nanovllm.kernels.cpu.simd import (
     TILE_ROWS,
     add_weighted_lanes,
     as_float,
+    call_kernel,
     dot_row,
     dot_tile,
     kernel,
@@ -32,8 +33,8 @@ from nanovllm.kernels.cpu.simd import (
     store,
 )
 
-EMBED, LINEAR, NORM, GATE, ROPE_WRITE, ATTEND = range(6)
-ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(6, 10)
+EMBED, LINEAR, NORM, GATE, ROPE_WRITE, ATTEND, CALL = range(7)
+ROUTE, GROUP, GROUPED_LINEAR, ADD_CHOICES = range(7, 11)
 PROGRAM_WIDTH = 24
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -55,6 +56,8 @@ def run_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any
         _rope_write(args, at + 1, thread, num_threads, like)
     elif number == ATTEND:
         _attend(args, at + 1, thread, num_threads, like)
+    elif number == CALL:  # a kernel that is compiled apart, with the arguments after its address
+        call_kernel(args[at + 1], args, at + 2, thread, num_threads)
 
 
 @part

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from nanovllm.kernels import widened
-from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
+from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cpu import kernels
-from nanovllm.kernels.cpu.experts import EXPERT_TILE
+from nanovllm.kernels.cpu.blocks import BlockKernels
+from nanovllm.kernels.cpu.mixture import PlainMixture, compose_experts
 from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
@@ -24,7 +23,6 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.torch_ops import run_experts
 from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
@@ -43,6 +41,7 @@ class NumbaOps:
         self.max_linear_rows = MAX_LINEAR_ROWS[self.product_dtype]
         self.max_expert_rows = MAX_EXPERT_ROWS[self.product_dtype]
         self._launch, self._empty = launcher.launch, launcher.empty
+        self.blocks = BlockKernels(self)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
         num_rows, dim = len(token_ids), table.shape[1]
@@ -126,70 +125,10 @@ class NumbaOps:
         return lambda x: widened.linear(x, weight, bias, self.product_dtype)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        self.launcher.compile_experts()
-        gate_up, down = gate_up.contiguous(), down.contiguous()
-        most = self.max_expert_rows * len(down) // routing.top_k
-        experts = NumbaExperts(self, gate_up, down, routing, max(most, self.max_linear_rows))
-        return ComposedExperts(self, experts)
+        return compose_experts(self, PlainMixture(self, gate_up, down), routing)
 
     def pack_step(self, weights: DecoderWeights) -> None:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class NumbaExperts:
-    """Few tokens run in kernels that read each chosen expert once, more of them in oneDNN."""
-
-    ops: NumbaOps
-    gate_up: Tensor
-    down: Tensor
-    routing: Routing
-    max_tokens: int
-
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        if len(x) > self.max_tokens:
-            experts = self.gate_up, self.down
-            return run_experts(x, logits, *experts, self.routing, self.ops.product_dtype)
-        num_tokens, hidden = x.shape
-        order, starts, weights = self._route(logits.contiguous())
-        y = self._linear(x.contiguous(), self.gate_up, order, starts, num_tokens)
-        y = self._linear(self.ops.gate(y, "silu"), self.down, order, starts, num_tokens)
-        out = self.ops.launcher.empty(num_tokens, hidden)
-        addresses = out.data_ptr(), y.data_ptr(), weights.data_ptr()
-        sizes = num_tokens, self.routing.top_k, hidden
-        self.ops.launcher.launch(kernels.ADD_CHOICES, *addresses, *sizes)
-        return out
-
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the pairs (token, choice) by expert, each expert's first, and their weights."""
-        launcher, top_k = self.ops.launcher, self.routing.top_k
-        num_tokens, num_experts = logits.shape
-        num_pairs = num_tokens * top_k
-        ids, order = (launcher.empty(num_pairs, dtype=torch.int32) for _ in range(2))
-        starts = launcher.empty(num_experts + 1, dtype=torch.int32)
-        weights = launcher.empty(num_pairs, dtype=torch.float32)
-        addresses = ids.data_ptr(), weights.data_ptr(), logits.data_ptr()
-        sizes = num_tokens, num_experts, top_k
-        launcher.launch(kernels.ROUTE, *addresses, *sizes, self.routing.is_normalized)
-        addresses = order.data_ptr(), starts.data_ptr(), ids.data_ptr()
-        launcher.launch(kernels.GROUP, *addresses, num_pairs, num_experts)
-        return order, starts, weights
-
-    def _linear(
-        self, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, max_rows: int
-    ) -> Tensor:
-        """Multiply each pair with its expert; x has a row for each token, or for each pair."""
-        launcher = self.ops.launcher
-        num_experts, num_out, num_in = weight.shape
-        num_pairs = len(order)
-        y = launcher.empty(num_pairs, num_out)
-        scratch = launcher.scratch(launcher.num_threads * (max_rows * num_in + EXPERT_TILE))
-        tensors = y, x, weight, order, starts, scratch
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        pairs_per_row = num_pairs // max(len(x), 1)
-        sizes = max_rows, num_experts, pairs_per_row, num_out, num_in
-        launcher.launch(kernels.GROUPED_LINEAR, *addresses, *sizes)
-        return y
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

@@ -122,6 +122,24 @@ def call(context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def call_kernel(
+    context: Any, address: Any, args: Any, at: Any, thread: Any, num_threads: Any
+) -> Any:
+    """Call a kernel that is compiled apart: it takes its arguments from args[at:]."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        address, args, at, thread, num_threads = values
+        i64 = ir.IntType(64)
+        function_type = ir.FunctionType(ir.VoidType(), [args.type, i64, i64])
+        function = builder.inttoptr(address, function_type.as_pointer())
+        builder.call(function, [builder.gep(args, [at]), thread, num_threads])
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, args, i64, i64, i64), generate
+
+
+@intrinsic
 def as_float(context: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -166,7 +184,7 @@ def make_tile(num_rows: int) -> Any:
         with cgutils.for_range(builder, builder.sdiv(count, i64(per_line))) as loop:
             offset = builder.mul(loop.index, i64(per_line))
             for base in a_bases:
-                _prefetch(builder, a, builder.add(builder.add(base, offset), i64(ahead)))
+                prefetch(builder, a, builder.add(builder.add(base, offset), i64(ahead)))
             for lane in range(0, per_line, LANES):
                 index = builder.add(offset, i64(lane))
                 rows = [_load_lanes(builder, b, builder.add(base, index)) for base in b_bases]
@@ -254,7 +272,7 @@ def _sum_lanes(builder: Any, total: Any) -> Any:
     return builder.call(function, [zero, builder.load(total)], fastmath=("reassoc",))
 
 
-def _prefetch(builder: Any, pointer: Any, index: Any) -> None:
+def prefetch(builder: Any, pointer: Any, index: Any) -> None:
     byte_pointer, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
     address = builder.bitcast(builder.gep(pointer, [index]), byte_pointer)
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, i32, i32, i32])

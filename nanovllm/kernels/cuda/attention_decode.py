@@ -36,6 +36,7 @@ from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MIN_SPLIT = 64  # keys that are worth a program of their own
 PROGRAMS_PER_SM = 5  # decode programs that a multiprocessor should get
+LARGE_TILE_PAIRS = range(192, 385)  # of row and kv head, whose contexts are read in large tiles
 SHORT_CONTEXT = 512  # keys, up to which a second split gains less than joining both costs
 
 
@@ -65,9 +66,12 @@ class DecodeConfig:
     min_split: int = MIN_SPLIT
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+def decode_config(head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False) -> DecodeConfig:
+    """Choose what measured fastest; `has_large_tiles` is what `suits_large_tiles` said."""
     if dtype == torch.float32:  # without tensor cores, small tiles save registers
         return DecodeConfig(tile=16, num_warps=4, num_stages=3)
+    if has_large_tiles and head_dim <= 128:
+        return DecodeConfig(tile=64, num_warps=4, num_stages=3)
     return DecodeConfig(tile=32, num_warps=4 if head_dim > 128 else 2, num_stages=4)
 
 
@@ -84,6 +88,11 @@ def choose_splits(num_rows: int, num_kv_heads: int, max_context: int, num_sms: i
         wanted = max(wanted, 2)
     most = max(1, min(wanted, MAX_SPLITS, triton.cdiv(max_context, MIN_SPLIT)))
     return power_of_two_below(most)
+
+
+def suits_large_tiles(num_rows: int, num_kv_heads: int, num_splits: int) -> bool:
+    """On Hopper: where two splits of each context nearly fill the device, two in a processor."""
+    return num_splits == 2 and num_rows * num_kv_heads in LARGE_TILE_PAIRS
 
 
 def paged_decode(

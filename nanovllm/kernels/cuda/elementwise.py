@@ -67,24 +67,16 @@ def rope_write(
     """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
-    num_q_heads = num_heads - 2 * num_kv_heads
     _rope_write[(num_tokens, 2)](
         qkv,
-        qkv if norm is None else norm.q,
-        qkv if norm is None else norm.k,
-        0.0 if norm is None else norm.eps,
+        None if norm is None else (norm.q, norm.k, norm.eps),
         rope,
         positions,
-        k_cache,
-        v_cache,
+        (k_cache, v_cache),
         cache_offsets,
-        NUM_Q_HEADS=num_q_heads,
+        NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        HEADS_BLOCK=triton.next_power_of_2(num_q_heads),
-        KV_HEADS_BLOCK=triton.next_power_of_2(num_kv_heads),
-        HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
-        HAS_NORM=norm is not None,
         num_warps=4,
         **launch_options(qkv, num_tokens),
     )
@@ -96,15 +88,12 @@ def gather_decode(
     tokens: Tensor,
     block_table: Tensor,
     block_size: int,
-    input_ids: Tensor,
-    positions: Tensor,
-    cache_offsets: Tensor,
-    context_lens: Tensor,
-    order: Tensor,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Read from the tables what a decode step of these slots runs; a length of 0 is padding.
 
-    `order` lists the rows from the longest to the shortest.
+    The columns are the rows' tokens, positions, cache offsets and context lengths, and the rows
+    themselves from the longest to the shortest.
     """
     num_rows = len(slots)
     block = min(triton.next_power_of_2(num_rows), 128)
@@ -113,11 +102,7 @@ def gather_decode(
         lengths,
         tokens,
         block_table,
-        input_ids,
-        positions,
-        cache_offsets,
-        context_lens,
-        order,
+        columns,
         num_rows,
         tokens.stride(0),
         block_table.stride(0),
@@ -126,6 +111,37 @@ def gather_decode(
         CHUNK=min(block, 32),
         num_warps=4,
         **launch_options(slots, num_rows),
+    )
+
+
+def write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
+    """Set words[offset] = value for the first pairs [pairs, 2] of both, as many as count [1] says.
+
+    All are int32.
+    """
+    block = 1024
+    _write_words[(triton.cdiv(len(pairs), block),)](words, pairs, count, len(pairs), BLOCK=block)
+
+
+def gather_tokens(
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    columns: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Look up the tokens at some positions, and where in the cache their keys go.
+
+    Slots and positions are int32; the last slot of the tables stands for padding, whose keys go
+    nowhere: -1. The columns are the tokens, the positions in int64, and the cache offsets.
+    """
+    num_tokens, block = len(slots), 256
+    _gather_tokens[(triton.cdiv(num_tokens, block),)](
+        *(slots, positions, tokens, block_table, columns),
+        *(num_tokens, len(tokens) - 1, tokens.stride(0), block_table.stride(0)),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
     )
 
 
@@ -192,82 +208,60 @@ def activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _rope_write(  # type: ignore[no-untyped-def]
     qkv,
-    q_norm,
-    k_norm,
-    eps,
+    norm,
     rope,
     positions,
-    k_cache,
-    v_cache,
+    caches,
     cache_offsets,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    KV_HEADS_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
-    i = tl.arange(0, HALF_BLOCK)
+    i = tl.arange(0, triton.next_power_of_2(half))
+    kv_heads = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))
     angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
-    offset = tl.load(cache_offsets + token + 0 * tl.arange(0, KV_HEADS_BLOCK)).to(tl.int64)
+    offset = tl.load(cache_offsets + token + 0 * kv_heads).to(tl.int64)[:, None]
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
-        heads = tl.arange(0, HEADS_BLOCK)[:, None]
+        heads = tl.arange(0, triton.next_power_of_2(NUM_Q_HEADS))[:, None]
         q = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
-        first, second = _rotate(q, mask, q_norm, eps, cos, sin, i, half, HAS_NORM)
+        first, second = _rotate(q, mask, norm, 0, cos, sin, i, half)
         tl.store(q, first, mask=mask)
         tl.store(q + half, second, mask=mask)
     else:
-        _rotate_and_store(
-            qkv + base + NUM_Q_HEADS * HEAD_DIM,
-            k_norm,
-            eps,
-            cos,
-            sin,
-            k_cache,
-            v_cache,
-            offset[:, None],
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            KV_HEADS_BLOCK,
-            HALF_BLOCK,
-            HAS_NORM,
-        )
+        kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
+        _rotate_and_store(kv, norm, cos, sin, i, caches, offset, kv_heads, NUM_KV_HEADS, HEAD_DIM)
 
 
 @triton.jit
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     kv,
-    k_norm,
-    eps,
+    norm,
     cos,
     sin,
-    k_cache,
-    v_cache,
+    i,
+    caches,
     cache_offset,
+    kv_heads,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    KV_HEADS_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
 ):
     half: tl.constexpr = HEAD_DIM // 2
-    i = tl.arange(0, HALF_BLOCK)
-    heads = tl.arange(0, KV_HEADS_BLOCK)[:, None]
+    heads = kv_heads[:, None]
     mask = (heads < NUM_KV_HEADS) & (i < half)[None, :]
     offsets = heads * HEAD_DIM + i[None, :]
-    first, second = _rotate(kv + offsets, mask, k_norm, eps, cos, sin, i, half, HAS_NORM)
+    first, second = _rotate(kv + offsets, mask, norm, 1, cos, sin, i, half)
     cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
     is_used = mask & (cache_offset >= 0)
+    k_cache, v_cache = caches
     tl.store(k_cache + cached, first, mask=is_used)
     tl.store(k_cache + cached + half, second, mask=is_used)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
@@ -276,16 +270,15 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rotate(  # type: ignore[no-untyped-def]
-    x, mask, weight, eps, cos, sin, i, half: tl.constexpr, HAS_NORM: tl.constexpr
-):
-    """Return both halves of some heads, normalised if asked for, and rotated."""
+def _rotate(x, mask, norm, INDEX: tl.constexpr, cos, sin, i, half: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return both halves of some heads, normalised if there is a norm, and rotated."""
     dtype = x.dtype.element_ty
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + half, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if norm is not None:
+        weight = norm[INDEX]
         total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        scale = tl.rsqrt(total / (2 * half) + eps)[:, None]
+        scale = tl.rsqrt(total / (2 * half) + norm[2])[:, None]
         first_weight = tl.load(weight + i, mask=i < half, other=0.0)[None, :]
         second_weight = tl.load(weight + half + i, mask=i < half, other=0.0)[None, :]
         first = ((first * scale).to(dtype) * first_weight).to(dtype).to(tl.float32)
@@ -299,11 +292,7 @@ def _gather_decode(  # type: ignore[no-untyped-def]
     lengths,
     tokens,
     block_table,
-    input_ids,
-    positions,
-    cache_offsets,
-    context_lens,
-    order,
+    columns,
     num_rows,
     tokens_stride,
     table_stride,
@@ -324,6 +313,7 @@ def _gather_decode(  # type: ignore[no-untyped-def]
         block_table + slot * table_stride + position // BLOCK_SIZE, mask=is_used, other=0
     ).to(tl.int64)
     cache_offset = tl.where(is_used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    input_ids, positions, cache_offsets, context_lens, order = columns
     tl.store(input_ids + row, token, mask=mask)
     tl.store(positions + row, position.to(tl.int64), mask=mask)
     tl.store(cache_offsets + row, cache_offset, mask=mask)
@@ -337,3 +327,38 @@ def _gather_decode(  # type: ignore[no-untyped-def]
         is_earlier = (other_length[None, :] == length[:, None]) & (other[None, :] < row[:, None])
         rank += tl.sum((is_longer | is_earlier).to(tl.int32), 1)
     tl.store(order + rank, row, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=("pairs", "count"))  # they lie anywhere in an upload
+def _write_words(words, pairs, count, num_pairs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair = i < tl.minimum(tl.load(count), num_pairs)
+    offset = tl.load(pairs + 2 * i, mask=is_pair, other=0)
+    tl.store(words + offset, tl.load(pairs + 2 * i + 1, mask=is_pair, other=0), mask=is_pair)
+
+
+@triton.jit(do_not_specialize_on_alignment=("slots", "positions"))
+def _gather_tokens(  # type: ignore[no-untyped-def]
+    slots,
+    positions,
+    tokens,
+    block_table,
+    columns,
+    num_tokens,
+    padding,
+    tokens_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_tokens
+    slot = tl.load(slots + i, mask=mask, other=0).to(tl.int64)
+    position = tl.load(positions + i, mask=mask, other=0).to(tl.int64)
+    token = tl.load(tokens + slot * tokens_stride + position, mask=mask, other=0)
+    blocks = block_table + slot * table_stride
+    block = tl.load(blocks + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+    cache_offset = block * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(columns[0] + i, token, mask=mask)
+    tl.store(columns[1] + i, position, mask=mask)
+    tl.store(columns[2] + i, tl.where(slot == padding, -1, cache_offset), mask=mask)

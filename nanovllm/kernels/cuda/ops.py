@@ -24,9 +24,9 @@ from nanovllm.kernels.ops import (
     PackedExperts,
     PackedLinear,
     PackedStep,
-    QKNormWeights,
     Routing,
 )
+from nanovllm.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +36,13 @@ MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
 class TritonOps:
-    launcher = None
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
-        x = F.embedding(token_ids, table)
-        return x if scale == 1 else x * scale
+    launcher = blocks = None
+    embed = staticmethod(TorchOps.embed)
+    rope_write = staticmethod(elementwise.rope_write)
+    gate = staticmethod(elementwise.gate)
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         return elementwise.rms_norm(hidden, norm), hidden.residual
-
-    def rope_write(
-        self,
-        qkv: Tensor,
-        norm: QKNormWeights | None,
-        rope: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        cache_offsets: Tensor,
-    ) -> None:
-        elementwise.rope_write(qkv, norm, rope, positions, k_cache, v_cache, cache_offsets)
-
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return elementwise.gate(gate_up, activation)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool

@@ -14,6 +14,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     PREFETCH,
     S2,
     S3,
+    Exchange,
     bits_to_float,
     high,
     low,
@@ -79,8 +80,7 @@ class Attention:
 
     table: gl.tensor  # the sequence's line of the block table
     partials: gl.tensor  # [buffers, columns / 8, splits, 8, 4 words], and one beyond each buffer
-    flag: gl.tensor
-    sm: gl.tensor
+    qkv: Exchange
     first: gl.tensor
     end: gl.tensor
     oldest: gl.tensor  # the first key that the window shows
@@ -89,22 +89,20 @@ class Attention:
     num_kv_heads: gl.constexpr
     dim: gl.constexpr
     block_size: gl.constexpr
-    has_norm: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, table, partials, flag, sm, first, end, oldest, position, num_heads, num_kv_heads,
-        dim, block_size, has_norm,
+        self, table, partials, qkv, first, end, oldest, position, num_heads, num_kv_heads, dim,
+        block_size,
     ):  # fmt: skip
-        self.table, self.partials, self.flag, self.sm = table, partials, flag, sm
+        self.table, self.partials, self.qkv = table, partials, qkv
         self.first, self.end, self.oldest, self.position = first, end, oldest, position
         self.num_heads, self.num_kv_heads = gl.constexpr(num_heads), gl.constexpr(num_kv_heads)
         self.dim, self.block_size = gl.constexpr(dim), gl.constexpr(block_size)
-        self.has_norm = gl.constexpr(has_norm)
 
     @gluon.jit
     def head(self):
-        return self.sm // num_splits(self.num_kv_heads)
+        return self.qkv.sm // num_splits(self.num_kv_heads)
 
     @gluon.jit
     def find(self, key):
@@ -187,8 +185,9 @@ class Attention:
         return gl.allocate_shared_memory(gl.bfloat16, [ROWS, self.dim], S2)
 
     @gluon.jit
-    def turn_heads(self, lines, qkv, norms, turn, parameters):
+    def turn_heads(self, lines, norms, turn, parameters, now):
         """Wait for this group's q, k and v, normalise and turn them."""
+        qkv = self.qkv.place(now)
         G: gl.constexpr = self.num_heads // self.num_kv_heads
         D: gl.constexpr = self.dim
         r, h = self.row(), self.head()
@@ -197,15 +196,15 @@ class Attention:
         places = (qkv + places).to(gl.int64)
         a, b = gl.inline_asm_elementwise(  # a thread has two neighbours of either half
             poll_asm(2, D, 1), registers(2, 2),
-            [places, places * 0 + self.flag.to(gl.int64)], words_type(2), False, 1,
+            [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(2), False, 1,
         )  # fmt: skip
         a0, a1, b0, b1 = low(a), high(a), low(b), high(b)
         factor = gl.where(r < G, parameters.scale, 1.0)
-        if self.has_norm:
+        if parameters.has_norm:
             square = gl.sum(a0 * a0 + a1 * a1 + b0 * b0 + b1 * b1, 1)
             factor = factor * gl.expand_dims(gl.rsqrt(square / D + parameters.eps), 1)
         n0, n1, m0, m1 = a0 * factor, a1 * factor, b0 * factor, b1 * factor
-        if self.has_norm:
+        if parameters.has_norm:
             wa, wb = norms
             n0, n1, m0, m1 = n0 * low(wa), n1 * high(wa), m0 * low(wb), m1 * high(wb)
         c0, c1, s0, s1 = turn
@@ -350,7 +349,7 @@ class Attention:
         g = gl.expand_dims(gl.arange(0, GP, R), 1)
         d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, J))), 0)
         column = (self.head() * G + g) * D + d
-        at = ((column // 8) * S + self.sm % S) * 8 + column % 8
+        at = ((column // 8) * S + self.qkv.sm % S) * 8 + column % 8
         LAST: gl.constexpr = num_partials(self.num_heads * D, self.num_kv_heads) - 1
         at = gl.where(g < G, at, LAST) + now * (LAST + 1)
         store_partial(
@@ -371,14 +370,14 @@ class Attention:
         chunk = gl.arange(0, C, gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
         split = gl.arange(0, S, gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
         line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-        at = ((chunk * NUM_PROGRAMS + self.sm) * S + split) * 8 + line
+        at = ((chunk * NUM_PROGRAMS + self.qkv.sm) * S + split) * 8 + line
         at = at + now * num_partials(WIDTH, self.num_kv_heads)
         places = (self.partials + at * 4).to(gl.int64)
         total, best, weight = gl.inline_asm_elementwise(
             poll_partials_asm(N), registers(3 * N, 2 * N),
-            [places, places * 0 + self.flag.to(gl.int64)], words_type(3), False, N,
+            [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(3), False, N,
         )  # fmt: skip
-        line = chunk * CHUNK + self.sm * 8 + line
+        line = chunk * CHUNK + self.qkv.sm * 8 + line
         empty = gl.where(line < WIDTH, -1, 0) | (total & 0)
         store_partial(places, empty, empty, empty)
         share = bits_to_float(best)

@@ -28,10 +28,13 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     head_blocks_at_once,
     num_blocks,
     num_chunks,
+    num_flying,
     num_head_blocks,
+    num_slots,
     num_splits,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
+    HEAD_FLYING,
     LANES,
     NUM_USED,
     RING,
@@ -41,6 +44,7 @@ from nanovllm.kernels.cuda.persistent_stream import (
     spread,
     total,
 )
+from nanovllm.kernels.ops import ACTIVATIONS
 
 
 @aggregate
@@ -50,23 +54,25 @@ class Parameters:
     norms: gl.tensor  # [layers, 2, hidden], four bfloat16 in an element
     final_norm: gl.tensor
     qk_norms: gl.tensor  # [layers, 2, dim], two bfloat16 in an element
-    qkv_bias: gl.tensor  # [layers, q + k + v]
+    qkv_bias: gl.tensor  # [layers, q + k + v]; without one, or norms of q and k, something else
     rope: gl.tensor  # this position's cosines and sines
     eps: gl.tensor
     scale: gl.tensor  # of the scores, for powers of two
+    has_norm: gl.constexpr  # of q and k
     has_bias: gl.constexpr
     gate_linear: gl.constexpr  # gate * sigmoid(gate * (linear + cubic * gate * gate))
     gate_cubic: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, norms, final_norm, qk_norms, qkv_bias, rope, eps, scale, has_bias, gate_linear,
-        gate_cubic,
+        self, norms, final_norm, qk_norms, qkv_bias, rope, eps, scale, has_norm, has_bias,
+        activation,
     ):  # fmt: skip
         self.norms, self.final_norm, self.qk_norms = norms, final_norm, qk_norms
         self.qkv_bias, self.rope, self.eps, self.scale = qkv_bias, rope, eps, scale
-        self.has_bias = gl.constexpr(has_bias)
-        self.gate_linear, self.gate_cubic = gl.constexpr(gate_linear), gl.constexpr(gate_cubic)
+        self.has_norm, self.has_bias = gl.constexpr(has_norm), gl.constexpr(has_bias)
+        linear, cubic = ACTIVATIONS[activation]
+        self.gate_linear, self.gate_cubic = gl.constexpr(linear), gl.constexpr(cubic)
 
 
 @aggregate
@@ -158,7 +164,7 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
     norm = given.x.load_norm(parameters.final_norm)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps)
     for i in range(num_head_blocks(VOCAB, given.x.width) // N):
-        sums = stream.products(t, g, (), x, N, C, stream.head_flying)
+        sums = stream.products(t, g, (), x, N, C, HEAD_FLYING)
         y = add_up(stream.sums, sums, 0, N) * factor
         line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
         gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
@@ -174,7 +180,7 @@ def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer,
     NORMS: gl.constexpr = 2 * num_chunks(given.x.width)  # elements of a thread
     at = parameters.norms + later * (256 * NORMS)
     prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
-    if attention.has_norm:
+    if parameters.has_norm:
         at = parameters.qk_norms + later * attention.dim
         prefetch(at + thread_index() % attention.dim, PREFETCH_AND_KEEP)
     if parameters.has_bias:
@@ -216,8 +222,7 @@ def compute(
             later_k, later_v = attention.load_tile(k_cache, v_cache, later_place, num_keys - 32)
         prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride)
         if attention.head() < attention.num_kv_heads:
-            qkv = given.qkv.place(now)
-            attention.turn_heads(lines, qkv, qk_norms, turn, parameters)
+            attention.turn_heads(lines, qk_norms, turn, parameters, now)
             attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
         attention.join(given.attended, now)
         norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
@@ -262,11 +267,11 @@ def load(
         t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F)
         t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F)
         t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F)
-    stream.fetch(head, t, g, owners, 0, VOCAB, BV, H, 1, GV, stream.head_flying)
+    stream.fetch(head, t, g, owners, 0, VOCAB, BV, H, 1, GV, HEAD_FLYING)
 
 
 @gluon.jit
-def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr):
+def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr):
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -277,44 +282,45 @@ def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, HEAD_FLYING: gl.c
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    return Stream(ring, words, full, used, sums, more_sums, sm, SLOTS, FLYING, HEAD_FLYING)
+    return Stream(ring, words, full, used, sums, more_sums, sm, SLOTS, FLYING)
 
 
 @gluon.jit
 def make_attention(
-    table, partials, flag, sm, length, position, window, NUM_HEADS: gl.constexpr,
+    table, partials, qkv, length, position, window, NUM_HEADS: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """Share the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
     SPLITS: gl.constexpr = num_splits(NUM_KV_HEADS)
     oldest = gl.maximum(length - window, 0)
     start = oldest // 32 * 32
     size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
-    first = start + sm % SPLITS * size
-    end = gl.where(sm < SPLITS * NUM_KV_HEADS, gl.minimum(first + size, length), first)
+    first = start + qkv.sm % SPLITS * size
+    end = gl.where(qkv.sm < SPLITS * NUM_KV_HEADS, gl.minimum(first + size, length), first)
     return Attention(
-        table, partials, flag, sm, first, end, oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM,
-        BLOCK_SIZE, HAS_NORM,
+        table, partials, qkv, first, end, oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM, BLOCK_SIZE
     )  # fmt: skip
 
 
 @gluon.jit
 def persistent_step(
-    qkv, o, gate_up, down, head, embedding, norms, final_norm, qk_norms, qkv_bias, rope,
-    k_cache, v_cache, slot, lengths, tokens, tokens_width, block_table, table_width, turns, flag,
-    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory, logits,
-    context_len, layer_stride, num_layers, window, eps, scale,
+    qkv, o, gate_up, down, head, vectors, caches, tables, signals, memories, outputs, numbers,
     HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    HAS_NORM: gl.constexpr, HAS_BIAS: gl.constexpr, GATE_LINEAR: gl.constexpr,
-    GATE_CUBIC: gl.constexpr, SLOTS: gl.constexpr, FLYING: gl.constexpr,
-    HEAD_FLYING: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
+    """`PersistentStep.run` says what the tuples hold."""
+    embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
+    slot, lengths, tokens, tokens_width, block_table, table_width = tables
+    turns, flag = signals
+    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory = memories
+    logits, context_len = outputs
+    layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
     Q: gl.constexpr = NUM_HEADS * DIM
     QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    stream = make_stream(sm, SLOTS, FLYING, HEAD_FLYING)
+    SLOTS: gl.constexpr = num_slots(HIDDEN, NUM_HEADS, NUM_KV_HEADS, DIM, MLP)
+    stream = make_stream(sm, SLOTS, num_flying(HIDDEN))
     given = Exchanges(
         Exchange(x_memory, flag, sm, HIDDEN),
         Exchange(qkv_memory, flag, sm, QKV),
@@ -329,16 +335,17 @@ def persistent_step(
     if sm == 0:
         gl.store(context_len, length)
     attention = make_attention(
-        block_table + slot * table_width, partials, flag, sm, length, position, window, NUM_HEADS,
-        NUM_KV_HEADS, DIM, BLOCK_SIZE, HAS_NORM,
+        block_table + slot * table_width, partials, given.qkv, length, position, window, NUM_HEADS,
+        NUM_KV_HEADS, DIM, BLOCK_SIZE,
     )  # fmt: skip
     parameters = Parameters(
-        norms, final_norm, qk_norms, qkv_bias, rope + position * DIM, eps, scale, HAS_BIAS,
-        GATE_LINEAR, GATE_CUBIC,
+        norms, final_norm, norms if qk_norms is None else qk_norms,
+        norms if qkv_bias is None else qkv_bias, rope + position * DIM, eps, scale,
+        qk_norms is not None, qkv_bias is not None, ACTIVATION,
     )  # fmt: skip
     token = gl.load(tokens + slot.to(gl.int64) * tokens_width + position)
     embedding += token.to(gl.int64) * HIDDEN
-    caches = (k_cache, v_cache, layer_stride)
+    caches = (caches[0], caches[1], layer_stride)
     gl.warp_specialize(
         [
             (

@@ -3,6 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
+TILE_BYTES = gl.constexpr(16384)
+
 
 @gluon.constexpr_function
 def num_chunks(width):
@@ -45,6 +48,21 @@ def group_tiles(blocks, chunks):
     if chunks > 3 and not is_held(blocks, chunks):
         return group_chunks(chunks)
     return blocks * chunks
+
+
+@gluon.constexpr_function
+def num_slots(hidden, num_heads, num_kv_heads, dim, mlp):
+    """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
+    num_staged = max(map(num_chunks, (hidden, num_heads * dim, mlp)))
+    heads = 16 * dim * 2 + power_of_two(num_heads // num_kv_heads) * 8 * (dim + 2) * 4
+    scratch = max(num_staged * 2048, heads) + 8192 + 1024
+    return min(12, (SHARED_BYTES - scratch) // TILE_BYTES.value)
+
+
+@gluon.constexpr_function
+def num_flying(hidden):
+    """Tiles on their way at once: see the page."""
+    return 3 if hidden >= 2048 else 2
 
 
 @gluon.constexpr_function

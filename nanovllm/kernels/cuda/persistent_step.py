@@ -17,19 +17,15 @@ from nanovllm.kernels.cuda.persistent_kernel import persistent_step
 from nanovllm.kernels.cuda.persistent_sizes import (
     num_chunks,
     num_partials,
+    num_slots,
     num_splits,
     power_of_two,
 )
 from nanovllm.kernels.cuda.persistent_stream import RING
 from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
-from nanovllm.kernels.ops import ACTIVATIONS
 
 LOG2_E = 1.4426950408889634
-SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
-TILE_BYTES = 16384
-MAX_SLOTS = 12
 MIN_SLOTS = 7  # a group of tiles
-FLYING, FLYING_LARGE, HEAD_FLYING = 2, 3, 4  # tiles on their way at once: see the page
 NO_WINDOW = 1 << 30
 MAX_WORDS = 1 << 31  # places in a layer's cache are counted in 32 bits
 
@@ -54,15 +50,6 @@ class StepShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
-    def num_slots(self) -> int:
-        """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-        num_staged = max(map(num_chunks, (self.hidden, self.q, self.mlp)))
-        group = power_of_two(self.num_heads // self.num_kv_heads)
-        heads = 16 * self.head_dim * 2 + group * 8 * (self.head_dim + 2) * 4
-        scratch = max(num_staged * 2048, heads) + 8192 + 1024
-        return min(MAX_SLOTS, (SHARED_BYTES - scratch) // TILE_BYTES)
-
-    @property
     def problem(self) -> str | None:
         """Why there is no kernel for these sizes."""
         group, rest = divmod(self.num_heads, self.num_kv_heads)
@@ -74,7 +61,8 @@ class StepShape:
             return f"a kv head for every {group} of {self.head_dim}"
         if self.hidden % 64 or self.mlp % 64 or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
-        return None if self.num_slots >= MIN_SLOTS else "too little shared memory"
+        sizes = self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp
+        return None if num_slots(*sizes) >= MIN_SLOTS else "too little shared memory"
 
 
 def device_problem(device: torch.device) -> str | None:
@@ -98,10 +86,15 @@ class PersistentStep:
         device = tensors.qkv.device
         weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
         self._weights = [describe(weight) for weight in weights]
-        self._norms = four_in_one(tensors.norms), four_in_one(tensors.final_norm)
-        unused = tensors.qkv.view(-1)[:2]
-        self._qk_norms = unused if tensors.qk_norms is None else tensors.qk_norms.contiguous()
-        self._bias = unused if tensors.qkv_bias is None else tensors.qkv_bias.contiguous()
+        norms, bias = tensors.qk_norms, tensors.qkv_bias
+        self._vectors = (
+            tensors.embedding,
+            four_in_one(tensors.norms),
+            four_in_one(tensors.final_norm),
+            None if norms is None else norms.contiguous().view(torch.int32),
+            None if bias is None else bias.contiguous(),
+            tensors.rope,
+        )
         widths = shape.hidden, shape.qkv, shape.q, shape.hidden, shape.mlp
         x, qkv, attended, y, gated = (empty_exchange(width, device) for width in widths)
         partials = empty_partials(shape, device)
@@ -134,21 +127,17 @@ class PersistentStep:
     ) -> None:
         shape, constants = self.shape, self.constants
         k, v = k_caches[0].view(torch.int32), v_caches[0].view(torch.int32)
+        window = NO_WINDOW if constants.window is None else constants.window
         stride = 0 if self.num_layers == 1 else k_caches[1].data_ptr() - k_caches[0].data_ptr()
-        linear, cubic = ACTIVATIONS[constants.activation]
         persistent_step[(NUM_PROGRAMS.value,)](
             *self._weights,
-            self.tensors.embedding,
-            *self._norms,
-            self._qk_norms.view(torch.int32),
-            self._bias,
-            self.tensors.rope,
-            *(k, v, slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
-            *(self._turns, self._flag, *self._exchanges, logits, context_len),
-            *(stride // 4, self.num_layers),
-            NO_WINDOW if constants.window is None else constants.window,
-            constants.eps,
-            constants.scale * LOG2_E,
+            self._vectors,
+            (k, v),
+            (slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
+            (self._turns, self._flag),
+            self._exchanges,
+            (logits, context_len),
+            (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
             HIDDEN=shape.hidden,
             NUM_HEADS=shape.num_heads,
             NUM_KV_HEADS=shape.num_kv_heads,
@@ -156,13 +145,7 @@ class PersistentStep:
             MLP=shape.mlp,
             VOCAB=shape.vocab,
             BLOCK_SIZE=k.shape[1],
-            HAS_NORM=self.tensors.qk_norms is not None,
-            HAS_BIAS=self.tensors.qkv_bias is not None,
-            GATE_LINEAR=linear,
-            GATE_CUBIC=cubic,
-            SLOTS=shape.num_slots,
-            FLYING=FLYING_LARGE if shape.hidden >= 2048 else FLYING,
-            HEAD_FLYING=HEAD_FLYING,
+            ACTIVATION=constants.activation,
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
         )

@@ -9,12 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_exchange import CHUNK, LINES, S2, SUMS
-from nanovllm.kernels.cuda.persistent_sizes import (
-    group_chunks,
-    is_held,
-)
+from nanovllm.kernels.cuda.persistent_sizes import TILE_BYTES, group_chunks, is_held
 
-TILE_BYTES = gl.constexpr(16384)
+HEAD_FLYING = gl.constexpr(4)  # tiles of the head on their way at once
 NUM_USED = gl.constexpr(16)  # barriers of groups: more than a ring has slots
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
@@ -140,14 +137,12 @@ class Stream:
     sm: gl.tensor
     slots: gl.constexpr
     flying: gl.constexpr  # tiles on their way at once: more of them slow the exchanges down
-    head_flying: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ring, words, full, used, sums, more_sums, sm, slots, flying, head_flying):
+    def __init__(self, ring, words, full, used, sums, more_sums, sm, slots, flying):
         self.ring, self.words, self.full, self.used = ring, words, full, used
         self.sums, self.more_sums = sums, more_sums
-        self.sm, self.slots = sm, gl.constexpr(slots)
-        self.flying, self.head_flying = gl.constexpr(flying), gl.constexpr(head_flying)
+        self.sm, self.slots, self.flying = sm, gl.constexpr(slots), gl.constexpr(flying)
 
     @gluon.jit
     def fetch(

@@ -94,12 +94,13 @@ def sample_tokens(
     workspace: SamplingWorkspace,
     tokens: Tensor | None = None,
     lengths: Tensor | None = None,
+    host: Tensor | None = None,
 ) -> None:
     """Write what torch_sampling.sample_by_noise returns to out [rows].
 
     `columns` has the parameters of slots, context_lens are positions. `asked` may name more than
     the rows ask for: their tokens are the same. With `tokens` and `lengths` it also does what
-    `advance` does.
+    `advance` does. `host` [rows] is pinned memory that is to have the same as out.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row must be neighbours"
@@ -128,7 +129,8 @@ def sample_tokens(
     )
     table = (0, 0, 0) if tokens is None else (tokens.stride(0), *tokens.shape)
     _combine_kernel[(num_rows,)](
-        *(out, workspace.scores, workspace.ids, split.num_splits, slots, tokens, lengths, *table),
+        *(out, host, workspace.scores, workspace.ids, split.num_splits),
+        *(slots, tokens, lengths, *table),
         **sizes,
         num_warps=1,
     )
@@ -215,6 +217,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=COLUMNS)
 def _combine_kernel(  # type: ignore[no-untyped-def]
     out,
+    host,
     scores,
     ids,
     num_splits,
@@ -238,6 +241,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     token = tl.min(tl.where(score == top, best_id, 0x7FFFFFFF), 0)
     token = tl.where(tl.abs(top) == float("inf"), NO_TOKEN, token)
     tl.store(out + row, token)
+    if host is not None:
+        tl.store(host + row, token)
     if tokens is not None:
         _append(token, tl.load(slots + row), row >= 0, tokens, lengths, stride, num_slots, width)
 

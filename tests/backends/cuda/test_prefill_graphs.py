@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from nanovllm.backends.cuda.prefill_graphs import (
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.torch_ops import TorchOps, reference_attention
 from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker.batch import is_decode
+from nanovllm.worker.batch import is_decode, look_up
 from nanovllm.worker.forward import EagerForward, StepLogits
 from tests.devices import RunAgain
 from tests.test_equals_transformers import GREEDY, make_prompts
@@ -136,6 +137,26 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     assert all(size.num_rows <= max_rows for size in sizes)
 
 
+def plain_write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
+    offsets, values = pairs[: int(count)].T
+    words[offsets.long()] = values
+
+
+def plain_gather_tokens(
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    columns: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
+    input_ids, cache_offsets = look_up(tables, slots.long(), positions.long())
+    cache_offsets[slots == len(tokens) - 1] = -1
+    for column, found in zip(columns, (input_ids, positions, cache_offsets), strict=True):
+        column.copy_(found)
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "max_changes"),
     [(9, 8192), (40, 30), pytest.param(4096, 8192, marks=pytest.mark.slow)],
@@ -145,6 +166,8 @@ def test_padded_steps_equal_transformers(
 ) -> None:
     """Also where some steps change more of the tables than is sent with their columns."""
     monkeypatch.setattr(prefill_graphs, "MAX_CHANGES", max_changes)
+    monkeypatch.setattr(prefill_graphs, "write_words", plain_write_words)
+    monkeypatch.setattr(prefill_graphs, "gather_tokens", plain_gather_tokens)
     monkeypatch.setattr(cpu_backend, "create_cpu_ops", lambda *_: TorchOps())
     monkeypatch.setattr(cpu_backend, "create_attention", lambda *_: ReferenceChunks(16))
     checkpoint, prompts = tiny("qwen3"), make_prompts()

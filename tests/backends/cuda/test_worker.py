@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cuda.decode_graphs import GraphedSteps, graph_bytes
+from nanovllm.backends.cuda.decode_graphs import RECORDED_SAMPLING, GraphedSteps, graph_bytes
 from nanovllm.engine import llm_engine
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
@@ -86,7 +86,9 @@ def record_every_size(llm: LLM) -> None:
     with torch.inference_mode(), runner.tables.platform.in_order():
         for size in runner.forward.sizes:
             for max_context in {runner.forward.max_context, runner.forward.bound_of(size, 1)}:
-                runner.forward.graphs(size, max_context)
+                graphs = runner.forward.graphs(size, max_context)
+                for sampling in RECORDED_SAMPLING:
+                    runner.forward.samplers(graphs, sampling)
         for size in runner.forward.chunks.sizes:
             runner.forward.chunks.graph(size)
 

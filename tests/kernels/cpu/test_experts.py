@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from nanovllm.kernels.cpu import ops as cpu_ops
+from nanovllm.kernels.cpu import mixture
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.torch_ops import TorchOps
@@ -99,7 +99,7 @@ def test_many_tokens_are_left_to_the_library(
 ) -> None:
     """Steps that may be recorded never are, whatever the number of experts."""
     seen = []
-    monkeypatch.setattr(cpu_ops, "run_experts", lambda x, *_: seen.append(len(x)))
+    monkeypatch.setattr(mixture, "run_each_expert", lambda x, *_: seen.append(len(x)))
     for num_experts, top_k in ((2, 2), (64, 2)):
         layer = Layer(0, num_experts, top_k, 8, 8)
         ops = NumbaOps(Launcher(dtype), find_cpu_features())

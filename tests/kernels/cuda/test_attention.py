@@ -17,8 +17,13 @@ from nanovllm.kernels.cuda.attention_decode import (
     choose_splits,
     decode_config,
     paged_decode,
+    suits_large_tiles,
 )
-from nanovllm.kernels.cuda.attention_prefill import choose_prefill_splits, prefill_config
+from nanovllm.kernels.cuda.attention_prefill import (
+    choose_prefill_splits,
+    prefill_config,
+    with_more_stages,
+)
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -59,13 +64,13 @@ def test_splits_of_a_few_queries() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", cases.HEAD_DIMS)
 def test_configurations_are_powers_of_two(head_dim: int, dtype: torch.dtype) -> None:
-    decode = decode_config(head_dim, dtype)
-    sizes = [decode.tile, decode.num_warps]
+    decodes = [decode_config(head_dim, dtype, is_large) for is_large in (False, True)]
+    sizes = [size for decode in decodes for size in (decode.tile, decode.num_warps)]
     for num_q_rows in (1, 64, 65, 100_000):
         prefill = prefill_config(head_dim, dtype, num_q_rows)
         sizes += [prefill.q_rows, prefill.tile, prefill.num_warps]
     assert all(size & (size - 1) == 0 for size in sizes)
-    assert decode.min_split % decode.tile == 0
+    assert all(decode.min_split % decode.tile == 0 for decode in decodes)
 
 
 @needs_gpu
@@ -107,6 +112,29 @@ def test_a_large_mixed_step(group: int, kind: str, block_size: int) -> None:
     for num_splits in (1, 16):
         decode = replace(case, rows=rows, num_splits=num_splits)
         cases.verify(decode, "decode", "cuda")
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [2, 4])
+def test_configurations_of_hopper(group: int) -> None:
+    """Large tiles where contexts have two splits, four stages where those of prompts have one."""
+    skip_without_tma("tma")
+    rows = tuple((97 * i, 1) for i in range(40))
+    case = cases.Case(rows, group, 8, 128, 64, torch.bfloat16, num_splits=2)
+    large = decode_config(128, torch.bfloat16, has_large_tiles=True)
+    cases.verify(replace(case, config=large), "decode", "cuda")
+    config = with_more_stages(prefill_config(128, torch.bfloat16, 1024))
+    assert config.num_stages == 4
+    case = replace(case, rows=((0, 500), (100, 400), (0, 0), (700, 7)), num_splits=1)
+    cases.verify(replace(case, config=config), "prefill", "cuda")
+
+
+def test_large_tiles_are_for_batches_between() -> None:
+    def are_large(num_rows: int) -> bool:
+        return suits_large_tiles(num_rows, 8, choose_splits(num_rows, 8, 4096, 132))
+
+    assert [n for n in (1, 8, 16, 23, 24, 40, 48, 49, 64, 256) if are_large(n)] == [24, 40, 48]
 
 
 @needs_gpu

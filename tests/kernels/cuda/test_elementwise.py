@@ -53,3 +53,5 @@ class TestCompiled:
     def test_padding_and_gathering(self) -> None:
         cases.check_padding_is_not_written("cuda")
         cases.check_gather_decode("cuda")
+        cases.check_gather_tokens("cuda")
+        cases.check_write_words("cuda")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ray.clusters import ray_cluster
-from tests.server.byte_model import make_byte_model
+from tests.server.byte_model import make_byte_file
 
 
 @pytest.fixture(scope="package")
@@ -22,7 +22,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_byte_model(tmp_path_factory.mktemp("model"))
+    return make_byte_file(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -117,10 +117,10 @@ def test_a_killed_command_goes_on(model: Path, options: RowOptions, tmp_path: Pa
     output = tmp_path / "out.jsonl"
     ray_command = command(model, path, output, "--ray", "--ray-replicas", "1")
     with subprocess.Popen(ray_command, stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: process.poll() is not None or has_lines(output), 300.0)
+        wait_until(lambda: process.poll() is not None or has_lines(output), 1200.0)
         process.send_signal(signal.SIGKILL)
     assert has_lines(output)
-    again = subprocess.run(ray_command, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(ray_command, capture_output=True, text=True, timeout=1200)
     assert again.returncode == 0, again.stderr
     assert "60 of 60 rows answered" in again.stderr
     whole = asyncio.run(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import sys
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.cuda import ops as cuda_ops
-from nanovllm.kernels.cuda.elementwise import gather_decode
+from nanovllm.kernels.cuda.elementwise import gather_decode, gather_tokens, write_words
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.worker.batch import look_up
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -190,8 +193,42 @@ def gathered(slots: Tensor, lengths: Tensor) -> list[list[int]]:
     input_ids, context_lens, order = torch.zeros(3, num_rows, dtype=torch.int32, device=device)
     positions, cache_offsets = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
     columns = (input_ids, positions, cache_offsets, context_lens, order)
-    gather_decode(slots, lengths, tokens, block_table, 16, *columns)
+    gather_decode(slots, lengths, tokens, block_table, 16, columns)
     return [column.tolist() for column in columns]
+
+
+def check_gather_tokens(device: str) -> None:
+    """As many as one program takes, and more; the columns begin anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    num_slots, block_size = 5, 16
+    tokens = torch.randint(0, 1000, (num_slots + 1, 64), generator=generator).int()
+    block_table = torch.randint(0, 99, (num_slots + 1, 4), generator=generator).int()
+    for num_tokens in (1, 256, 700):
+        sent = torch.randint(0, num_slots + 1, (2 * num_tokens + 1,), generator=generator).int()
+        sent[1 + num_tokens :] = torch.randint(0, 64, (num_tokens,), generator=generator)
+        slots, positions = sent[1:].long().view(2, -1)
+        tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
+        input_ids, cache_offsets = look_up(tables, slots, positions)
+        cache_offsets[slots == num_slots] = -1
+        columns = sent.to(device)[1:].view(2, -1)
+        got = tuple(torch.zeros_like(x, device=device) for x in (input_ids, positions, positions))
+        gather_tokens(*columns, tokens.to(device), block_table.to(device), block_size, got)
+        for mine, want in zip(got, (input_ids, positions, cache_offsets), strict=True):
+            assert mine.dtype == want.dtype
+            assert mine.tolist() == want.tolist()
+
+
+def check_write_words(device: str) -> None:
+    """Only as many as are counted are written; the others may name any offset."""
+    for num_pairs, count in ((4, 0), (4, 3), (1500, 1400), (1500, 2000)):
+        words = torch.zeros(4000, dtype=torch.int32, device=device)
+        offsets = torch.randperm(4000, generator=torch.Generator().manual_seed(count))[:num_pairs]
+        pairs = torch.stack((offsets, offsets + 7), 1).int()
+        pairs[count:, 0] = 2**30
+        write_words(words, pairs.to(device), words.new_tensor([count]))
+        want = torch.zeros(4000, dtype=torch.int32)
+        want[offsets[:count]] = (offsets[:count] + 7).int()
+        assert words.tolist() == want.tolist()
 
 
 def main(which: str) -> None:
@@ -206,6 +243,8 @@ def main(which: str) -> None:
     check_few_rows_linear(torch.float16, "cpu")
     check_padding_is_not_written("cpu")
     check_gather_decode("cpu")
+    check_gather_tokens("cpu")
+    check_write_words("cpu")
 
 
 if __name__ == "__main__":

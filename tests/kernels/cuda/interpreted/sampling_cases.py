@@ -295,7 +295,7 @@ def check_advance(device: str) -> None:
 
 
 def check_sampled_tokens_are_appended(device: str) -> None:
-    """As `advance` would do it, also with a row that has no token."""
+    """As `advance` would do it, also with a row that has no token; the host gets them, too."""
     logits = random_logits(4, 300, 3.0)
     logits[2] = torch.nan
     batch = make_batch(logits, make_rows(4, seed=1), device)
@@ -307,7 +307,9 @@ def check_sampled_tokens_are_appended(device: str) -> None:
     out, workspace = run(batch, FULL)
     advance(out, batch.slots, *tables[0])
     arguments = batch.logits, batch.slots, batch.columns, batch.context_lens
-    sample_tokens(*arguments, FULL, torch.empty_like(out), workspace, *tables[1])
+    host = torch.zeros(len(out), dtype=torch.int32, pin_memory=device == "cuda")
+    sample_tokens(*arguments, FULL, torch.empty_like(out), workspace, *tables[1], host)
+    assert out.tolist() == host.tolist()  # the first of which waits for the device
     for appended, wanted in zip(*tables, strict=True):
         assert torch.equal(appended, wanted)
     assert tables[1][1].sum() == 3 * num_slots + 4

@@ -1,0 +1,109 @@
+"""What `nanovllm batch` costs beside `generate`: tokens a second of the same requests by both.
+
+    python -m benchmarks.engine.batch_rate [--model qwen3-0.6b] [--num-seqs 256] [--rounds 3]
+
+The requests are those of nano-vLLM's benchmark, whose prompts are ids. Weights are random and the
+vocabulary is made up; both sides turn every token into text. Both engines are there at once and
+take turns. A job is timed from reading its rows to its last line, without the engine's start.
+The bar is 95%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.structured_cost import made_up
+from nanovllm import LLM, SamplingParams
+from nanovllm.bench.models import model_path
+from nanovllm.bench.workloads import Workload, mixed
+from nanovllm.config import EngineConfig
+from nanovllm.jobs.engine import RowEngine, RowOptions
+from nanovllm.jobs.ledger import Ledger
+from nanovllm.jobs.rows import scan
+from nanovllm.jobs.run import run_job
+from nanovllm.server.options import ServerOptions
+
+SAMPLING = {"temperature": 0.6, "ignore_eos": True}
+
+
+def main() -> None:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        vocab_size = write_model(model_path(args.model), folder)
+        work = mixed(vocab_size, args.num_seqs, args.max_len, args.max_len)
+        options: dict[str, Any] = {"load_format": "dummy", "device": args.device}
+        config = EngineConfig(str(folder), gpu_memory_utilization=0.7, **options)  # both together
+        with LLM(folder, gpu_memory_utilization=0.35, **options) as llm:
+            engine = RowEngine(RowOptions(config, ServerOptions(model_names=("random",))))
+            try:
+                rates = [
+                    (generated(llm, work), batched(engine, config, work, folder))
+                    for _ in range(args.rounds + 1)
+                ][1:]  # the first warms up
+            finally:
+                engine.close()
+    for kind, values in zip(("generate", "batch"), zip(*rates, strict=True), strict=True):
+        print(f"{kind}: {statistics.median(values):,.0f} tok/s, {work.num_new_tokens:,} tokens")
+    share = statistics.median(batch / whole for whole, batch in rates)
+    print(f"batch / generate: {share:.3f}, the median of {args.rounds} rounds (bar: 0.95)")
+
+
+def write_model(config_file: str, folder: Path) -> int:
+    """Make a checkpoint without weights, of a config and as many made-up tokens; return those."""
+    shutil.copy(config_file, folder / "config.json")
+    vocab_size = int(json.loads(Path(config_file).read_text())["vocab_size"])
+    made_up(vocab_size).save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return vocab_size
+
+
+def generated(llm: LLM, work: Workload) -> float:
+    params = [SamplingParams(max_tokens=count, **SAMPLING) for count in work.max_tokens]
+    start = time.perf_counter()
+    llm.generate(work.prompts, params, use_tqdm=False, cache_salt=uuid.uuid4().hex)
+    return work.num_new_tokens / (time.perf_counter() - start)
+
+
+def batched(engine: RowEngine, config: EngineConfig, work: Workload, folder: Path) -> float:
+    path, output = folder / "rows.jsonl", folder / "answers.jsonl"
+    salt = uuid.uuid4().hex
+    with path.open("w", encoding="utf-8") as file:
+        for prompt, max_tokens in zip(work.prompts, work.max_tokens, strict=True):
+            row = {"prompt": prompt, "max_tokens": max_tokens, "cache_salt": salt, **SAMPLING}
+            file.write(json.dumps(row) + "\n")
+    num_at_once = RowOptions(config, ServerOptions(model_names=("random",))).num_at_once
+    start = time.perf_counter()
+    found = scan(path)
+    ledger = Ledger(output, {"input": found.digest}, found.num_rows, overwrite=True)
+    try:
+        asyncio.run(run_job(path, ledger, engine, num_at_once))
+    finally:
+        ledger.close()
+    seconds = time.perf_counter() - start
+    assert ledger.num_errors == 0, ledger.errors.read_text()[:500]
+    return work.num_new_tokens / seconds
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", help="a known name or a config file")
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--max-len", type=int, default=1024, help="of prompts and of answers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

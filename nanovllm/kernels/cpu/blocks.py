@@ -1,0 +1,204 @@
+"""Weights as GGUF stores them: products of few rows read the blocks, others a widened piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels import widened
+from nanovllm.kernels.composed_linear import ComposedLinear
+from nanovllm.kernels.cpu import kernels
+from nanovllm.kernels.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
+from nanovllm.kernels.cpu.block_types import PANEL_ROWS, TYPES, pack_panels
+from nanovllm.kernels.cpu.interpreter import Element
+from nanovllm.kernels.cpu.mixture import Pairs, compose_experts
+from nanovllm.kernels.cpu.program import float_bits
+from nanovllm.kernels.ops import Activation, PackedExperts, PackedLinear, Routing
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.ops import NumbaOps
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Rows of one block type, laid out as kernels read them."""
+
+    kind: str
+    data: Tensor  # [panels, bytes], those of one expert after another
+    num_out: int  # of each
+    num_in: int
+
+    def of_expert(self, expert: int) -> Panels:
+        num_panels = -(-self.num_out // PANEL_ROWS)
+        data = self.data[expert * num_panels : (expert + 1) * num_panels]
+        return Panels(self.kind, data, self.num_out, self.num_in)
+
+
+def to_panels(kind: str, rows: Tensor) -> Panels:
+    """Lay out rows of blocks, [rows, bytes] or [experts, rows, bytes]."""
+    *_, num_rows, num_bytes = rows.shape
+    num_in = num_bytes // TYPES[kind].num_bytes * TYPES[kind].size
+    experts = rows.view(-1, num_rows, num_bytes).numpy()
+    num_panels = -(-num_rows // PANEL_ROWS)
+    data = torch.empty(len(experts) * num_panels, num_bytes * PANEL_ROWS, dtype=torch.uint8)
+    for part, target in zip(
+        experts, data.numpy().reshape(len(experts), num_panels, -1), strict=True
+    ):
+        pack_panels(part, TYPES[kind], target)
+    return Panels(kind, data, num_rows, num_in)
+
+
+class BlockKernels:
+    """Runs the kernels of the block types that a model has, each compiled once."""
+
+    def __init__(self, ops: NumbaOps) -> None:
+        self._ops, self._launcher = ops, ops.launcher
+        self._element = _element(ops.launcher.dtype)
+        self._products: dict[str, int] = {}  # addresses
+        self._widenings: dict[str, int] = {}
+        self._compiled: list[object] = []  # what they are addresses of
+
+    def pack_linear(
+        self, parts: Sequence[Panels], bias: Tensor | None, activation: Activation | None
+    ) -> PackedLinear:
+        """Make the product with parts that lie one below another, as Ops.pack_linear does."""
+        for part in parts:
+            self._compile(part.kind)
+        num_out, max_rows = sum(part.num_out for part in parts), self._ops.max_linear_rows
+
+        def run(x: Tensor) -> Tensor:
+            num_rows = x.shape[0]
+            if num_rows > max_rows:
+                return self.multiply_many(x, parts, bias)
+            x, y = x.contiguous(), self._launcher.empty(num_rows, num_out)
+            first = 0
+            for part in parts:
+                self._few(x, y, part, bias, first)
+                first += part.num_out
+            return y
+
+        return ComposedLinear(self._ops, run, activation)
+
+    def embed(self, token_ids: Tensor, table: Panels, scale: float) -> Tensor:
+        """Return the rows that token_ids name, as Ops.embed does."""
+        launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
+        out = launcher.empty(num_rows, num_in)
+        wide = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
+        addresses = wide.data_ptr(), table.data.data_ptr(), num_in, num_rows, out.data_ptr()
+        lookup = token_ids.data_ptr(), float_bits(scale)
+        self._compile(table.kind)
+        launcher.launch(kernels.CALL, self._widenings[table.kind], *addresses, *lookup)
+        return out
+
+    def pack_experts(
+        self, gate: Panels, up: Panels, down: Panels, num_experts: int, routing: Routing
+    ) -> PackedExperts:
+        """Make the layer of experts, as Ops.pack_experts does."""
+        for part in (gate, up, down):
+            self._compile(part.kind)
+        return compose_experts(self._ops, BlockMixture(self, gate, up, down, num_experts), routing)
+
+    def multiply_pairs(self, x: Tensor, parts: Sequence[Panels], pairs: Pairs) -> Tensor:
+        """Multiply the row of each pair with the parts of its expert, one below another."""
+        y = self._launcher.empty(len(pairs.order), sum(part.num_out for part in parts))
+        first = 0
+        for part in parts:
+            self._few(x, y, part, None, first, pairs)
+            first += part.num_out
+        return y
+
+    def _few(
+        self,
+        x: Tensor,
+        y: Tensor,
+        part: Panels,
+        bias: Tensor | None,
+        first: int,
+        pairs: Pairs | None = None,
+    ) -> None:
+        """Fill the columns of y from `first` on."""
+        launcher, num_rows, grouping = self._launcher, len(x), (0, 0, 1, 1)
+        if pairs is not None:
+            addresses = pairs.order.data_ptr(), pairs.starts.data_ptr()
+            per_row = len(pairs.order) // max(len(x), 1)
+            num_rows, grouping = pairs.max_rows, (*addresses, len(pairs.starts) - 1, per_row)
+        num_groups = part.num_in // TYPES[part.kind].group_size
+        per_thread = num_rows * (part.num_in + num_groups) + TILE_ROWS * PANEL_ROWS
+        scratch = launcher.scratch(launcher.num_threads * per_thread)
+        offset = first * y.itemsize
+        launcher.launch(
+            kernels.CALL,
+            self._products[part.kind],
+            y.data_ptr() + offset,
+            x.data_ptr(),
+            part.data.data_ptr(),
+            0 if bias is None else bias.data_ptr() + offset,
+            scratch.data_ptr(),
+            num_rows,
+            part.num_out,
+            part.num_in,
+            y.shape[1],
+            y.dtype == torch.bfloat16,
+            *grouping,
+        )
+
+    def multiply_many(
+        self, x: Tensor, parts: Sequence[Panels], bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply many rows with parts that lie one below another, each widened piece by piece."""
+        num_out, dtype = sum(part.num_out for part in parts), self._ops.product_dtype
+        wide, y, column = x.to(dtype), x.new_empty(len(x), num_out), 0
+        for part in parts:
+            step = max(widened.PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
+            for first in range(0, len(part.data), step):
+                panels = part.data[first : first + step]
+                weight = torch.empty(len(panels) * PANEL_ROWS, part.num_in, dtype=dtype)
+                sizes = part.num_in, len(panels), 0, 0, 0
+                address = self._widenings[part.kind]
+                self._launcher.launch(
+                    kernels.CALL, address, weight.data_ptr(), panels.data_ptr(), *sizes
+                )
+                count = min(len(weight), part.num_out - first * PANEL_ROWS)
+                columns = slice(column, column + count)
+                part_bias = None if bias is None else bias[columns].to(dtype)
+                y[:, columns] = F.linear(wide, weight[:count], part_bias)
+                column += count
+        return y
+
+    def _compile(self, kind: str) -> None:
+        if kind in self._products:
+            return
+        product = compile_product(kind)
+        widening = compile_widening(kind, self._element, _element(self._ops.product_dtype))
+        self._compiled += [product, widening]
+        self._products[kind], self._widenings[kind] = product.address, widening.address
+
+
+class BlockMixture:
+    """Experts as they are stored; each part has the panels of all."""
+
+    def __init__(
+        self, blocks: BlockKernels, gate: Panels, up: Panels, down: Panels, num_experts: int
+    ) -> None:
+        self.num_experts, self._blocks = num_experts, blocks
+        self._gate_up, self._down = (gate, up), down
+
+    def gate_up(self, x: Tensor, pairs: Pairs) -> Tensor:
+        return self._blocks.multiply_pairs(x, self._gate_up, pairs)
+
+    def down(self, x: Tensor, pairs: Pairs) -> Tensor:
+        return self._blocks.multiply_pairs(x, [self._down], pairs)
+
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        parts = [part.of_expert(expert) for part in self._gate_up]
+        gate, up = self._blocks.multiply_many(x, parts).chunk(2, dim=-1)
+        return self._blocks.multiply_many(F.silu(gate) * up, [self._down.of_expert(expert)])
+
+
+def _element(dtype: torch.dtype) -> Element:
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"

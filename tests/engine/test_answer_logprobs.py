@@ -1,0 +1,57 @@
+"""Log-probabilities on their way from a step's numbers to an answer's dicts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, entry_bytes, pack_logprobs
+from nanovllm.outputs import Logprob
+
+IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the likeliest
+LOGPROBS = np.array([[-2.5, -0.25, -1.0], [-0.5, -0.5, -3.0]], np.float32)
+RANKS = np.array([5, 1], np.int32)
+DICTS = [
+    {7: Logprob(-2.5, 5, None), 3: Logprob(-0.25, 1, None), 9: Logprob(-1.0, 2, None)},
+    {4: Logprob(-0.5, 1, None), 8: Logprob(-3.0, 2, None)},
+]
+
+
+def answer(num_best: int = 2, num_tokens: int = 2) -> AnswerLogprobs:
+    entries = [*pack_logprobs(IDS, LOGPROBS, RANKS)][:num_tokens]
+    return AnswerLogprobs(
+        [entry[: entry_bytes(num_best)] for entry in entries], num_best, TokenTexts(None)
+    )
+
+
+def test_it_equals_a_list() -> None:
+    found, wanted = answer(), [*DICTS]
+    assert found == wanted
+    assert wanted == found  # asked of the list
+    assert [*found] == DICTS
+    assert (len(found), found[-1], found[1:]) == (2, DICTS[1], DICTS[1:])
+    assert found != DICTS[:1]
+    assert repr(found) == repr(DICTS)
+    with pytest.raises(IndexError):
+        found[2]
+
+
+def test_fewer_than_another_row_asked_for() -> None:
+    assert answer(num_best=1) == [{7: DICTS[0][7], 3: DICTS[0][3]}, {4: DICTS[1][4]}]
+    assert answer(num_best=0) == [{7: DICTS[0][7]}, {4: DICTS[1][4]}]
+
+
+def test_the_sum_is_of_the_tokens_themselves() -> None:
+    assert [answer(num_best).cumulative for num_best in (0, 1, 2)] == [-3.0] * 3
+    assert answer(num_tokens=0).cumulative == 0.0
+    assert answer(num_tokens=0) == []
+
+
+def test_copies_are_lists() -> None:
+    """They need no tokenizer, wherever they go."""
+    for copied in (pickle.loads(pickle.dumps(answer())), copy.deepcopy(answer())):
+        assert type(copied) is list
+        assert copied == DICTS

@@ -1,0 +1,194 @@
+"""Engines that keep GGUF's weights as stored answer as those that widen them, in less memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+pytest.importorskip("gguf")
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import ALONE
+from nanovllm.layers.build import Build
+from nanovllm.layers.plain_format import PLAIN
+from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker import memory, worker
+from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.stored_weights import choose_weight_format
+from tests.checkpoint import tiny_gguf
+from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
+from tests.threaded_ranks import engines_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [[3, 14, 15, 9, 26], list(range(20)), [7]]  # few rows together, and many
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+SIZES: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "dtype": "float32",
+}
+Logprobs = list[list[float]]
+
+
+def run(path: Path, **options: Any) -> tuple[list[list[int]], Logprobs]:
+    """Answers, and the log-probabilities of their tokens."""
+    with LLM(path, skip_tokenizer_init=True, **(SIZES | options)) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    tokens, logprobs = [o.token_ids for o in outputs], [o.logprobs for o in outputs]
+    values = [
+        [step[token].logprob for step, token in zip(steps or [], ids, strict=True)]
+        for steps, ids in zip(logprobs, tokens, strict=True)
+    ]
+    return tokens, values
+
+
+@pytest.fixture
+def run_widened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
+    def widened(path: Path, **options: Any) -> Any:
+        with monkeypatch.context() as patch:
+            for module in (worker, memory):
+                patch.setattr(module, "choose_weight_format", lambda *_: PLAIN)
+            return run(path, **options)
+
+    return widened
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every tensor that is loaded as blocks."""
+    sizes: list[int] = []
+    loaded = UnpackedLayers.loaded
+
+    def note(self: UnpackedLayers, name: str) -> None:
+        if self.expected[name].is_blocks:
+            sizes.append(self.expected[name].nbytes)
+        loaded(self, name)
+
+    monkeypatch.setattr(UnpackedLayers, "loaded", note)
+    return sizes
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    assert got[0] == want[0]
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def write(folder: Path, arch: str, tied: bool, quant: str, **others: str) -> Path:
+    tensors = hf_tensors(arch, tied=tied)
+    for array in tensors.values():
+        if array.ndim > 1:
+            array *= 0.3  # so that attention is not one-hot
+    return write_gguf(folder / "m.gguf", arch, tensors, quant, other_quants=others)
+
+
+def test_what_is_stored_is_kept(tmp_path: Path, run_widened: Any, kept: list[int]) -> None:
+    """Rows of heads are put in order, a tied head is read as stored."""
+    path = write(tmp_path, "llama", True, "Q4_1")
+    assert_equal(run(path), run_widened(path))
+    assert len(kept) == 1 + 7 * 2  # of the widened engine, none
+    num_weights = 48 * 64 + 2 * (64 * (2 * 128 + 2 * 64) + 3 * 64 * 96)
+    assert sum(kept) == num_weights // 32 * 20  # bytes of a block
+
+
+@pytest.mark.slow
+def test_types_may_be_mixed(tmp_path: Path, run_widened: Any, kept: list[int]) -> None:
+    """q and k differ from v."""
+    path = write(tmp_path, "llama", True, "Q4_1", v_proj="Q8_0", down_proj="Q8_0")
+    assert_equal(run(path), run_widened(path))
+    assert len(kept) == 1 + 7 * 2
+    # 20 bytes for 32 weights of Q4_1, 34 of Q8_0
+    q4, q8 = 48 * 64 + 2 * (64 * (128 + 64 + 2 * 96) + 64 * 128), 2 * (64 * 64 + 64 * 96)
+    assert sum(kept) == q4 // 32 * 20 + q8 // 32 * 34
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "tied", "quant"),
+    [
+        ("llama", False, "Q4_0"),
+        ("qwen2", True, "Q8_0"),
+        ("qwen3", False, "Q5_1"),
+        ("qwen3moe", True, "Q8_0"),
+        ("gemma3", True, "Q5_0"),
+        ("phi3", False, "Q4_1"),
+    ],
+)
+def test_every_family_answers_alike(
+    tmp_path: Path, run_widened: Any, kept: list[int], arch: str, tied: bool, quant: str
+) -> None:
+    """One rank, and two."""
+    path = write(tmp_path, arch, tied, quant)
+    want = run_widened(path)
+    assert_equal(run(path), want)
+    assert len(kept) == sum(array.ndim > 1 for array in hf_tensors(arch, tied=tied).values())
+    with engines_of(2):
+        assert_equal(run(path), want)
+
+
+@pytest.mark.slow
+def test_ranks_share_experts(
+    tmp_path: Path, run_widened: Any, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are two blocks wide, one for each."""
+    monkeypatch.setattr(tiny_gguf, "EXPERT_INTERMEDIATE", 64)
+    path = write(tmp_path, "qwen3moe", False, "Q8_0")
+    want = run_widened(path)
+    with engines_of(2):
+        assert_equal(run(path), want)
+    assert len(kept) == 2 * (2 + 2 * (5 + 3 * 3))  # the router is quantised too
+
+
+@pytest.mark.slow
+def test_ranks_cut_no_block(
+    tmp_path: Path, run_widened: Any, kept: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of 96 inputs is a block and a half: the projection that has them is widened."""
+    path = write(tmp_path, "llama", False, "Q8_0")
+    want = run_widened(path)
+    with engines_of(2), caplog.at_level(logging.INFO, "nanovllm"):
+        assert_equal(run(path), want)
+    assert len(kept) == 2 * (2 + 6 * 2)  # all but two down projections
+    assert "no kernel reads a rank's share of a block" in caplog.text
+
+
+def test_without_a_kernel_all_is_widened(
+    tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, "llama", True, "Q4_1")
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        run(path, dtype="float16")
+    assert not kept
+    assert caplog.text.count("Quantised weights are widened") == 1
+
+
+def test_a_projection_that_is_half_quantised_is_widened(
+    tmp_path: Path, kept: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, "llama", True, "F32", k_proj="Q4_1")
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        run(path)
+    assert not kept
+    assert caplog.text.count("no kernel reads a projection of quantised and other tensors") == 1
+
+
+def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
+    """A model is not refused for the memory that it would take widened."""
+    path = write(tmp_path, "llama", False, "Q4_1")
+    checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
+    model, platform = read_config(checkpoint.config), CpuPlatform()
+    weight_format = choose_weight_format(config, checkpoint.config, platform, torch.float32)
+    build = Build(platform.device, torch.float32, None, None, ALONE, weight_format)  # type: ignore[arg-type]
+    run(path)
+    norms = (2 * 2 + 1) * 64 * 4
+    assert memory.count_needs(config, model, build).weights == sum(kept) + norms
