@@ -3,8 +3,10 @@
     python -m benchmarks.engine.structured_cost --rows 64 [--model CONFIG_OR_CHECKPOINT]
 
 Weights are random; the bar is 15% at 64 rows of Qwen3-0.6B on an H200. The vocabulary is made up,
-of as many tokens as the model has, since a config brings none. `--mask-us N` puts a pause of N
-microseconds a row in the place of llguidance, where that is missing.
+of as many tokens as the model has, since a config brings none; `--tokenizer tokenizer.json` takes
+a real one. `--max-length N` bounds the strings of the schema, which makes some masks a hundred
+times as long: near the bound, every token of the vocabulary is tried. `--mask-us N` puts a pause
+of N microseconds a row in the place of llguidance, where that is missing.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.bench.models import model_path
 from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 100,
     "items": {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "maxLength": 40},
+            "name": {"type": "string"},
             "age": {"type": "integer", "minimum": 0, "maximum": 150},
             "kind": {"enum": ["first", "second", "third"]},
         },
@@ -44,8 +46,13 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--mask-us", type=float)
+    parser.add_argument("--max-length", type=int)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--tokenizer", help="the file of a vocabulary, in place of a made-up one")
+    source.add_argument("--mask-us", type=float)
     args = parser.parse_args()
+    if args.max_length is not None:
+        SCHEMA["items"]["properties"]["name"]["maxLength"] = args.max_length
     llm = LLM(
         model_path(args.model),
         load_format="dummy",
@@ -55,8 +62,10 @@ def main() -> None:
     )
     engine, vocab_size = llm.engine, llm.engine.model_config.vocab_size
     if args.mask_us is None:
-        tokenizer = SimpleNamespace(backend_tokenizer=made_up(vocab_size))
-        vocabulary = Vocabulary(tokenizer, frozenset({vocab_size - 1}))
+        backend = Tokenizer.from_file(args.tokenizer) if args.tokenizer else made_up(vocab_size)
+        tokenizer = SimpleNamespace(backend_tokenizer=backend)
+        end = min(vocab_size, backend.get_vocab_size()) - 1  # no answer gets there
+        vocabulary = Vocabulary(tokenizer, frozenset({end}))
         grammars = Grammars(lambda: vocabulary, vocab_size)
     else:
         grammars = PausedGrammars(vocab_size, args.mask_us * 1e-6)
