@@ -42,15 +42,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--max-length", type=int)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--tokenizer", help="the file of a vocabulary, in place of a made-up one")
-    source.add_argument("--mask-us", type=float)
-    args = parser.parse_args()
+    args = parse_args()
     if args.max_length is not None:
         SCHEMA["items"]["properties"]["name"]["maxLength"] = args.max_length
     llm = LLM(
@@ -78,6 +70,18 @@ def main() -> None:
     print(f"{args.rows} rows: {before:.3f} ms plain, {after:.3f} ms with a schema on each", end="")
     print(f" ({after / before - 1:+.1%}; {engine.info.device_name})")
     llm.close()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--max-length", type=int)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--tokenizer", help="the file of a vocabulary, in place of a made-up one")
+    source.add_argument("--mask-us", type=float)
+    return parser.parse_args()
 
 
 class PausedGrammars:
