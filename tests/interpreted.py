@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -18,6 +19,7 @@ def main() -> None:
     with (
         patch.object(interpreter, "_patch_lang", patch_language_once(interpreter._patch_lang)),
         patch.object(interpreter, "_get_np_dtype", by_name(interpreter._get_np_dtype)),
+        patch.object(interpreter, "_convert_float", round_to_fp8(interpreter._convert_float)),
         patch.object(core.block_type, "__init__", describe_once(core.block_type.__init__)),
         patch.object(core.tensor, "__init__", shape_once(core.tensor.__init__)),
     ):
@@ -51,6 +53,18 @@ def by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[kind.name]
 
     return look_up
+
+
+def round_to_fp8(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Round to FP8 as devices do; the interpreter loses what is carried to the exponent."""
+
+    def convert_float(values: Any, kind: Any, target: Any, rounding: Any) -> Any:
+        if target.name != "fp8e4nv" or kind.name != "fp32":
+            return convert(values, kind, target, rounding)
+        codes = torch.from_numpy(values.copy()).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8).numpy()
+
+    return convert_float
 
 
 def describe_once(init: Callable[..., None]) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 A program computes 64 outputs of up to 128 rows. Where that makes too few programs to fill the
 device, the product is split along the inputs (split-K): each split gives partial sums in float32,
-which the RMSNorm that follows adds up.
+which the RMSNorm that follows adds up. A weight in FP8 is widened in registers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class FewRowsConfig:
     num_stages: int
 
 
-def few_rows_config(num_rows: int, num_in: int, x: Tensor) -> FewRowsConfig:
+def few_rows_config(num_rows: int, num_in: int, x: Tensor, weight: Tensor) -> FewRowsConfig:
     """Keep as many tiles of the weight in flight as shared memory holds."""
     # Of 65 to 128 rows two programs have 64 each, since one for all occupies half of the device.
     block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
-    block_in = 64
-    stage_bytes = (BLOCK_OUT + block_rows) * block_in * x.itemsize
+    block_in = 128 // weight.itemsize  # a cache line
+    stage_bytes = (BLOCK_OUT * weight.itemsize + block_rows * x.itemsize) * block_in
     num_stages = min(8, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
     return FewRowsConfig(block_rows, block_in, num_stages)
 
@@ -78,10 +78,11 @@ def few_rows_linear(
     activation: Activation | None,
     num_splits: int = 1,
     config: FewRowsConfig | None = None,
+    scales: Tensor | None = None,  # of an Fp8Weight, whose codes are then the weight
 ) -> Tensor:
     """Project x to [rows, out]; with splits, to partial sums: float32 [splits, rows, out]."""
     num_rows, num_in = x.shape
-    config = config or few_rows_config(num_rows, num_in // num_splits, x)
+    config = config or few_rows_config(num_rows, num_in // num_splits, x, weight)
     num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     shape = (num_rows, num_out) if num_splits == 1 else (num_splits, num_rows, num_out)
     dtype = x.dtype if num_splits == 1 else torch.float32
@@ -96,7 +97,9 @@ def few_rows_linear(
         bias,
         num_rows,
         num_out,
+        scales,
         NUM_IN=num_in,
+        NUM_SCALES=0 if scales is None else scales.shape[1],
         SPLIT_IN=triton.cdiv(num_in, num_splits * config.block_in) * config.block_in,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
@@ -118,7 +121,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     bias,
     num_rows,
     num_out,
+    scales,
     NUM_IN: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
     SPLIT_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -157,7 +162,16 @@ def _few_rows(  # type: ignore[no-untyped-def]
             is_in = first_in + i < NUM_IN
             w_tile = tl.load(w_start + i[None, :], mask=is_out & is_in[None, :], other=0.0)
             x_tile = tl.load(x_start + i[:, None], mask=is_row & is_in[:, None], other=0.0)
-        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+        w_tile = w_tile.to(x_tile.dtype)
+        if NUM_SCALES > 1:  # a tile is a block
+            block = (first_in + begin) // BLOCK_IN
+            pointers = scales + w_rows.to(tl.int64) * NUM_SCALES + block
+            scale = tl.load(pointers, mask=(outs < num_out) & (block < NUM_SCALES), other=0.0)
+            sums += tl.dot(w_tile, x_tile, input_precision="ieee") * scale[:, None]
+        else:
+            sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+    if NUM_SCALES == 1:
+        sums *= tl.load(scales + w_rows, mask=outs < num_out, other=0.0)[:, None]
     if bias is not None:  # which the first split adds
         mask = (outs < num_out) & (first_in + 0 * outs == 0)
         sums += tl.load(bias + w_rows, mask=mask, other=0.0).to(tl.float32)[:, None]

@@ -1,0 +1,335 @@
+"""Projections of weights in 4 bits (Int4Weight) on CUDA, which are widened in registers.
+
+The word w of a block of 128 inputs has in its bits 4 * n the code of input 16 * n + w. So one shift
+of a tile of words gives codes whose inputs lie side by side, whatever n is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.linear_one_row import add_update
+from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights
+from nanovllm.kernels.stored_weights import Int4Weight
+
+BLOCK_OUT = 64  # outputs of one program, of few rows
+# The bits of 128 in float32 and in bfloat16, of 1024 in float16; a code added to them is a number
+# that much larger, so that no whole number need be converted.
+FLOAT32_BITS = tl.constexpr(0x43000000)
+
+
+def int4_one_row(
+    hidden: Hidden,
+    norm: NormWeights | None,
+    weight: Int4Weight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    config: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Project residual + update [1, in], normed if asked for; return also that sum."""
+    residual, update = hidden.residual, hidden.update
+    assert residual.shape == (1, weight.num_in), residual.shape
+    assert update is None or update.shape == residual.shape, "partial sums of one row"
+    num_rows, num_words = weight.words.shape
+    num_out = num_rows if activation is None else num_rows // 2
+    y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
+    total = residual if update is None else torch.empty_like(residual)
+    is_gated = activation is not None
+    block_out, block_words, num_warps = config or one_row_config(num_words, is_gated)
+    _one_row[(triton.cdiv(num_out, block_out),)](
+        y,
+        total,
+        residual,
+        update,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        num_out,
+        NUM_IN=weight.num_in,
+        NUM_WORDS=num_words,
+        GROUP=weight.group,
+        BLOCK_OUT=block_out,
+        BLOCK_WORDS=block_words,
+        ACTIVATION=activation,
+        num_warps=num_warps,
+        **launch_options(residual, 1),
+    )
+    return y, total
+
+
+def one_row_config(num_words: int, is_gated: bool) -> tuple[int, int, int]:
+    """Outputs per program, words per tile, warps."""
+    block_words = min(triton.next_power_of_2(num_words), 512)
+    return 2 if is_gated else 4, block_words, 4
+
+
+def int4_few_rows(
+    x: Tensor,  # [rows, in], contiguous
+    weight: Int4Weight,  # gated: gate, then up
+    bias: Tensor | None,
+    activation: Activation | None,
+    num_splits: int = 1,
+    num_stages: int = 4,
+) -> Tensor:
+    """Project x to [rows, out]; with splits, to partial sums: float32 [splits, rows, out]."""
+    num_rows, num_words = len(x), weight.words.shape[1]
+    num_out = len(weight.words) if activation is None else len(weight.words) // 2
+    shape = (num_rows, num_out) if num_splits == 1 else (num_splits, num_rows, num_out)
+    dtype = x.dtype if num_splits == 1 else torch.float32
+    assert num_splits == 1 or activation is None
+    y = torch.empty(shape, device=x.device, dtype=dtype)
+    block_out = BLOCK_OUT if activation is None else BLOCK_OUT // 2
+    block_rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    grid = triton.cdiv(num_out, block_out), triton.cdiv(num_rows, block_rows), num_splits
+    _few_rows[grid](
+        y,
+        x,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias,
+        num_rows,
+        num_out,
+        NUM_IN=weight.num_in,
+        NUM_WORDS=num_words,
+        SPLIT_WORDS=triton.cdiv(num_words, num_splits * 16) * 16,
+        GROUP=weight.group,
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=block_out,
+        ACTIVATION=activation,
+        num_warps=4,
+        num_stages=num_stages,
+        **launch_options(x, num_rows),
+    )
+    return y
+
+
+def int4_widen(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] in a dtype of 16 bits."""
+    num_rows, num_words = weight.words.shape
+    y = torch.empty(weight.shape, device=weight.words.device, dtype=dtype)
+    block_out = 32
+    _widen[(num_words // 16, triton.cdiv(num_rows, block_out))](
+        y,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        num_rows,
+        NUM_IN=weight.num_in,
+        NUM_WORDS=num_words,
+        GROUP=weight.group,
+        BLOCK_OUT=block_out,
+        num_warps=4,
+    )
+    return y
+
+
+@triton.jit
+def _one_row(  # type: ignore[no-untyped-def]
+    y,
+    total_out,
+    residual,
+    update,
+    words,
+    scales,
+    zeros,
+    bias,
+    norm_weight,
+    eps,
+    num_out,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Multiply in float32; each tile of the weight is loaded while the one before is used."""
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < num_out
+    if ACTIVATION is not None:  # rows of gate, then the same rows of up
+        both = tl.arange(0, 2 * BLOCK_OUT)
+        out = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
+        is_out = out < num_out
+        out += both // BLOCK_OUT * num_out
+    lanes = tl.arange(0, BLOCK_WORDS)
+    rows = words + out.to(tl.int64)[:, None] * NUM_WORDS
+    tile = _load_words(rows, lanes, is_out, NUM_WORDS)
+    wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
+    sums = tl.zeros((out.shape[0],), tl.float32)
+    squares = tl.zeros((1,), tl.float32)
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        word = begin + lanes
+        next_tile = _load_words(rows, word + BLOCK_WORDS, is_out, NUM_WORDS)
+        for part in tl.static_range(128 // GROUP):
+            products = tl.zeros((out.shape[0], BLOCK_WORDS), tl.float32)
+            inputs = tl.zeros((BLOCK_WORDS,), tl.float32)
+            for k in tl.static_range(GROUP // 16):
+                n: tl.constexpr = part * (GROUP // 16) + k
+                i = word // 16 * 128 + 16 * n + word % 16
+                values = add_update(total_out, residual, update, i, i < NUM_IN)
+                if norm_weight is not None:
+                    squares += tl.sum(values * values, 0)
+                    values *= tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
+                products += _as_float32(tile, n) * values[None, :]
+                inputs += values
+            group = (begin // 16 + tl.arange(0, BLOCK_WORDS // 16)) * (128 // GROUP) + part
+            sums += _scale(products, inputs, scales, zeros, out, is_out, group, NUM_WORDS, GROUP)
+        tile = next_tile
+    if norm_weight is not None:
+        sums *= tl.rsqrt(squares / NUM_IN + eps)
+    if bias is not None:
+        sums += tl.load(bias + out, mask=is_out, other=0.0)
+    if ACTIVATION is not None:
+        gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
+        sums = activate(gate, ACTIVATION) * up
+        out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        is_out = out < num_out
+    tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _load_words(rows, word, is_out, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    mask = is_out[:, None] & (word < NUM_WORDS)[None, :]
+    return tl.load(rows + word[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _as_float32(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return 128 + the codes in bits 4 * n of words."""
+    shifted = tile >> (4 * n - 16) if n >= 4 else tile << (16 - 4 * n)
+    return ((shifted & 0xF0000) | FLOAT32_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(  # type: ignore[no-untyped-def]
+    products, inputs, scales, zeros, out, is_out, group, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Sum products with 128 + code up by group; take 128 + zero off, and scale."""
+    NUM_GROUPS: tl.constexpr = NUM_WORDS * 8 // GROUP
+    BLOCKS: tl.constexpr = products.shape[1] // 16
+    by_group = tl.sum(products.reshape(products.shape[0], BLOCKS, 16), 2)
+    of_inputs = tl.sum(inputs.reshape(BLOCKS, 16), 1)[None, :]
+    mask = is_out[:, None] & (group < NUM_GROUPS)[None, :]
+    place = out.to(tl.int64)[:, None] * NUM_GROUPS + group[None, :]
+    zero = 8.0
+    if zeros is not None:
+        zero = tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
+    return tl.sum((by_group - (128.0 + zero) * of_inputs) * scale, 1)
+
+
+@triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
+def _few_rows(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    words,
+    scales,
+    zeros,
+    bias,
+    num_rows,
+    num_out,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    SPLIT_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid is (outputs, rows, splits). The weight is the left operand of the products."""
+    first_word = tl.program_id(2) * SPLIT_WORDS
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    w_rows = outs
+    if ACTIVATION is not None:  # rows of gate, then the same rows of up
+        both = tl.arange(0, 2 * BLOCK_OUT)
+        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
+        w_rows = outs + both // BLOCK_OUT * num_out
+    is_out = outs < num_out
+    w_start = words + w_rows.to(tl.int64)[:, None] * NUM_WORDS
+    wait_for_inputs(OVERLAP)
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = (rows < num_rows)[None, :]
+    lanes = tl.arange(0, 16)
+    sums = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
+    for word in tl.range(first_word, min(first_word + SPLIT_WORDS, NUM_WORDS), 16):
+        tile = tl.load(w_start + (word + lanes)[None, :], mask=is_out[:, None], other=0)
+        for part in tl.static_range(128 // GROUP):
+            group = word // 16 * (128 // GROUP) + part
+            scale, zero = _load_scales(scales, zeros, w_rows, is_out, group, NUM_WORDS * 8 // GROUP)
+            products = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
+            for k in tl.static_range(GROUP // 16):
+                n: tl.constexpr = part * (GROUP // 16) + k
+                i = word * 8 + 16 * n + lanes
+                is_in = is_row & (i < NUM_IN)[:, None]
+                x_tile = tl.load(x + rows[None, :] * NUM_IN + i[:, None], mask=is_in, other=0.0)
+                w_tile = _as_16_bits(tile, zero, n, x.dtype.element_ty)
+                products = tl.dot(w_tile, x_tile, products)
+            sums += products * scale[:, None]
+    if bias is not None:  # which the first split adds
+        mask = is_out & (first_word + 0 * outs == 0)
+        sums += tl.load(bias + w_rows, mask=mask, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION is not None:
+        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
+        sums = activate(gate, ACTIVATION) * up
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    y_tile = y + (tl.program_id(2) * num_rows + rows)[None, :] * num_out + outs[:, None]
+    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row & (outs < num_out)[:, None])
+
+
+@triton.jit
+def _load_scales(scales, zeros, rows, is_row, group, NUM_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = rows.to(tl.int64) * NUM_GROUPS + group
+    scale = tl.load(scales + place, mask=is_row, other=0.0).to(tl.float32)
+    zero = tl.full((rows.shape[0],), 8, tl.int32)
+    if zeros is not None:
+        zero = tl.load(zeros + place, mask=is_row, other=0).to(tl.int32)
+    return scale, zero
+
+
+@triton.jit
+def _as_16_bits(tile, zero, n: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return codes less their zero points, exactly: both are first added to 128 or 1024."""
+    BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    codes = (((tile >> (4 * n)) & 15) | BITS).to(tl.int16).to(dtype, bitcast=True)
+    return codes - (zero | BITS).to(tl.int16).to(dtype, bitcast=True)[:, None]
+
+
+@triton.jit
+def _widen(  # type: ignore[no-untyped-def]
+    y,
+    words,
+    scales,
+    zeros,
+    num_out,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """The grid is (blocks of inputs, outputs)."""
+    out = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < num_out
+    lanes = tl.arange(0, 16)
+    place = out.to(tl.int64)[:, None] * NUM_WORDS + (tl.program_id(0) * 16 + lanes)[None, :]
+    tile = tl.load(words + place, mask=is_out[:, None], other=0)
+    for part in tl.static_range(128 // GROUP):
+        group = tl.program_id(0) * (128 // GROUP) + part
+        scale, zero = _load_scales(scales, zeros, out, is_out, group, NUM_WORDS * 8 // GROUP)
+        for k in tl.static_range(GROUP // 16):
+            n: tl.constexpr = part * (GROUP // 16) + k
+            i = tl.program_id(0) * 128 + 16 * n + lanes
+            codes = _as_float32(tile, n) - (128.0 + zero.to(tl.float32))[:, None]
+            pointers = y + out.to(tl.int64)[:, None] * NUM_IN + i[None, :]
+            mask = is_out[:, None] & (i < NUM_IN)[None, :]
+            tl.store(pointers, (codes * scale[:, None]).to(y.dtype.element_ty), mask=mask)

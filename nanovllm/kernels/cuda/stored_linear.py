@@ -1,0 +1,140 @@
+"""Projections on CUDA whose weights stay quantised as they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
+from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, fp8_widen, runs_in_fp8
+from nanovllm.kernels.cuda.linear_int4 import int4_few_rows, int4_one_row, int4_widen
+from nanovllm.kernels.cuda.linear_one_row import one_row_linear
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
+from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+
+MAX_FP8_ROWS = 64  # up to here reading the weight takes the time, and activations are not rounded
+MAX_INT4_ROWS = 256  # from here on widening the weight first costs little beside the product
+NUM_PROGRAMS, MAX_SPLITS = 128, 4  # as in linear_few_rows.py
+
+
+class Products(Protocol):
+    """The products of a kept weight, by number of rows."""
+
+    max_rows: int  # that `few_rows` is for
+
+    def one_row(
+        self,
+        hidden: Hidden,
+        norm: NormWeights | None,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def few_rows(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
+    ) -> Tensor: ...
+
+    def many_rows(self, x: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Products:
+    weight: Fp8Weight
+    max_rows: int = MAX_FP8_ROWS
+
+    def one_row(
+        self,
+        hidden: Hidden,
+        norm: NormWeights | None,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[Tensor, Tensor]:
+        codes, scales = self.weight.codes, self.weight.scales
+        return one_row_linear(hidden, norm, codes, bias, activation, scales)
+
+    def few_rows(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
+    ) -> Tensor:
+        codes, scales = self.weight.codes, self.weight.scales
+        return few_rows_linear(x, codes, bias, activation, num_splits, scales=scales)
+
+    def many_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if runs_in_fp8(x, self.weight):
+            return fp8_many_rows(x, self.weight, bias)
+        return F.linear(x, fp8_widen(self.weight, x.dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Products:
+    weight: Int4Weight
+    max_rows: int = MAX_INT4_ROWS
+
+    def one_row(
+        self,
+        hidden: Hidden,
+        norm: NormWeights | None,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[Tensor, Tensor]:
+        return int4_one_row(hidden, norm, self.weight, bias, activation)
+
+    def few_rows(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
+    ) -> Tensor:
+        return int4_few_rows(x, self.weight, bias, activation, num_splits)
+
+    def many_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, int4_widen(self.weight, x.dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """One row runs in one fused kernel, a few in another, more in products of the library."""
+
+    ops: Ops
+    products: Products
+    shape: tuple[int, int]
+    bias: Tensor | None
+    activation: Activation | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return self.products.one_row(Hidden(x), None, self.bias, self.activation)[0]
+        if len(x) <= self.products.max_rows:
+            return self.products.few_rows(x.contiguous(), self.bias, self.activation, 1)
+        y = self.products.many_rows(x.contiguous(), self.bias)
+        return y if self.activation is None else self.ops.gate(y, self.activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        assert self.activation is None
+        num_splits = self._num_splits(len(x))
+        if num_splits == 1:
+            return Hidden(residual, self(x))
+        return Hidden(residual, self.products.few_rows(x.contiguous(), self.bias, None, num_splits))
+
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        if len(hidden.residual) == 1:
+            return self.products.one_row(hidden, norm, self.bias, self.activation)
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed), residual
+
+    def _num_splits(self, num_rows: int) -> int:
+        """Into how many parts to split the inputs to fill the device: a power of two."""
+        if not 1 < num_rows <= self.products.max_rows:
+            return 1
+        num_out, num_in = self.shape
+        num_tiles = -(-num_out // 64) * -(-num_rows // 128)
+        most = max(1, min(NUM_PROGRAMS // num_tiles, MAX_SPLITS, num_in // 256))
+        return 1 << (most.bit_length() - 1)
+
+
+def pack_stored(
+    ops: Ops, weight: Fp8Weight | Int4Weight, bias: Tensor | None, activation: Activation | None
+) -> StoredLinear:
+    products: Products = (
+        Fp8Products(weight) if isinstance(weight, Fp8Weight) else Int4Products(weight)
+    )
+    return StoredLinear(ops, products, weight.shape, bias, activation)

@@ -1,0 +1,187 @@
+"""Cases for projections of kept weights: run by Triton's interpreter on the CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.cuda.linear_fp8 import (
+    fp8_block_product,
+    fp8_many_rows,
+    fp8_quantise,
+    fp8_widen,
+)
+from nanovllm.kernels.cuda.linear_int4 import int4_widen
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.cuda.stored_linear import pack_stored
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights
+from nanovllm.kernels.stored_weights import (
+    FP8,
+    Fp8Weight,
+    Int4Weight,
+    num_blocks,
+    pack_words,
+    quantise_rows,
+    quantised_product,
+    unpack_words,
+)
+from nanovllm.kernels.torch_ops import TorchOps
+from tests.kernels.cuda.interpreted.fused_cases import assert_close, make
+
+StoredWeight = Fp8Weight | Int4Weight
+# Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
+KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
+# Rows, outputs, inputs, activation, bias; outputs and inputs fill tiles, or do not.
+SHAPES: list[tuple[int, int, int, Activation | None, bool]] = [
+    (1, 34, 200, None, True),
+    (1, 24, 512, "silu", False),
+    (1, 20, 384, "gelu_tanh", True),
+    (3, 64, 128, None, False),
+    (17, 40, 300, None, True),
+    (2, 80, 256, "silu", True),
+]
+LARGE_SHAPES: list[tuple[int, int, int, Activation | None, bool]] = [
+    (1, 512, 4096, None, False),
+    (1, 1000, 6144, "silu", False),
+    (1, 300, 12288, None, True),
+    (64, 512, 4096, None, False),
+    (33, 1000, 1024, "silu", True),
+    (200, 512, 1024, None, True),
+    (300, 256, 1024, "silu", False),
+]
+
+
+def make_weight(kind: str, num_out: int, num_in: int, device: str) -> StoredWeight:
+    generator = torch.Generator().manual_seed(num_out + num_in)
+    if kind.startswith("fp8"):
+        codes = (100 * torch.randn(num_out, num_in, generator=generator)).clamp(-448, 448).to(FP8)
+        num_scales = 1 if kind == "fp8" else num_blocks(num_in)
+        scales = (1 + torch.rand(num_out, num_scales, generator=generator)) / 150 / num_in**0.5
+        return Fp8Weight(codes.to(device), scales.to(device))
+    group = int(kind.split("-")[1])
+    num_groups = num_blocks(num_in) * 128 // group
+    codes = torch.randint(0, 16, (num_out, num_in), generator=generator, dtype=torch.uint8)
+    scales = (1 + torch.rand(num_out, num_groups, generator=generator)) / 7 / num_in**0.5
+    zeros = torch.randint(0, 16, (num_out, num_groups), generator=generator, dtype=torch.uint8)
+    kept = zeros.to(device) if kind.endswith("zeros") else None
+    return Int4Weight(pack_words(codes).to(device), scales.half().to(device), kept, num_in)
+
+
+def check_packing(device: str) -> None:
+    """What is packed comes back; the formula of a weight holds for each of its inputs."""
+    codes = torch.randint(0, 16, (5, 200), dtype=torch.uint8, device=device)
+    assert torch.equal(unpack_words(pack_words(codes))[:, :200], codes)
+    weight = make_weight("int4-32-zeros", 6, 200, device)
+    assert isinstance(weight, Int4Weight)
+    assert weight.zeros is not None
+    codes, values = unpack_words(weight.words), weight.widen(torch.float32)
+    for row, column in ((0, 0), (3, 31), (5, 32), (2, 199)):
+        group = column // 32
+        step = int(codes[row, column]) - int(weight.zeros[row, group])
+        want = step * weight.scales[row, group].float()
+        assert values[row, column] == want
+
+
+def check_products(dtype: torch.dtype, device: str, large: bool = False) -> None:
+    """Every kernel and kind equals the product with the widened weight."""
+    for kind, shape in itertools.product(KINDS, LARGE_SHAPES if large else SHAPES):
+        num_rows, num_out, num_in, activation, has_bias = shape
+        if num_rows > 64 and kind.startswith("fp8") and dtype == torch.bfloat16:
+            continue  # whose activations are quantised
+        weight = make_weight(kind, num_out, num_in, device)
+        bias = make(num_out, dtype=dtype, device=device) if has_bias else None
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        packed = pack_stored(TritonOps(), weight, bias, activation)
+        plain = TorchOps().pack_linear(weight.widen(dtype), bias, activation, has_room=False)
+        assert_close(packed(x), plain(x))
+        norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
+        update = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
+        results = [p.after_norm(Hidden(x.clone(), update.clone()), norm) for p in (packed, plain)]
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+
+
+def check_partial_sums(dtype: torch.dtype, device: str) -> None:
+    """What is split along the inputs adds up, whatever part of a tile the last split has."""
+    for kind, (num_rows, num_in) in itertools.product(KINDS, ((2, 512), (17, 1100))):
+        weight = make_weight(kind, 40, num_in, device)
+        bias = make(40, dtype=dtype, device=device)
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        residual = make(num_rows, 40, dtype=dtype, device=device, seed=5)
+        hidden = pack_stored(TritonOps(), weight, bias, None).add_to(residual, x)
+        assert hidden.update is not None
+        assert hidden.update.dim() == 3, "split"
+        want = F.linear(x, weight.widen(dtype), bias)
+        assert_close(hidden.update.sum(0).to(dtype), want)
+
+
+def check_widening(dtype: torch.dtype, device: str) -> None:
+    """To the very numbers that loading would widen it to."""
+    for kind, num_in in itertools.product(KINDS, (128, 300)):
+        weight = make_weight(kind, 35, num_in, device)
+        if isinstance(weight, Fp8Weight):
+            got = fp8_widen(weight, dtype)
+        else:
+            got = int4_widen(weight, dtype)
+        assert torch.equal(got, weight.widen(dtype)), kind
+
+
+def check_quantised_rows(dtype: torch.dtype, device: str) -> None:
+    """The same codes and scales as the reference; a row of zeros too."""
+    for num_in, by_block in itertools.product((128, 300, 1024), (False, True)):
+        x = make(5, num_in, dtype=dtype, device=device)
+        x[1] = 0
+        x[2] *= 1000
+        got, want = fp8_quantise(x, by_block), quantise_rows(x, by_block)
+        assert torch.equal(got.scales, want.scales)
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+
+
+def check_block_product(dtype: torch.dtype, device: str) -> None:
+    for num_rows, num_out, num_in in ((5, 40, 300), (70, 130, 256)):
+        weight = make_weight("fp8-blocks", num_out, num_in, device)
+        assert isinstance(weight, Fp8Weight)
+        x = make(num_rows, num_in, dtype=dtype, device=device)
+        bias = make(num_out, dtype=dtype, device=device)
+        got = fp8_block_product(fp8_quantise(x, True), weight, bias, dtype)
+        assert_close(got, quantised_product(x, weight, bias))
+
+
+def check_quantised_products(device: str) -> None:
+    """Many rows in FP8 on both sides: only compiled, as a library has the product."""
+    for kind, has_bias in itertools.product(("fp8", "fp8-blocks"), (False, True)):
+        for num_rows, num_out, num_in in ((65, 64, 256), (300, 512, 1024), (1030, 304, 4096)):
+            weight = make_weight(kind, num_out, num_in, device)
+            assert isinstance(weight, Fp8Weight)
+            x = make(num_rows, num_in, dtype=torch.bfloat16, device=device)
+            bias = make(num_out, dtype=torch.bfloat16, device=device) if has_bias else None
+            want = quantised_product(x, weight, bias)
+            assert_near(fp8_many_rows(x, weight, bias), want)
+            packed = pack_stored(TritonOps(), weight, bias, "silu")
+            assert_near(packed(x), TorchOps().gate(want, "silu"))
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    """Sums of FP8 products may keep fewer digits than float32 has."""
+    distance = (got.float() - want.float()).norm() / want.float().norm()
+    assert distance < 4e-3, float(distance)
+
+
+def main(which: str) -> None:
+    dtype = torch.float16  # which the interpreter multiplies rightly
+    check_packing("cpu")
+    check_widening(dtype, "cpu")
+    check_quantised_rows(dtype, "cpu")
+    check_products(dtype, "cpu")
+    if which == "rest":
+        check_products(dtype, "cpu", large=True)
+    check_partial_sums(dtype, "cpu")
+    check_block_product(dtype, "cpu")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
