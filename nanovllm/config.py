@@ -59,7 +59,7 @@ class EngineConfig:
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
-        check_option(self.quantization, self.load_format)
+        check_option(self.quantization)
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms
         is_time = target is None or 0 < target < math.inf

@@ -16,6 +16,19 @@ WHERE = "quantization_config in config.json"
 BITS = (4, 8)  # of whole numbers that are packed into words of 32
 
 
+CodeKind = Literal["fp8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLayout:
+    """What codes and scales of a weight are, where a device's kernels read them as they are."""
+
+    kind: CodeKind
+    group: int  # inputs that share a scale, in order; -1: all of an output's
+    has_zeros: bool = False
+    scale_dtype: str = "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """One scheme for every quantised projection of a checkpoint."""
@@ -29,6 +42,17 @@ class Quantisation:
     block_size: tuple[int, int] | None = None  # outputs and inputs that share a scale
     zero_offset: int = 0  # what is added to stored zero points
     ignored: tuple[str, ...] = ()  # modules in the model's dtype: names, or "re:" and a pattern
+
+    @property
+    def layout(self) -> CodeLayout | None:
+        """How a weight is kept; None if only floats can hold it."""
+        if self.bits == 8 and self.scheme in ("fp8_block", "fp8_scaled", "round_to_fp8"):
+            return CodeLayout("fp8", -1 if self.block_size is None else self.block_size[1])
+        if self.bits != 4 or self.desc_act:
+            return None
+        scale_dtype = "bfloat16" if self.scheme == "packed_int" else "float16"
+        has_zeros = self.scheme in ("awq", "gptq") or not self.is_symmetric
+        return CodeLayout("int4", self.group_size, has_zeros, scale_dtype)
 
     def ignores(self, module: str) -> bool:
         return any(self._matches(entry, module) for entry in self.ignored)
@@ -52,15 +76,10 @@ class Quantisation:
 ROUND_TO_FP8 = Quantisation("fp8", "round_to_fp8")
 
 
-def check_option(asked: str | None, load_format: str) -> None:
+def check_option(asked: str | None) -> None:
     """Refuse a value of the option `quantization` that no checkpoint could make right."""
     if asked not in (None, *METHODS):
         raise ConfigError(f"quantization must be None or one of {METHODS}, got {asked!r}")
-    if asked is not None and load_format == "dummy":
-        raise ConfigError(
-            f"quantization={asked!r} is about the weights of a checkpoint, and "
-            'load_format="dummy" has none; leave one out'
-        )
 
 
 def choose_quantisation(asked: str | None, stored: object) -> Quantisation | None:

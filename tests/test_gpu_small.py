@@ -21,6 +21,7 @@ from tests.kernels.cuda.interpreted import (
     fused_cases,
     paged_attention_cases,
     sampling_cases,
+    stored_cases,
 )
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_sampled_requests import mixed_params
@@ -49,6 +50,17 @@ def test_experts(dtype: torch.dtype) -> None:
     experts_cases.check_experts(dtype, "cuda")
     experts_cases.check_every_tile(dtype, "cuda")
     experts_cases.check_after_norm("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_stored_weights(dtype: torch.dtype) -> None:
+    """Codes of 4 bits and in FP8, by output and by group: products, splits, widening, rounding."""
+    stored_cases.check_products(dtype, "cuda")
+    stored_cases.check_partial_sums(dtype, "cuda")
+    stored_cases.check_widening(dtype, "cuda")
+    stored_cases.check_quantised_rows(dtype, "cuda")
+    stored_cases.check_block_product(dtype, "cuda")
+    stored_cases.check_every_fp8_code("cuda")
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tma", "shared"])

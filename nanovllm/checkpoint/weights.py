@@ -22,6 +22,7 @@ from torch import Tensor
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.quantisation import CodeLayout
 
 PIECE_BYTES = 32 << 20  # enough for every thread to have a share
 Index = tuple[slice, ...]  # the part of a tensor that is wanted; (): all of it
@@ -48,6 +49,19 @@ class Read(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Codes:
+    """Some rows of a quantised weight, which is (codes - zeros) * scales."""
+
+    codes: Tensor  # [rows, inputs]: FP8, or bytes
+    scales: Tensor  # [rows, groups]
+    zeros: Tensor | None  # likewise, in bytes
+
+
+class ReadCodes(Protocol):
+    def __call__(self, index: Index = ()) -> Iterator[Codes]: ...
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint file, not read yet."""
 
@@ -60,6 +74,8 @@ class StoredTensor:
     )
     dtype: torch.dtype = torch.float32  # of what is read
     cuts: tuple[int, ...] = ()  # of each dimension, where a rank's part may end; (): anywhere
+    layout: CodeLayout | None = None  # of what `read_codes` reads, where there is such a thing
+    read_codes: ReadCodes | None = None
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.blocks import BlockKernels
     from nanovllm.kernels.cpu.program import Launcher
@@ -208,6 +210,14 @@ class Ops(Protocol):
 
         One with an activation holds gate and up, and returns `gate` of what they give.
         """
+
+    def pack_codes(
+        self,
+        weight: Fp8Weight | Int4Weight,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> PackedLinear:
+        """Make the product of a weight that stays quantised, as `pack_linear` does."""
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         """Lay experts out: gate_up [experts, 2 * size, hidden], down [experts, hidden, size].

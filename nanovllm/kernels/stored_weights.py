@@ -16,6 +16,7 @@ WORDS = 16  # of a block: the word w has in its bits 4 * n the code of input 16 
 INT4_GROUPS = (32, 64, BLOCK)
 MIDDLE = 8  # the zero point of 4 bits where none is stored
 LARGEST_FP8 = 448.0
+SMALLEST_LARGEST = 1e-30  # what stands for the largest number of a row of zeros
 FP8 = torch.float8_e4m3fn
 
 
@@ -92,6 +93,15 @@ def unpack_words(words: Tensor) -> Tensor:
     return ((blocks >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
+def quantise_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return codes [outputs, inputs] around MIDDLE, and scales [outputs, groups]."""
+    num_in = values.shape[1]
+    parts = F.pad(values.float(), (0, -num_in % group)).view(len(values), -1, group)
+    scales = parts.abs().amax(2).clamp_(min=1e-6) / (MIDDLE - 1)
+    codes = (parts / scales.unsqueeze(2)).round_().add_(MIDDLE).clamp_(0, 15)
+    return codes.flatten(1)[:, :num_in].to(torch.uint8), scales
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
     """Activations that are quantised token by token, or by token and 128 inputs."""
@@ -108,10 +118,10 @@ def quantise_rows(x: Tensor, by_block: bool = False) -> Fp8Rows:
     num_in = x.shape[1]
     padded = F.pad(x.float(), (0, -num_in % BLOCK)) if by_block else x.float()
     parts = padded.view(len(x), -1, BLOCK) if by_block else padded.unsqueeze(1)
-    scales = parts.abs().amax(2) / LARGEST_FP8
-    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of zeros
-    codes = (parts / scales.unsqueeze(2)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
-    return Fp8Rows(codes.flatten(1)[:, :num_in].contiguous(), scales)
+    largest = parts.abs().amax(2).clamp_(min=SMALLEST_LARGEST)
+    scaled = parts * (LARGEST_FP8 / largest).unsqueeze(2)
+    codes = scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+    return Fp8Rows(codes.flatten(1)[:, :num_in].contiguous(), largest / LARGEST_FP8)
 
 
 def quantised_product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:

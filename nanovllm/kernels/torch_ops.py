@@ -20,6 +20,7 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
+from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 
 
 class TorchOps:
@@ -71,6 +72,14 @@ class TorchOps:
     ) -> PackedLinear:
         dtype = self.product_dtype
         return ComposedLinear(self, lambda x: widened.linear(x, weight, bias, dtype), activation)
+
+    def pack_codes(
+        self,
+        weight: Fp8Weight | Int4Weight,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> PackedLinear:
+        return ComposedLinear(self, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return ComposedExperts(

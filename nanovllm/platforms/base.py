@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.pending import Pending
+from nanovllm.quantisation import CodeKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Platform(Protocol):
 
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         """Whether kernels read weights as GGUF stores them, for activations of `dtype`."""
+
+    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+        """Whether kernels read codes of quantised safetensors, for activations of `dtype`."""
 
     def memory(self) -> Memory:
         """Return what one rank has of the device's memory."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from nanovllm.pending import Pending
 from nanovllm.platforms.base import Memory
 from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
+from nanovllm.quantisation import CodeKind
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ class CpuPlatform:
 
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return self.features.runs_kernels(dtype)
+
+    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+        return False
 
     def memory(self) -> Memory:
         return Memory(available_memory() // self.num_ranks, total_memory() // self.num_ranks)

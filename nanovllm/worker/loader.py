@@ -48,9 +48,8 @@ def load_weights(
     found = _match(stored, expected, tied, checkpoint.path)
     tensors = [tensor for tensor in found if tensor.name in expected]
     _check_cuts(tensors, expected)
-    widened = [expected[tensor.name] for tensor in tensors if tensor.cuts]
-    if widened and show_progress:  # which is told by one rank
-        _tell_widened(widened[0], quantisation)
+    if show_progress:  # which is told by one rank
+        _tell_widened(tensors, expected, quantisation)
     if BLOCK_TYPES_KEY in checkpoint.config and not any(e.is_blocks for e in expected.values()):
         logger.info("Quantised weights are widened: no kernel here reads them as they are stored")
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
@@ -76,12 +75,20 @@ def fill_dummy_weights(model: nn.Module, platform: Platform, seed: int) -> None:
     layers = UnpackedLayers(model, platform)
     generator = torch.Generator(platform.device).manual_seed(seed)
     for name in list(layers.expected):
-        _fill_randomly(layers.expected[name], generator)
+        _fill_randomly(layers.expected[name], generator, platform)
         layers.loaded(name)
     layers.pack_rest()
 
 
-def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator) -> None:
+def _fill_randomly(
+    expected: ExpectedTensor, generator: torch.Generator, platform: Platform
+) -> None:
+    if expected.codes:
+        whole = torch.empty(expected.shape, device=platform.device)
+        whole.normal_(0.0, 0.02, generator=generator)
+        for part, rows in zip(expected.parts, expected.codes, strict=True):
+            rows.put_floats(whole[part.source], torch.Tensor.copy_)
+        return
     target = expected.parts[0].target
     # Drawn whole, so that every number of ranks has the same model.
     tensor = target if target.shape == expected.shape else target.new_empty(expected.shape)
@@ -143,10 +150,20 @@ def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
 
 
-def _tell_widened(first: ExpectedTensor, quantisation: Quantisation | None) -> None:
-    dtype = str(first.parts[0].target.dtype).removeprefix("torch.")
-    text = "Quantised weights (%s) are widened to %s: no kernel here reads them as they are"
-    logger.info(text, quantisation, dtype)
+def _tell_widened(
+    tensors: list[StoredTensor],
+    expected: dict[str, ExpectedTensor],
+    quantisation: Quantisation | None,
+) -> None:
+    """Log what takes more memory than its file."""
+    stored = [tensor.name for tensor in tensors if tensor.cuts]
+    widened = [name for name in stored if not expected[name].codes]
+    if not widened:
+        return
+    dtype = str(expected[widened[0]].parts[0].target.dtype).removeprefix("torch.")
+    which = "" if len(widened) == len(stored) else f" of {len(widened)}, such as {widened[0]},"
+    text = "Quantised weights (%s)%s are widened to %s: no kernel here reads them as they are"
+    logger.info(text, quantisation, which, dtype)
 
 
 def _check_cuts(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
@@ -211,9 +228,22 @@ def _fill_all(
 
 @torch.inference_mode()  # threads do not inherit the mode
 def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], platform: Platform) -> str:
+    if expected[tensor.name].codes:
+        _fill_codes(tensor, expected[tensor.name], platform)
+        return tensor.name
     for target, rows in _pieces(tensor, expected[tensor.name]):
         platform.fill(target, rows)
     return tensor.name
+
+
+def _fill_codes(tensor: StoredTensor, expected: ExpectedTensor, platform: Platform) -> None:
+    assert tensor.read_codes is not None, f"{tensor.name} has no codes"
+    for part, target in zip(expected.parts, expected.codes, strict=True):
+        first = 0
+        for piece in tensor.read_codes(part.source):
+            target.put(first, piece.codes, piece.scales, piece.zeros, platform.fill)
+            first += len(piece.codes)
+        assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"
 
 
 def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:

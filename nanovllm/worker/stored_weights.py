@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 
+from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
+from nanovllm.checkpoint.quantised.modules import widen_all
+from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION
+from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.config import EngineConfig
+from nanovllm.layers.code_format import CodeFormat
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.weight_format import WeightFormat
 from nanovllm.platforms.base import Platform
+from nanovllm.quantisation import CodeLayout, choose_quantisation
 
 
 def choose_weight_format(
@@ -19,11 +25,38 @@ def choose_weight_format(
     checkpoint_config: Mapping[str, Any],
     platform: Platform,
     dtype: torch.dtype,
+    checkpoint: Checkpoint | None = None,
 ) -> WeightFormat:
-    """Keep the quantised weights of a GGUF file as they are stored where kernels read them."""
-    types = checkpoint_config.get(BLOCK_TYPES_KEY)
-    if not types or config.load_format == "dummy" or not platform.reads_blocks(dtype):
-        return PLAIN
-    from nanovllm.layers.gguf_format import GGUFFormat  # needs numba
+    """Keep quantised weights as they are stored where kernels read them.
 
-    return GGUFFormat(types)
+    Without a checkpoint, before it is there or for random weights, its config says what is stored.
+    """
+    types = checkpoint_config.get(BLOCK_TYPES_KEY)
+    if types and config.load_format != "dummy" and platform.reads_blocks(dtype):
+        from nanovllm.layers.gguf_format import GGUFFormat  # needs numba
+
+        return GGUFFormat(types)
+    stored = checkpoint_config.get("quantization_config")
+    quantisation = choose_quantisation(config.quantization, stored)
+    layout = None if quantisation is None else quantisation.layout
+    if quantisation is None or layout is None or not platform.reads_codes(layout.kind, dtype):
+        return PLAIN
+    if checkpoint is not None and config.load_format != "dummy":
+        return CodeFormat(_stored_layouts(checkpoint).get)
+
+    def expected_layout(module: str) -> CodeLayout | None:
+        is_projection = PROJECTION.fullmatch(f"{module}.weight") is not None
+        return layout if is_projection and not quantisation.ignores(module) else None
+
+    return CodeFormat(expected_layout)
+
+
+def _stored_layouts(checkpoint: Checkpoint) -> dict[str, CodeLayout]:
+    """How the modules of a checkpoint are stored, those that are quantised."""
+    assert checkpoint.quantisation is not None
+    tensors = widen_all(list_tensors(checkpoint), checkpoint.quantisation, ())
+    return {
+        tensor.name.removesuffix(".weight"): tensor.layout
+        for tensor in tensors
+        if tensor.layout is not None
+    }

@@ -128,6 +128,8 @@ def test_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
         both = twins(checkpoint_root, model, kind)
         for dtype in ("float32", "bfloat16"):
             options = {"device": "cuda", "dtype": dtype}
+            if dtype == "bfloat16" and kind.startswith("fp8"):
+                continue  # some are kept as they are stored: test_kept_codes.py
             assert run(both.quantised, **options) == run(both.plain, **options)
 
 
@@ -197,12 +199,13 @@ def test_the_option_must_match(checkpoint_root: Path, llama: Path, tmp_path: Pat
         run(Path("smollm2"), quantization="fp8")
     with pytest.raises(ConfigError, match="quantization must be"):
         run(llama, quantization="int3")
-    with pytest.raises(ConfigError, match="is about the weights of a checkpoint"):
-        run(llama, quantization="fp8", load_format="dummy")
+    with pytest.raises(ConfigError, match="'awq': this checkpoint has no quantised weights"):
+        run(llama, quantization="awq", load_format="dummy")
 
 
-def test_random_weights_for_a_quantised_config(checkpoint_root: Path) -> None:
+def test_random_weights_for_a_quantised_config(checkpoint_root: Path, llama: Path) -> None:
     assert run(twins(checkpoint_root, "qwen2", "awq").quantised, load_format="dummy")
+    assert run(llama, quantization="fp8", load_format="dummy")
 
 
 def test_a_part_that_is_missing_or_too_much(llama: Path, tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
 from nanovllm.checkpoint.quantised.words import (
+    GroupedCodes,
     dequantise,
     group_size,
     groups_in_order,
     input_cut,
+    layout_of,
     words_of,
 )
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
-from nanovllm.quantisation import Quantisation
+from nanovllm.checkpoint.weights import FLOATS, Codes, StoredTensor
+from nanovllm.quantisation import CodeLayout, Quantisation
 
 # Where in a word the numbers of eight outputs are, counted from its lowest bits.
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -37,13 +39,23 @@ class Awq:
     def cuts(self) -> tuple[int, int]:
         return len(PLACES), input_cut(self.quantisation)
 
+    @property
+    def layout(self) -> CodeLayout | None:
+        return layout_of(self.quantisation, self.scales, has_zeros=True)
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
+        return dequantise(self._read(rows, columns))
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
+        return self._read(rows, columns).as_codes()
+
+    def _read(self, rows: slice, columns: slice) -> GroupedCodes:
         size, words = group_size(self.quantisation, self.shape[1]), words_of(rows, 4)
         order = groups_in_order(columns, size)
         codes = _in_order(read_part(self.codes, columns, words))
         zeros = _in_order(read_part(self.zeros, order.groups, words))
         scales = read_part(self.scales, order.groups, rows).t()
-        return dequantise(codes, zeros, scales, order.group_of)
+        return GroupedCodes(codes, zeros, scales, order.group_of)
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
-from nanovllm.quantisation import Quantisation
+from nanovllm.checkpoint.weights import FLOATS, Codes, StoredTensor
+from nanovllm.quantisation import CodeLayout, Quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,32 @@ class BlockFp8:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    @property
+    def layout(self) -> CodeLayout:
+        return CodeLayout("fp8", self.cuts[1])
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
+        codes = read_part(self.codes, rows, columns)
+        by_output = self._read_scales(rows, columns).repeat_interleave(self.cuts[0], 0)
+        return Codes(codes, by_output[: len(codes)], None)
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
+        high, wide = self.cuts
+        codes = read_part(self.codes, rows, columns).float()
+        scales = self._read_scales(rows, columns).repeat_interleave(wide, 1)
+        scales = scales[:, : codes.shape[1]]  # the last block may be cut short
+        for first in range(0, len(codes), high):
+            codes[first : first + high] *= scales[first // high]
+        return codes
+
+    def _read_scales(self, rows: slice, columns: slice) -> Tensor:
+        """Of the blocks that some outputs and inputs have, from the first of one on."""
         high, wide = self.cuts
         blocks = (
             slice(rows.start // high, -(-rows.stop // high)),
             slice(columns.start // wide, -(-columns.stop // wide)),
         )
-        codes = read_part(self.codes, rows, columns).float()
-        scales = read_part(self.scales, *blocks).float().repeat_interleave(wide, 1)
-        scales = scales[:, : codes.shape[1]]  # the last block may be cut short
-        for first in range(0, len(codes), high):
-            codes[first : first + high] *= scales[first // high]
-        return codes
+        return read_part(self.scales, *blocks).float()
 
 
 def open_fp8_block(parts: Parts, quantisation: Quantisation) -> BlockFp8:

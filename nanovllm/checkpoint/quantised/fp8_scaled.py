@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
-from nanovllm.quantisation import Quantisation
+from nanovllm.checkpoint.weights import FLOATS, Codes, StoredTensor
+from nanovllm.quantisation import CodeLayout, Quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,19 @@ class ScaledFp8:
     def cuts(self) -> tuple[int, int]:
         return 1, 1
 
+    @property
+    def layout(self) -> CodeLayout:
+        return CodeLayout("fp8", -1)
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
+        part = self.codes_of(rows, columns)
+        return part.codes.float().mul_(part.scales)
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
         is_single = self.scales.shape in ((), (1,))
         scales = read_part(self.scales) if is_single else read_part(self.scales, rows)
-        return read_part(self.codes, rows, columns).float().mul_(scales.float().view(-1, 1))
+        codes = read_part(self.codes, rows, columns)
+        return Codes(codes, scales.float().view(-1, 1).expand(len(codes), 1), None)
 
 
 def open_fp8_scaled(parts: Parts, quantisation: Quantisation) -> ScaledFp8:

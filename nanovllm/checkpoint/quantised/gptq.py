@@ -9,18 +9,20 @@ from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import Parts, check_matrix, check_part, read_part
 from nanovllm.checkpoint.quantised.words import (
+    GroupedCodes,
     dequantise,
     group_size,
     groups_in_order,
     input_cut,
+    layout_of,
     per_word,
     read_groups,
     unpack,
     words_of,
 )
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.checkpoint.weights import FLOATS, Codes, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import Quantisation
+from nanovllm.quantisation import CodeLayout, Quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,23 @@ class Gptq:
     def cuts(self) -> tuple[int, int]:
         return per_word(self.quantisation.bits), input_cut(self.quantisation)
 
+    @property
+    def layout(self) -> CodeLayout | None:
+        columns = slice(0, self.shape[1])
+        size = group_size(self.quantisation, max(self.shape[1], 1))
+        in_order = torch.arange(columns.stop) // size
+        is_in_order = self.group_of is None or torch.equal(
+            read_groups(self.group_of, columns, self.scales.shape[0]), in_order
+        )
+        return layout_of(self.quantisation, self.scales, has_zeros=True) if is_in_order else None
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
+        return dequantise(self._read(rows, columns))
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
+        return self._read(rows, columns).as_codes()
+
+    def _read(self, rows: slice, columns: slice) -> GroupedCodes:
         bits = self.quantisation.bits
         groups, group_of = self._read_groups(columns)
         codes = unpack(read_part(self.codes, words_of(columns, bits), rows).t(), bits)
@@ -48,7 +66,7 @@ class Gptq:
         # The first format stores a zero point of 0 as the largest number.
         zeros = (zeros.int() + self.quantisation.zero_offset) & ((1 << bits) - 1)
         scales = read_part(self.scales, groups, rows).t()
-        return dequantise(codes, zeros, scales, group_of)
+        return GroupedCodes(codes, zeros, scales, group_of)
 
     def _read_groups(self, columns: slice) -> tuple[slice, Tensor | None]:
         """Return the groups to read, and which of them each input is in."""

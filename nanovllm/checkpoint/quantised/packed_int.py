@@ -9,18 +9,20 @@ from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import Parts, check_part, read_part
 from nanovllm.checkpoint.quantised.words import (
+    GroupedCodes,
     dequantise,
     group_size,
     groups_in_order,
     input_cut,
+    layout_of,
     per_word,
     read_groups,
     unpack,
     words_of,
 )
-from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.checkpoint.weights import FLOATS, Codes, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import Quantisation
+from nanovllm.quantisation import CodeLayout, Quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,19 @@ class PackedInt:
         rows = per_word(self.quantisation.bits) if has_words else 1
         return rows, input_cut(self.quantisation)
 
+    @property
+    def layout(self) -> CodeLayout | None:
+        is_in_order = self.group_of is None
+        has_zeros = self.zeros is not None
+        return layout_of(self.quantisation, self.scales, has_zeros) if is_in_order else None
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
+        return dequantise(self._read(rows, columns))
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
+        return self._read(rows, columns).as_codes()
+
+    def _read(self, rows: slice, columns: slice) -> GroupedCodes:
         bits, size = self.quantisation.bits, group_size(self.quantisation, self.shape[1])
         codes = unpack(read_part(self.codes, rows, words_of(columns, bits)), bits)
         codes = codes[:, : columns.stop - columns.start]
@@ -49,7 +63,7 @@ class PackedInt:
         else:
             group_of = read_groups(self.group_of, columns, self.scales.shape[1])
         scales = read_part(self.scales, rows, groups)
-        return dequantise(codes, self._read_zeros(rows, groups), scales, group_of)
+        return GroupedCodes(codes, self._read_zeros(rows, groups), scales, group_of)
 
     def _read_zeros(self, rows: slice, groups: slice) -> Tensor | int:
         """In the range of the codes, which are not negative."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import read_part
-from nanovllm.checkpoint.weights import StoredTensor
+from nanovllm.checkpoint.weights import Codes, StoredTensor
+from nanovllm.quantisation import CodeLayout
 
 LARGEST = 448.0  # of FP8 with four bits of exponent
 # Projections of layers; a router decides by small differences and stays as it is.
@@ -28,9 +29,18 @@ class RoundedWeight:
     def cuts(self) -> tuple[int, int]:
         return 1, 1
 
+    @property
+    def layout(self) -> CodeLayout:
+        return CodeLayout("fp8", -1)
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
+        part = self.codes_of(rows, columns)
+        return part.codes.float().mul_(part.scales)
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
         # All inputs of an output share its scale, those of other ranks too.
-        return round_to_fp8(read_part(self.floats, rows).float())[:, columns]
+        whole = quantise(read_part(self.floats, rows).float())
+        return Codes(whole.codes[:, columns], whole.scales, None)
 
 
 def is_projection(tensor: StoredTensor) -> bool:
@@ -39,7 +49,12 @@ def is_projection(tensor: StoredTensor) -> bool:
 
 def round_to_fp8(values: Tensor) -> Tensor:
     """Quantise each row by its largest number, then widen it again."""
+    rounded = quantise(values)
+    return rounded.codes.float().mul_(rounded.scales)
+
+
+def quantise(values: Tensor) -> Codes:
     scales = values.abs().amax(1, keepdim=True) / LARGEST
     scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
     codes = (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return codes.float().mul_(scales)
+    return Codes(codes, scales, None)

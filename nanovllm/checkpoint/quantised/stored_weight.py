@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoint import weights
-from nanovllm.checkpoint.weights import Index, StoredTensor
+from nanovllm.checkpoint.weights import Codes, Index, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import Quantisation
+from nanovllm.quantisation import CodeLayout, Quantisation
 
+Piece = TypeVar("Piece", Tensor, Codes)
 Parts = Mapping[str, StoredTensor]  # of one module, by the last part of their names
 
 
@@ -28,8 +29,15 @@ class StoredWeight(Protocol):
     def cuts(self) -> tuple[int, int]:
         """A share of outputs or inputs begins and ends at a multiple of these."""
 
+    @property
+    def layout(self) -> CodeLayout | None:
+        """What `codes_of` returns; None if groups of inputs are not in order, or not of 4 bits."""
+
     def widen(self, rows: slice, columns: slice) -> Tensor:
         """Return a part as float32, which begins and ends where it may be cut."""
+
+    def codes_of(self, rows: slice, columns: slice) -> Codes:
+        """Return such a part as it is stored, if it has a layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +53,29 @@ def as_tensor(name: str, file: Path, weight: StoredWeight) -> StoredTensor:
     """The weight as if it were stored in float32."""
 
     def read(index: Index = ()) -> Iterator[Tensor]:
-        return read_widened(weight, index)
+        for piece, part in _read_pieces(weight, index, weight.widen):
+            yield piece[part]
 
-    return StoredTensor(name, weight.shape, file, read, cuts=weight.cuts)
+    def read_codes(index: Index = ()) -> Iterator[Codes]:
+        for piece, (rows, _) in _read_pieces(weight, index, weight.codes_of):
+            zeros = None if piece.zeros is None else piece.zeros[rows]
+            yield Codes(piece.codes[rows], piece.scales[rows], zeros)
+
+    return StoredTensor(
+        name,
+        weight.shape,
+        file,
+        read,
+        cuts=weight.cuts,
+        layout=weight.layout,
+        read_codes=read_codes,
+    )
 
 
-def read_widened(weight: StoredWeight, index: Index) -> Iterator[Tensor]:
-    """Widen some rows after others, whatever part of the weight is wanted."""
+def _read_pieces(
+    weight: StoredWeight, index: Index, read: Callable[[slice, slice], Piece]
+) -> Iterator[tuple[Piece, tuple[slice, slice]]]:
+    """Read some rows after others, whatever part is wanted; say which of a piece belong to it."""
     rows, columns = index or (slice(None), slice(None))
     (first, last, _), (left, right, _) = (
         part.indices(size) for part, size in zip((rows, columns), weight.shape, strict=True)
@@ -61,9 +85,8 @@ def read_widened(weight: StoredWeight, index: Index) -> Iterator[Tensor]:
     num_rows = max(weights.PIECE_BYTES // (4 * max(wide.stop - wide.start, 1)) // unit, 1) * unit
     for begin in range(first // unit * unit, last, num_rows):
         high = _outward(begin, min(begin + num_rows, last), unit, weight.shape[0])
-        piece = weight.widen(high, wide)
         inner = slice(max(first - begin, 0), min(last - begin, num_rows))
-        yield piece[inner, left - wide.start : right - wide.start]
+        yield read(high, wide), (inner, slice(left - wide.start, right - wide.start))
 
 
 def _outward(first: int, last: int, unit: int, size: int) -> slice:

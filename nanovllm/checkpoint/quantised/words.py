@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import read_part
-from nanovllm.checkpoint.weights import StoredTensor
+from nanovllm.checkpoint.weights import Codes, StoredTensor
 from nanovllm.errors import CheckpointError
-from nanovllm.quantisation import Quantisation
+from nanovllm.quantisation import CodeLayout, Quantisation
 
 
 def per_word(bits: int) -> int:
@@ -68,13 +68,36 @@ def groups_in_order(inputs: slice, size: int) -> GroupsInOrder:
     return GroupsInOrder(groups, group_of)
 
 
-def dequantise(
-    codes: Tensor, zeros: Tensor | int, scales: Tensor, group_of: Tensor | None
-) -> Tensor:
-    """(codes - zeros) * scales of [outputs, inputs]; zeros and scales are [outputs, groups]."""
-    values = codes.float()
+@dataclass(frozen=True, slots=True)
+class GroupedCodes:
+    codes: Tensor  # [outputs, inputs]
+    zeros: Tensor | int  # [outputs, groups], or one for all
+    scales: Tensor  # [outputs, groups]
+    group_of: Tensor | None  # as in GroupsInOrder
+
+    def as_codes(self) -> Codes:
+        """With groups in order, of which the last may have fewer inputs."""
+        zeros = None if isinstance(self.zeros, int) else self.zeros.to(torch.uint8)
+        return Codes(self.codes, self.scales, zeros)
+
+
+def layout_of(
+    quantisation: Quantisation, scales: StoredTensor, has_zeros: bool
+) -> CodeLayout | None:
+    """How codes of 4 bits in groups in order are kept."""
+    if quantisation.bits != 4:
+        return None
+    dtype = str(scales.dtype).removeprefix("torch.")
+    scale_dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
+    return CodeLayout("int4", quantisation.group_size, has_zeros, scale_dtype)
+
+
+def dequantise(grouped: GroupedCodes) -> Tensor:
+    """(codes - zeros) * scales of [outputs, inputs]."""
+    scales, group_of = grouped.scales, grouped.group_of
+    values = grouped.codes.float()
     spread = values if group_of is not None else values.view(*scales.shape, -1)
-    for numbers, apply in ((zeros, spread.sub_), (scales, spread.mul_)):
+    for numbers, apply in ((grouped.zeros, spread.sub_), (scales, spread.mul_)):
         if isinstance(numbers, int):
             apply(numbers)
         elif group_of is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import widened
@@ -23,6 +24,7 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
+from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
@@ -123,6 +125,14 @@ class NumbaOps:
         if has_room and self.can_pack and self.product_dtype == weight.dtype:
             return pack_onednn(weight, bias)
         return lambda x: widened.linear(x, weight, bias, self.product_dtype)
+
+    def pack_codes(
+        self,
+        weight: Fp8Weight | Int4Weight,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> PackedLinear:
+        return ComposedLinear(self, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return compose_experts(self, PlainMixture(self, gate_up, down), routing)

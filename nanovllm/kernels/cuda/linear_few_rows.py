@@ -113,6 +113,38 @@ def few_rows_linear(
     return y
 
 
+@triton.jit
+def _widen(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Widen FP8; to bfloat16 by moving bits, which is faster than the two conversions it takes."""
+    if dtype != tl.bfloat16:
+        return tile.to(dtype)
+    # Sign, exponent and fraction have their places; then the exponents' biases differ by 120.
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        and.b32 c, a, 0x7F007F00;
+        and.b32 d, b, 0x7F007F00;
+        shr.b32 c, c, 4;
+        shr.b32 d, d, 4;
+        lop3.b32 a, a, 0x80008000, c, 0xEA;
+        lop3.b32 b, b, 0x80008000, d, 0xEA;
+        mov.b32 c, 0x7B807B80;
+        mov.b32 d, 0x80008000;
+        fma.rn.bf16x2 $0, a, c, d;
+        fma.rn.bf16x2 $1, b, c, d;
+        }
+        """,
+        "=r,=r,r",
+        [tile],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
 @triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
 def _few_rows(  # type: ignore[no-untyped-def]
     y,
@@ -162,7 +194,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
             is_in = first_in + i < NUM_IN
             w_tile = tl.load(w_start + i[None, :], mask=is_out & is_in[None, :], other=0.0)
             x_tile = tl.load(x_start + i[:, None], mask=is_row & is_in[:, None], other=0.0)
-        w_tile = w_tile.to(x_tile.dtype)
+        if NUM_SCALES > 0:
+            w_tile = _widen(w_tile, x_tile.dtype)
         if NUM_SCALES > 1:  # a tile is a block
             block = (first_in + begin) // BLOCK_IN
             pointers = scales + w_rows.to(tl.int64) * NUM_SCALES + block

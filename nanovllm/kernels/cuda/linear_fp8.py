@@ -12,10 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.stored_weights import FP8, LARGEST_FP8, Fp8Rows, Fp8Weight, num_blocks
+from nanovllm.kernels.stored_weights import (
+    FP8,
+    LARGEST_FP8,
+    SMALLEST_LARGEST,
+    Fp8Rows,
+    Fp8Weight,
+    num_blocks,
+)
 
 LARGEST = tl.constexpr(LARGEST_FP8)
-SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+SMALLEST = tl.constexpr(SMALLEST_LARGEST)
 MULTIPLE = 16  # of inputs and outputs, which the library's product needs
 
 
@@ -116,15 +123,14 @@ def _quantise(  # type: ignore[no-untyped-def]
     """One program has one row."""
     row = tl.program_id(0).to(tl.int64)
     PARTS: tl.constexpr = BLOCK // 128 if BY_BLOCK else 1
-    i = tl.arange(0, BLOCK).reshape(PARTS, BLOCK // PARTS)
     part = tl.arange(0, PARTS)
+    i = part[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
     wait_for_inputs(OVERLAP)
     values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), SMALLEST)
-    tl.store(scales + row * NUM_SCALES + part, scale, mask=part < NUM_SCALES)
-    scaled = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
-    scaled = tl.clamp(scaled, -LARGEST, LARGEST)
+    largest = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST)
+    limit = tl.zeros_like(largest) + LARGEST
+    tl.store(scales + row * NUM_SCALES + part, tl.div_rn(largest, limit), mask=part < NUM_SCALES)
+    scaled = tl.clamp(values * tl.div_rn(limit, largest)[:, None], -LARGEST, LARGEST)
     tl.store(codes + row * NUM_IN + i, scaled.to(codes.dtype.element_ty), mask=i < NUM_IN)
 
 
@@ -174,7 +180,7 @@ def _block_product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _place(num_rows, num_out, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which tile of y a program has: bands of eight tiles of rows, so that L2 holds what is read."""
+    """Which tile of y a program has: bands of eight tiles of rows, which L2 holds."""
     tile, num_outs = tl.program_id(0), tl.cdiv(num_out, BLOCK_OUT)
     band = tile // (8 * num_outs)
     high = tl.minimum(tl.cdiv(num_rows, BLOCK_ROWS) - band * 8, 8)

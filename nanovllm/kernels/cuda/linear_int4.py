@@ -18,9 +18,10 @@ from nanovllm.kernels.ops import Activation, Hidden, NormWeights
 from nanovllm.kernels.stored_weights import Int4Weight
 
 BLOCK_OUT = 64  # outputs of one program, of few rows
-# The bits of 128 in float32 and in bfloat16, of 1024 in float16; a code added to them is a number
-# that much larger, so that no whole number need be converted.
-FLOAT32_BITS = tl.constexpr(0x43000000)
+# Four bits anywhere in the lowest 20 of a word are a float32 that need not be converted: their code
+# times 2**(4 * n - 149). What they are multiplied by is made as much larger.
+RAISE = tl.constexpr(100)  # inputs by 2**100: up to 2**27 they stay finite
+LOWER = tl.constexpr(2.0**49)  # by which sums come back
 
 
 def int4_one_row(
@@ -166,27 +167,28 @@ def _one_row(  # type: ignore[no-untyped-def]
     tile = _load_words(rows, lanes, is_out, NUM_WORDS)
     wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     sums = tl.zeros((out.shape[0],), tl.float32)
-    squares = tl.zeros((1,), tl.float32)
+    squares = tl.zeros((BLOCK_WORDS,), tl.float32)
     for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
         word = begin + lanes
-        next_tile = _load_words(rows, word + BLOCK_WORDS, is_out, NUM_WORDS)
+        next_tile = tile
+        if NUM_WORDS > BLOCK_WORDS:
+            next_tile = _load_words(rows, word + BLOCK_WORDS, is_out, NUM_WORDS)
         for part in tl.static_range(128 // GROUP):
             products = tl.zeros((out.shape[0], BLOCK_WORDS), tl.float32)
             inputs = tl.zeros((BLOCK_WORDS,), tl.float32)
-            for k in tl.static_range(GROUP // 16):
-                n: tl.constexpr = part * (GROUP // 16) + k
+            for n in tl.static_range(part * (GROUP // 16), (part + 1) * (GROUP // 16)):
                 i = word // 16 * 128 + 16 * n + word % 16
                 values = add_update(total_out, residual, update, i, i < NUM_IN)
                 if norm_weight is not None:
-                    squares += tl.sum(values * values, 0)
+                    squares += values * values
                     values *= tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
-                products += _as_float32(tile, n) * values[None, :]
+                products += _codes(tile, n) * (values * _factor(n))[None, :]
                 inputs += values
             group = (begin // 16 + tl.arange(0, BLOCK_WORDS // 16)) * (128 // GROUP) + part
             sums += _scale(products, inputs, scales, zeros, out, is_out, group, NUM_WORDS, GROUP)
         tile = next_tile
     if norm_weight is not None:
-        sums *= tl.rsqrt(squares / NUM_IN + eps)
+        sums *= tl.rsqrt(tl.sum(squares, 0) / NUM_IN + eps)
     if bias is not None:
         sums += tl.load(bias + out, mask=is_out, other=0.0)
     if ACTIVATION is not None:
@@ -204,17 +206,32 @@ def _load_words(rows, word, is_out, NUM_WORDS: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _as_float32(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return 128 + the codes in bits 4 * n of words."""
-    shifted = tile >> (4 * n - 16) if n >= 4 else tile << (16 - 4 * n)
-    return ((shifted & 0xF0000) | FLOAT32_BITS).to(tl.float32, bitcast=True)
+def _codes(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the codes in bits 4 * n of words, as tiny floats."""
+    codes = tile & (15 << (4 * n)) if n < 5 else (tile >> 12) & (15 << (4 * n - 12))
+    return codes.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factor(n: tl.constexpr):  # type: ignore[no-untyped-def]
+    """By what inputs are multiplied for their codes."""
+    EXPONENT: tl.constexpr = RAISE - 4 * n if n < 5 else RAISE - 4 * n + 12
+    return 2.0**EXPONENT
 
 
 @triton.jit
 def _scale(  # type: ignore[no-untyped-def]
-    products, inputs, scales, zeros, out, is_out, group, NUM_WORDS: tl.constexpr, GROUP: tl.constexpr
+    products,
+    inputs,
+    scales,
+    zeros,
+    out,
+    is_out,
+    group,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Sum products with 128 + code up by group; take 128 + zero off, and scale."""
+    """Sum products with codes up by group, take off those with zero points, and scale."""
     NUM_GROUPS: tl.constexpr = NUM_WORDS * 8 // GROUP
     BLOCKS: tl.constexpr = products.shape[1] // 16
     by_group = tl.sum(products.reshape(products.shape[0], BLOCKS, 16), 2)
@@ -225,7 +242,7 @@ def _scale(  # type: ignore[no-untyped-def]
     if zeros is not None:
         zero = tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
     scale = tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum((by_group - (128.0 + zero) * of_inputs) * scale, 1)
+    return tl.sum((by_group * LOWER - zero * of_inputs) * scale, 1)
 
 
 @triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
@@ -268,13 +285,16 @@ def _few_rows(  # type: ignore[no-untyped-def]
             group = word // 16 * (128 // GROUP) + part
             scale, zero = _load_scales(scales, zeros, w_rows, is_out, group, NUM_WORDS * 8 // GROUP)
             products = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
-            for k in tl.static_range(GROUP // 16):
-                n: tl.constexpr = part * (GROUP // 16) + k
+            inputs = tl.zeros((BLOCK_ROWS,), tl.float32)
+            for n in tl.static_range(part * (GROUP // 16), (part + 1) * (GROUP // 16)):
                 i = word * 8 + 16 * n + lanes
                 is_in = is_row & (i < NUM_IN)[:, None]
                 x_tile = tl.load(x + rows[None, :] * NUM_IN + i[:, None], mask=is_in, other=0.0)
-                w_tile = _as_16_bits(tile, zero, n, x.dtype.element_ty)
-                products = tl.dot(w_tile, x_tile, products)
+                products = tl.dot(_signed(tile, n, x.dtype.element_ty), x_tile, products)
+                if zeros is not None:
+                    inputs += tl.sum(x_tile.to(tl.float32), 0)
+            if zeros is not None:
+                products -= (zero - 8.0)[:, None] * inputs[None, :]
             sums += products * scale[:, None]
     if bias is not None:  # which the first split adds
         mask = is_out & (first_word + 0 * outs == 0)
@@ -291,18 +311,19 @@ def _few_rows(  # type: ignore[no-untyped-def]
 def _load_scales(scales, zeros, rows, is_row, group, NUM_GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     place = rows.to(tl.int64) * NUM_GROUPS + group
     scale = tl.load(scales + place, mask=is_row, other=0.0).to(tl.float32)
-    zero = tl.full((rows.shape[0],), 8, tl.int32)
+    zero = tl.full((rows.shape[0],), 8.0, tl.float32)
     if zeros is not None:
-        zero = tl.load(zeros + place, mask=is_row, other=0).to(tl.int32)
+        zero = tl.load(zeros + place, mask=is_row, other=0).to(tl.float32)
     return scale, zero
 
 
 @triton.jit
-def _as_16_bits(tile, zero, n: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return codes less their zero points, exactly: both are first added to 128 or 1024."""
+def _signed(tile, n: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return codes less 8: added to the bits of 128 or 1024, they are numbers so much larger."""
     BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    LESS: tl.constexpr = 128 + 8 if dtype == tl.bfloat16 else 1024 + 8
     codes = (((tile >> (4 * n)) & 15) | BITS).to(tl.int16).to(dtype, bitcast=True)
-    return codes - (zero | BITS).to(tl.int16).to(dtype, bitcast=True)[:, None]
+    return codes - LESS
 
 
 @triton.jit
@@ -326,10 +347,9 @@ def _widen(  # type: ignore[no-untyped-def]
     for part in tl.static_range(128 // GROUP):
         group = tl.program_id(0) * (128 // GROUP) + part
         scale, zero = _load_scales(scales, zeros, out, is_out, group, NUM_WORDS * 8 // GROUP)
-        for k in tl.static_range(GROUP // 16):
-            n: tl.constexpr = part * (GROUP // 16) + k
+        for n in tl.static_range(part * (GROUP // 16), (part + 1) * (GROUP // 16)):
             i = tl.program_id(0) * 128 + 16 * n + lanes
-            codes = _as_float32(tile, n) - (128.0 + zero.to(tl.float32))[:, None]
+            codes = ((tile >> (4 * n)) & 15).to(tl.float32) - zero[:, None]
             pointers = y + out.to(tl.int64)[:, None] * NUM_IN + i[None, :]
             mask = is_out[:, None] & (i < NUM_IN)[None, :]
             tl.store(pointers, (codes * scale[:, None]).to(y.dtype.element_ty), mask=mask)

@@ -16,6 +16,7 @@ from nanovllm.kernels.cuda.experts_grouped import run_grouped
 from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
 from nanovllm.kernels.cuda.linear_few_rows import choose_splits, few_rows_linear, has_few_rows
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
+from nanovllm.kernels.cuda.stored_linear import pack_stored
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
@@ -26,6 +27,7 @@ from nanovllm.kernels.ops import (
     PackedStep,
     Routing,
 )
+from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 from nanovllm.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,14 @@ class TritonOps:
         if weight.dtype == torch.float32:
             return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
         return CudaLinear(self, weight, bias, activation)
+
+    def pack_codes(
+        self,
+        weight: Fp8Weight | Int4Weight,
+        bias: Tensor | None,
+        activation: Activation | None,
+    ) -> PackedLinear:
+        return pack_stored(self, weight, bias, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)

@@ -23,7 +23,9 @@ NUM_PROGRAMS, MAX_SPLITS = 128, 4  # as in linear_few_rows.py
 class Products(Protocol):
     """The products of a kept weight, by number of rows."""
 
-    max_rows: int  # that `few_rows` is for
+    @property
+    def max_rows(self) -> int:
+        """How many rows `few_rows` is for."""
 
     def one_row(
         self,

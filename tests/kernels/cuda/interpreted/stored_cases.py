@@ -1,4 +1,4 @@
-"""Cases for projections of kept weights: run by Triton's interpreter on the CPU, compiled on a GPU."""
+"""Cases for kept weights: run by Triton's interpreter on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -86,9 +86,11 @@ def check_packing(device: str) -> None:
         assert values[row, column] == want
 
 
-def check_products(dtype: torch.dtype, device: str, large: bool = False) -> None:
+def check_products(
+    dtype: torch.dtype, device: str, large: bool = False, kinds: tuple[str, ...] = KINDS
+) -> None:
     """Every kernel and kind equals the product with the widened weight."""
-    for kind, shape in itertools.product(KINDS, LARGE_SHAPES if large else SHAPES):
+    for kind, shape in itertools.product(kinds, LARGE_SHAPES if large else SHAPES):
         num_rows, num_out, num_in, activation, has_bias = shape
         if num_rows > 64 and kind.startswith("fp8") and dtype == torch.bfloat16:
             continue  # whose activations are quantised
@@ -149,6 +151,18 @@ def check_block_product(dtype: torch.dtype, device: str) -> None:
         bias = make(num_out, dtype=dtype, device=device)
         got = fp8_block_product(fp8_quantise(x, True), weight, bias, dtype)
         assert_close(got, quantised_product(x, weight, bias))
+
+
+def check_every_fp8_code(device: str) -> None:
+    """Each is what torch widens it to, in the kernel of one row and in that of a few."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0  # which are no numbers
+    weight = Fp8Weight(torch.diag(codes).view(FP8).to(device), torch.ones(256, 1, device=device))
+    want = codes.view(FP8).float().to(device)
+    for num_rows in (1, 5):
+        x = torch.ones(num_rows, 256, dtype=torch.bfloat16, device=device)
+        got = pack_stored(TritonOps(), weight, None, None)(x)
+        assert torch.equal(got.float(), want.expand(num_rows, -1))
 
 
 def check_quantised_products(device: str) -> None:

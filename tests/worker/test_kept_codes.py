@@ -1,0 +1,206 @@
+"""Quantised weights that are kept as stored give what their widened twins give, on any ranks."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.group import ALONE
+from nanovllm.layers.build import Build
+from nanovllm.models.registry import read_config
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker import memory
+from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.stored_weights import choose_weight_format
+from tests.checkpoint.tiny_quantised import (
+    Kind,
+    Twins,
+    awq_kind,
+    float_kind,
+    fp8_block_kind,
+    gptq_kind,
+    packed_kind,
+    write_twins,
+)
+from tests.devices import NEEDS_GPU
+from tests.threaded_ranks import engines_of
+from tests.worker.test_quantised_models import SIZE_OPTIONS, source
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KINDS: dict[str, Kind] = {
+    "packed": packed_kind(4, 32, True, False),
+    "packed-zeros": packed_kind(4, 32, False, False),
+    "packed-channel": packed_kind(4, -1, True, False),
+    "awq": awq_kind(32),
+    "gptq": gptq_kind(4, 32, False, False),
+    "gptq-sym": gptq_kind(4, -1, True, False),
+    "fp8-channel": float_kind("channel", "channel"),
+    "fp8-tensor": float_kind("tensor", "tensor"),
+    "fp8-block": fp8_block_kind(16, 128),
+}
+# What no kernel reads: small groups and blocks, groups out of order, 8 bits.
+WIDENED: dict[str, Kind] = {
+    "small-groups": awq_kind(16),
+    "small-blocks": fp8_block_kind(16, 16),
+    "shuffled": gptq_kind(4, 32, True, True),
+    "eight-bits": gptq_kind(8, 32, True, False),
+}
+PROMPTS = [[3, 14, 15, 92, 65], list(range(20)), [7]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+
+
+def run(path: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[Any]:
+    """Tokens and their log-probabilities."""
+    options = {"dtype": "float32", "device": "cpu", **SIZE_OPTIONS, **options}
+    with LLM(path, skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [
+        (
+            output.token_ids,
+            [
+                step[token].logprob
+                for step, token in zip(output.logprobs or [], output.token_ids, strict=True)
+            ],
+        )
+        for output in outputs
+    ]
+
+
+@cache
+def twins(root: Path, model: str, kind: str) -> Twins:
+    chosen = {**KINDS, **WIDENED}[kind]
+    return write_twins(root / f"kept-{model}-{kind}", source(root, model), chosen, {})
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have a CPU keep codes, which plain torch multiplies; return what is loaded as codes."""
+    names: list[str] = []
+    loaded = UnpackedLayers.loaded
+
+    def note(self: UnpackedLayers, name: str) -> None:
+        names.extend([name] * bool(self.expected[name].codes))
+        loaded(self, name)
+
+    monkeypatch.setattr(UnpackedLayers, "loaded", note)
+    monkeypatch.setattr(CpuPlatform, "reads_codes", lambda *_: True)
+    return names
+
+
+def assert_equal(got: list[Any], want: list[Any], tolerance: float = 1e-4) -> None:
+    for (tokens, ours), (wanted, theirs) in zip(got, want, strict=True):
+        assert tokens == wanted
+        assert ours == pytest.approx(theirs, abs=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_equals_its_twin(checkpoint_root: Path, kept: list[str], kind: str) -> None:
+    both = twins(checkpoint_root, "qwen3-tied", kind)
+    assert_equal(run(both.quantised), run(both.plain))
+    assert len(kept) == 2 * 7, "every projection of two layers, and no embedding"
+
+
+@pytest.mark.parametrize("kind", ["packed-zeros", "fp8-channel"])
+def test_heads_and_merged_projections(checkpoint_root: Path, kept: list[str], kind: str) -> None:
+    both = twins(checkpoint_root, "phi3", kind)
+    assert_equal(run(both.quantised), run(both.plain))
+    assert len(kept) == 2 * 4 + 1
+
+
+@pytest.mark.parametrize("kind", ["packed-channel", "fp8-block", "fp8-channel"])
+def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: str) -> None:
+    model = "qwen3-tied" if kind != "fp8-block" else "qwen3-moe"
+    both = twins(checkpoint_root, model, kind)
+    with engines_of(1 if kind == "fp8-block" else 2):
+        assert_equal(run(both.quantised), run(both.plain))
+    assert kept
+
+
+def test_experts_are_widened(
+    checkpoint_root: Path, kept: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    both = twins(checkpoint_root, "qwen3-moe", "awq")
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        assert_equal(run(both.quantised), run(both.plain))
+    assert kept
+    assert not any("experts" in name for name in kept)
+    [line] = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
+    assert "such as model.layers.0.mlp.experts" in line
+
+
+@pytest.mark.parametrize("kind", WIDENED)
+def test_what_no_kernel_reads_is_widened(
+    checkpoint_root: Path, kept: list[str], caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    both = twins(checkpoint_root, "qwen3-tied", kind)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        assert_equal(run(both.quantised), run(both.plain))
+    assert not kept
+    assert "widened" in caplog.text
+
+
+def test_rounding_while_loading_keeps_the_codes(checkpoint_root: Path, kept: list[str]) -> None:
+    path = source(checkpoint_root, "llama")
+    got = run(path, quantization="fp8")
+    assert len(kept) == 2 * 7
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "reads_codes", lambda *_: False)
+        assert_equal(got, run(path, quantization="fp8"))
+
+
+def test_random_weights_are_quantised(checkpoint_root: Path, kept: list[str]) -> None:
+    for kind in ("awq", "fp8-channel", "packed"):
+        assert run(twins(checkpoint_root, "qwen3-tied", kind).quantised, load_format="dummy")
+        assert len(kept) == 2 * 7
+        kept.clear()
+    assert run(source(checkpoint_root, "llama"), load_format="dummy", quantization="fp8")
+    assert len(kept) == 2 * 7
+
+
+def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) -> None:
+    """A model is not refused for the memory that it would take widened."""
+    path = twins(checkpoint_root, "llama", "packed").quantised
+    checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
+    model, platform, dtype = read_config(checkpoint.config), CpuPlatform(), torch.bfloat16
+    needs = []
+    for stored in (None, checkpoint):
+        chosen = choose_weight_format(config, checkpoint.config, platform, dtype, stored)
+        build = Build(platform.device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
+        needs.append(memory.count_needs(config, model, build).weights)
+    words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
+    assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000
+    assert needs[0] >= needs[1], "the head is not known to be quantised before it is seen"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        pytest.param(model, kind, marks=NEEDS_GPU)
+        for kind in KINDS
+        for model in ("qwen3-tied", "phi3", "gemma3")
+    ],
+)
+def test_on_a_gpu(checkpoint_root: Path, model: str, kind: str) -> None:
+    """One row, a few, many; with graphs and without: to the rounding of bfloat16."""
+    both = twins(checkpoint_root, model, kind)
+    longer = [[(7 * i) % 90 + 3 for i in range(n)] for n in (60, 120)]
+    options = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 128}
+    for eager in (True, False):
+        results = [
+            run(path, PROMPTS + longer, **options, enforce_eager=eager)
+            for path in (both.quantised, both.plain)
+        ]
+        for (tokens, ours), (wanted, theirs) in zip(*results, strict=True):
+            # What is sampled first depends on the prompt alone, which is the same.
+            assert ours[0] == pytest.approx(theirs[0], abs=0.15)
+            if tokens == wanted:
+                assert ours == pytest.approx(theirs, abs=0.3)
