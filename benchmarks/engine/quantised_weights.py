@@ -1,6 +1,6 @@
 """A model whose weights stay quantised on the GPU: decode steps, prompts and mixed requests.
 
-    python -m benchmarks.engine.quantised_weights --model qwen3-8b --weights fp8 int4 --case bs1 prefill
+    python -m benchmarks.engine.quantised_weights --weights fp8 int4 --case bs1 prefill
 
 Weights are random, in the formats that checkpoints have; the head stays in bfloat16. Needs a CUDA
 device that reads such weights as they are stored.
