@@ -119,9 +119,9 @@ def quantise_rows(x: Tensor, by_block: bool = False) -> Fp8Rows:
     padded = F.pad(x.float(), (0, -num_in % BLOCK)) if by_block else x.float()
     parts = padded.view(len(x), -1, BLOCK) if by_block else padded.unsqueeze(1)
     largest = parts.abs().amax(2).clamp_(min=SMALLEST_LARGEST)
-    scaled = parts * (LARGEST_FP8 / largest).unsqueeze(2)
+    scaled = parts * (torch.full_like(largest, LARGEST_FP8) / largest).unsqueeze(2)
     codes = scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
-    return Fp8Rows(codes.flatten(1)[:, :num_in].contiguous(), largest / LARGEST_FP8)
+    return Fp8Rows(codes.flatten(1)[:, :num_in].contiguous(), largest * (1 / LARGEST_FP8))
 
 
 def quantised_product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:

@@ -101,6 +101,7 @@ class CodeLinear(nn.Module):
         kind, group = layouts[0].kind, layouts[0].group
         group = -1 if group >= self.inputs.size else group
         is_read = group == -1 or group % BLOCK == 0 or (kind == "int4" and group in INT4_GROUPS)
+        is_read &= kind == "int4" or self.inputs.count % 4 == 0  # which are read as words
         dtypes = {layout.scale_dtype for layout in layouts}
         has_zeros = any(layout.has_zeros for layout in layouts)
         scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"

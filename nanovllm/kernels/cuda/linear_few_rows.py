@@ -43,7 +43,8 @@ def few_rows_config(num_rows: int, num_in: int, x: Tensor, weight: Tensor) -> Fe
     block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
     block_in = 128 // weight.itemsize  # a cache line
     stage_bytes = (BLOCK_OUT * weight.itemsize + block_rows * x.itemsize) * block_in
-    num_stages = min(8, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
+    most = 8 if weight.itemsize > 1 else 4  # what is widened in registers leaves no more in flight
+    num_stages = min(most, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
     return FewRowsConfig(block_rows, block_in, num_stages)
 
 
@@ -116,8 +117,14 @@ def few_rows_linear(
 @triton.jit
 def _widen(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Widen FP8; to bfloat16 by moving bits, which is faster than the two conversions it takes."""
-    if dtype != tl.bfloat16:
+    if dtype == tl.bfloat16:
+        return _widen_to_bfloat16(tile)
+    else:
         return tile.to(dtype)
+
+
+@triton.jit
+def _widen_to_bfloat16(tile):  # type: ignore[no-untyped-def]
     # Sign, exponent and fraction have their places; then the exponents' biases differ by 120.
     return tl.inline_asm_elementwise(
         """

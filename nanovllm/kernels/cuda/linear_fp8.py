@@ -129,7 +129,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST)
     limit = tl.zeros_like(largest) + LARGEST
-    tl.store(scales + row * NUM_SCALES + part, tl.div_rn(largest, limit), mask=part < NUM_SCALES)
+    tl.store(scales + row * NUM_SCALES + part, largest * (1 / LARGEST), mask=part < NUM_SCALES)
     scaled = tl.clamp(values * tl.div_rn(limit, largest)[:, None], -LARGEST, LARGEST)
     tl.store(codes + row * NUM_IN + i, scaled.to(codes.dtype.element_ty), mask=i < NUM_IN)
 

@@ -1,4 +1,4 @@
-"""Projections of weights in 4 bits (Int4Weight) on CUDA, which are widened in registers.
+"""Projections of some rows by weights in 4 bits (Int4Weight), which are widened in registers.
 
 The word w of a block of 128 inputs has in its bits 4 * n the code of input 16 * n + w. So one shift
 of a tile of words gives codes whose inputs lie side by side, whatever n is.
@@ -12,64 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.elementwise import activate
-from nanovllm.kernels.cuda.linear_one_row import add_update
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights
+from nanovllm.kernels.ops import Activation
 from nanovllm.kernels.stored_weights import Int4Weight
 
 BLOCK_OUT = 64  # outputs of one program, of few rows
-# Four bits anywhere in the lowest 20 of a word are a float32 that need not be converted: their code
-# times 2**(4 * n - 149). What they are multiplied by is made as much larger.
-RAISE = tl.constexpr(100)  # inputs by 2**100: up to 2**27 they stay finite
-LOWER = tl.constexpr(2.0**49)  # by which sums come back
-
-
-def int4_one_row(
-    hidden: Hidden,
-    norm: NormWeights | None,
-    weight: Int4Weight,
-    bias: Tensor | None,
-    activation: Activation | None,
-    config: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normed if asked for; return also that sum."""
-    residual, update = hidden.residual, hidden.update
-    assert residual.shape == (1, weight.num_in), residual.shape
-    assert update is None or update.shape == residual.shape, "partial sums of one row"
-    num_rows, num_words = weight.words.shape
-    num_out = num_rows if activation is None else num_rows // 2
-    y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
-    total = residual if update is None else torch.empty_like(residual)
-    is_gated = activation is not None
-    block_out, block_words, num_warps = config or one_row_config(num_words, is_gated)
-    _one_row[(triton.cdiv(num_out, block_out),)](
-        y,
-        total,
-        residual,
-        update,
-        weight.words,
-        weight.scales,
-        weight.zeros,
-        bias,
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
-        num_out,
-        NUM_IN=weight.num_in,
-        NUM_WORDS=num_words,
-        GROUP=weight.group,
-        BLOCK_OUT=block_out,
-        BLOCK_WORDS=block_words,
-        ACTIVATION=activation,
-        num_warps=num_warps,
-        **launch_options(residual, 1),
-    )
-    return y, total
-
-
-def one_row_config(num_words: int, is_gated: bool) -> tuple[int, int, int]:
-    """Outputs per program, words per tile, warps."""
-    block_words = min(triton.next_power_of_2(num_words), 512)
-    return 2 if is_gated else 4, block_words, 4
 
 
 def int4_few_rows(
@@ -78,7 +25,7 @@ def int4_few_rows(
     bias: Tensor | None,
     activation: Activation | None,
     num_splits: int = 1,
-    num_stages: int = 4,
+    num_stages: int = 3,
 ) -> Tensor:
     """Project x to [rows, out]; with splits, to partial sums: float32 [splits, rows, out]."""
     num_rows, num_words = len(x), weight.words.shape[1]
@@ -131,118 +78,6 @@ def int4_widen(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
         num_warps=4,
     )
     return y
-
-
-@triton.jit
-def _one_row(  # type: ignore[no-untyped-def]
-    y,
-    total_out,
-    residual,
-    update,
-    words,
-    scales,
-    zeros,
-    bias,
-    norm_weight,
-    eps,
-    num_out,
-    NUM_IN: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Multiply in float32; each tile of the weight is loaded while the one before is used."""
-    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    is_out = out < num_out
-    if ACTIVATION is not None:  # rows of gate, then the same rows of up
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        out = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
-        is_out = out < num_out
-        out += both // BLOCK_OUT * num_out
-    lanes = tl.arange(0, BLOCK_WORDS)
-    rows = words + out.to(tl.int64)[:, None] * NUM_WORDS
-    tile = _load_words(rows, lanes, is_out, NUM_WORDS)
-    wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
-    sums = tl.zeros((out.shape[0],), tl.float32)
-    squares = tl.zeros((BLOCK_WORDS,), tl.float32)
-    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
-        word = begin + lanes
-        next_tile = tile
-        if NUM_WORDS > BLOCK_WORDS:
-            next_tile = _load_words(rows, word + BLOCK_WORDS, is_out, NUM_WORDS)
-        for part in tl.static_range(128 // GROUP):
-            products = tl.zeros((out.shape[0], BLOCK_WORDS), tl.float32)
-            inputs = tl.zeros((BLOCK_WORDS,), tl.float32)
-            for n in tl.static_range(part * (GROUP // 16), (part + 1) * (GROUP // 16)):
-                i = word // 16 * 128 + 16 * n + word % 16
-                values = add_update(total_out, residual, update, i, i < NUM_IN)
-                if norm_weight is not None:
-                    squares += values * values
-                    values *= tl.load(norm_weight + i, mask=i < NUM_IN, other=0.0)
-                products += _codes(tile, n) * (values * _factor(n))[None, :]
-                inputs += values
-            group = (begin // 16 + tl.arange(0, BLOCK_WORDS // 16)) * (128 // GROUP) + part
-            sums += _scale(products, inputs, scales, zeros, out, is_out, group, NUM_WORDS, GROUP)
-        tile = next_tile
-    if norm_weight is not None:
-        sums *= tl.rsqrt(tl.sum(squares, 0) / NUM_IN + eps)
-    if bias is not None:
-        sums += tl.load(bias + out, mask=is_out, other=0.0)
-    if ACTIVATION is not None:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
-        sums = activate(gate, ACTIVATION) * up
-        out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        is_out = out < num_out
-    tl.store(y + out, sums.to(y.dtype.element_ty), mask=is_out)
-
-
-@triton.jit
-def _load_words(rows, word, is_out, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    mask = is_out[:, None] & (word < NUM_WORDS)[None, :]
-    return tl.load(rows + word[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def _codes(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the codes in bits 4 * n of words, as tiny floats."""
-    codes = tile & (15 << (4 * n)) if n < 5 else (tile >> 12) & (15 << (4 * n - 12))
-    return codes.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _factor(n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """By what inputs are multiplied for their codes."""
-    EXPONENT: tl.constexpr = RAISE - 4 * n if n < 5 else RAISE - 4 * n + 12
-    return 2.0**EXPONENT
-
-
-@triton.jit
-def _scale(  # type: ignore[no-untyped-def]
-    products,
-    inputs,
-    scales,
-    zeros,
-    out,
-    is_out,
-    group,
-    NUM_WORDS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Sum products with codes up by group, take off those with zero points, and scale."""
-    NUM_GROUPS: tl.constexpr = NUM_WORDS * 8 // GROUP
-    BLOCKS: tl.constexpr = products.shape[1] // 16
-    by_group = tl.sum(products.reshape(products.shape[0], BLOCKS, 16), 2)
-    of_inputs = tl.sum(inputs.reshape(BLOCKS, 16), 1)[None, :]
-    mask = is_out[:, None] & (group < NUM_GROUPS)[None, :]
-    place = out.to(tl.int64)[:, None] * NUM_GROUPS + group[None, :]
-    zero = 8.0
-    if zeros is not None:
-        zero = tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
-    scale = tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum((by_group * LOWER - zero * of_inputs) * scale, 1)
 
 
 @triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS

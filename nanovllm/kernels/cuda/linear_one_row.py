@@ -2,7 +2,6 @@
 
 The RMSNorm before the projection and the gate after it are fused with it. A program has the row's
 sum of squares only when it has read the whole row, so it scales its outputs instead of the inputs.
-A weight in FP8 is widened in registers, and its scales are applied to sums.
 """
 
 from __future__ import annotations
@@ -23,13 +22,8 @@ def one_row_linear(
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation | None,
-    scales: Tensor | None = None,
-    config: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Project residual + update [1, in], normed if asked for; return also that sum.
-
-    Scales are those of an Fp8Weight, whose codes are then the weight.
-    """
+    """Project residual + update [1, in], normed if asked for; return also that sum."""
     residual, update = hidden.residual, hidden.update
     num_in = weight.shape[1]
     assert residual.shape == (1, num_in), residual.shape
@@ -37,9 +31,7 @@ def one_row_linear(
     num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
     total = residual if update is None else torch.empty_like(residual)
-    is_gated = activation is not None
-    choose = one_row_config if scales is None else fp8_one_row_config
-    block_out, block_in, num_warps = config or choose(num_out, num_in, is_gated)
+    block_out, block_in, num_warps = one_row_config(num_out, num_in, activation is not None)
     _one_row[(triton.cdiv(num_out, block_out),)](
         y,
         total,
@@ -50,9 +42,7 @@ def one_row_linear(
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
         num_out,
-        scales,
         NUM_IN=num_in,
-        NUM_SCALES=0 if scales is None else scales.shape[1],
         BLOCK_OUT=block_out,
         BLOCK_IN=block_in,
         ACTIVATION=activation,
@@ -74,12 +64,6 @@ def one_row_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int,
     return (8 if num_out <= 4096 and not is_gated else 4), block_in, 4
 
 
-def fp8_one_row_config(num_out: int, num_in: int, is_gated: bool) -> tuple[int, int, int]:
-    """Likewise, of codes of a byte; a tile has whole blocks of them."""
-    block_in = max(128, min(triton.next_power_of_2(num_in), 4096))
-    return 4, block_in, 4 if is_gated else 8
-
-
 @triton.jit
 def _one_row(  # type: ignore[no-untyped-def]
     y,
@@ -91,9 +75,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     norm_weight,
     eps,
     num_out,
-    scales,
     NUM_IN: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -120,15 +102,11 @@ def _one_row(  # type: ignore[no-untyped-def]
         if norm_weight is not None:
             squares += tl.sum(values * values, 0)
             values *= tl.load(norm_weight + i, mask=is_in, other=0.0).to(tl.float32)
-        sums += _dot(tile, values, scales, out, is_out, begin, NUM_SCALES)
+        sums += tl.sum(tile.to(tl.float32) * values[None, :], 1)
         if ACTIVATION is not None:
-            up_sums += _dot(up_tile, values, scales, num_out + out, is_out, begin, NUM_SCALES)
+            up_sums += tl.sum(up_tile.to(tl.float32) * values[None, :], 1)
         tile = next_tile
         up_tile = next_up
-    if NUM_SCALES == 1:
-        sums *= tl.load(scales + out, mask=is_out, other=0.0)
-        if ACTIVATION is not None:
-            up_sums *= tl.load(scales + num_out + out, mask=is_out, other=0.0)
     if norm_weight is not None:
         scale = tl.rsqrt(squares / NUM_IN + eps)
         sums *= scale
@@ -151,20 +129,6 @@ def _load_tiles(rows, up_rows, i, is_out, NUM_IN: tl.constexpr, IS_GATED: tl.con
     if IS_GATED:
         up_tile = tl.load(up_rows + i[None, :], mask=mask, other=0.0)
     return tile, up_tile
-
-
-@triton.jit
-def _dot(tile, values, scales, out, is_out, begin, NUM_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiply a tile by some inputs; where blocks of them have scales, apply these."""
-    products = tile.to(tl.float32) * values[None, :]
-    if NUM_SCALES > 1:
-        BLOCKS: tl.constexpr = tile.shape[1] // 128
-        by_block = tl.sum(products.reshape(tile.shape[0], BLOCKS, 128), 2)
-        block = begin // 128 + tl.arange(0, BLOCKS)
-        mask = is_out[:, None] & (block < NUM_SCALES)[None, :]
-        pointers = scales + out.to(tl.int64)[:, None] * NUM_SCALES + block[None, :]
-        return tl.sum(by_block * tl.load(pointers, mask=mask, other=0.0), 1)
-    return tl.sum(products, 1)
 
 
 @triton.jit

@@ -8,16 +8,16 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.cuda.codes_one_row import codes_one_row
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
 from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, fp8_widen, runs_in_fp8
-from nanovllm.kernels.cuda.linear_int4 import int4_few_rows, int4_one_row, int4_widen
-from nanovllm.kernels.cuda.linear_one_row import one_row_linear
+from nanovllm.kernels.cuda.linear_int4 import int4_few_rows, int4_widen
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 
 MAX_FP8_ROWS = 64  # up to here reading the weight takes the time, and activations are not rounded
 MAX_INT4_ROWS = 256  # from here on widening the weight first costs little beside the product
-NUM_PROGRAMS, MAX_SPLITS = 128, 4  # as in linear_few_rows.py
+NUM_PROGRAMS, MAX_SPLITS = 256, 4  # that fill a device; parts of the inputs
 
 
 class Products(Protocol):
@@ -54,8 +54,7 @@ class Fp8Products:
         bias: Tensor | None,
         activation: Activation | None,
     ) -> tuple[Tensor, Tensor]:
-        codes, scales = self.weight.codes, self.weight.scales
-        return one_row_linear(hidden, norm, codes, bias, activation, scales)
+        return codes_one_row(hidden, norm, self.weight, bias, activation)
 
     def few_rows(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
@@ -81,7 +80,7 @@ class Int4Products:
         bias: Tensor | None,
         activation: Activation | None,
     ) -> tuple[Tensor, Tensor]:
-        return int4_one_row(hidden, norm, self.weight, bias, activation)
+        return codes_one_row(hidden, norm, self.weight, bias, activation)
 
     def few_rows(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int

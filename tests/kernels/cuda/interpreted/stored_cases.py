@@ -48,6 +48,7 @@ LARGE_SHAPES: list[tuple[int, int, int, Activation | None, bool]] = [
     (1, 512, 4096, None, False),
     (1, 1000, 6144, "silu", False),
     (1, 300, 12288, None, True),
+    (1, 200, 5120, "silu", False),
     (64, 512, 4096, None, False),
     (33, 1000, 1024, "silu", True),
     (200, 512, 1024, None, True),
