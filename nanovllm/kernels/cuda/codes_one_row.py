@@ -78,10 +78,20 @@ def codes_one_row(
 
 
 def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConfig:
-    """A norm needs the whole row at once."""
+    """A norm needs the whole row at once; the rest is by measurement, on an H200."""
     block_in = max(128, triton.next_power_of_2(weight.shape[1]))
     block_in = block_in if has_norm else min(block_in, 4096)
-    return OneRowConfig(4, block_in, max(4, block_in // 1024), 4)
+    num_warps = max(4, block_in // 1024)
+    if isinstance(weight, Int4Weight):
+        is_small = has_norm and weight.shape[0] <= 8192
+        return OneRowConfig(16 if is_small else 8, block_in, num_warps, 4)
+    if has_norm:
+        return OneRowConfig(4, block_in, num_warps, 4)
+    return (
+        OneRowConfig(8, 2048, 2, 8)
+        if block_in < weight.shape[1]
+        else OneRowConfig(4, block_in, 8, 4)
+    )
 
 
 def num_processors(device: torch.device) -> int:
@@ -294,8 +304,8 @@ def _int4(  # type: ignore[no-untyped-def]
             values, totals, _ = _inputs(total_out, residual, None, None, word, NUM_IN, GROUP)
         rows, is_row = _rows_of(place, num_out, BLOCK_OUT, GATED)
         for part in tl.static_range(128 // GROUP):
-            products = tl.zeros((rows.shape[0], BLOCK_WORDS), tl.float32)
-            for n in tl.static_range(part * (GROUP // 16), (part + 1) * (GROUP // 16)):
+            products = _codes(tile, part * (GROUP // 16)) * values[part * (GROUP // 16)][None, :]
+            for n in tl.static_range(part * (GROUP // 16) + 1, (part + 1) * (GROUP // 16)):
                 products += _codes(tile, n) * values[n][None, :]
             block = chunk * (BLOCK_WORDS // 16) + tl.arange(0, BLOCK_WORDS // 16)
             group = block * (128 // GROUP) + part

@@ -43,7 +43,8 @@ def few_rows_config(num_rows: int, num_in: int, x: Tensor, weight: Tensor) -> Fe
     block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
     block_in = 128 // weight.itemsize  # a cache line
     stage_bytes = (BLOCK_OUT * weight.itemsize + block_rows * x.itemsize) * block_in
-    most = 8 if weight.itemsize > 1 else 4  # what is widened in registers leaves no more in flight
+    # What is widened in registers takes longer than it is loaded.
+    most = 8 if weight.itemsize > 1 else 6 if block_rows == 16 else 4
     num_stages = min(most, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
     return FewRowsConfig(block_rows, block_in, num_stages)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.cuda.codes_one_row import codes_one_row
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
-from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, fp8_widen, runs_in_fp8
+from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, fp8_widen, library_weight
 from nanovllm.kernels.cuda.linear_int4 import int4_few_rows, int4_widen
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
@@ -45,6 +46,7 @@ class Products(Protocol):
 @dataclass(frozen=True, slots=True)
 class Fp8Products:
     weight: Fp8Weight
+    library: Fp8Weight | None  # as the product of many rows takes it
     max_rows: int = MAX_FP8_ROWS
 
     def one_row(
@@ -63,8 +65,8 @@ class Fp8Products:
         return few_rows_linear(x, codes, bias, activation, num_splits, scales=scales)
 
     def many_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if runs_in_fp8(x, self.weight):
-            return fp8_many_rows(x, self.weight, bias)
+        if self.library is not None and x.dtype == torch.bfloat16:
+            return fp8_many_rows(x, self.library, bias)
         return F.linear(x, fp8_widen(self.weight, x.dtype), bias)
 
 
@@ -135,7 +137,9 @@ class StoredLinear:
 def pack_stored(
     ops: Ops, weight: Fp8Weight | Int4Weight, bias: Tensor | None, activation: Activation | None
 ) -> StoredLinear:
-    products: Products = (
-        Fp8Products(weight) if isinstance(weight, Fp8Weight) else Int4Products(weight)
-    )
+    products: Products
+    if isinstance(weight, Fp8Weight):
+        products = Fp8Products(weight, library_weight(weight) if weight.codes.is_cuda else None)
+    else:
+        products = Int4Products(weight)
     return StoredLinear(ops, products, weight.shape, bias, activation)

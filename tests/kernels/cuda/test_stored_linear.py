@@ -38,8 +38,8 @@ def test_quantised_rows(dtype: torch.dtype) -> None:
 
 
 def test_products_of_quantised_rows() -> None:
-    cases.check_block_product(torch.bfloat16, "cuda")
     cases.check_quantised_products("cuda")
+    cases.check_uneven_blocks("cuda")
 
 
 def test_every_code_is_widened_rightly() -> None:
