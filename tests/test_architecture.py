@@ -121,6 +121,7 @@ NOT_CORE = {
     "worker/loader.py",
     "worker/memory.py",
     "worker/stored_weights.py",
+    "layers/code_format.py",
     "layers/gguf_format.py",
     "layers/moe.py",
     "layers/plain_experts.py",

@@ -116,6 +116,30 @@ def few_rows_linear(
 
 
 @triton.jit
+def _load(w_start, x_start, i, is_out, is_row, num_in, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the next inputs of the weight and of x."""
+    if IS_EVEN:
+        w_tile = tl.load(w_start + i[None, :])
+        x_tile = tl.load(x_start + i[:, None], mask=is_row, other=0.0)
+    else:
+        w_tile = tl.load(w_start + i[None, :], mask=is_out & (i < num_in)[None, :], other=0.0)
+        x_tile = tl.load(x_start + i[:, None], mask=is_row & (i < num_in)[:, None], other=0.0)
+    return w_tile, x_tile
+
+
+@triton.jit
+def _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the product of codes; where blocks of inputs have scales, a tile is one."""
+    wide = _widen(w_tile, x_tile.dtype)
+    if NUM_SCALES == 1:
+        return tl.dot(wide, x_tile, sums, input_precision="ieee")
+    else:
+        pointers = scales + w_rows.to(tl.int64)[:, None] * NUM_SCALES + block
+        scale = tl.load(pointers, mask=is_out & (block < NUM_SCALES), other=0.0)
+        return sums + tl.dot(wide, x_tile, input_precision="ieee") * scale
+
+
+@triton.jit
 def _widen(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Widen FP8; to bfloat16 by moving bits, which is faster than the two conversions it takes."""
     if dtype == tl.bfloat16:
@@ -195,27 +219,17 @@ def _few_rows(  # type: ignore[no-untyped-def]
     sums = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
     for begin in tl.range(0, SPLIT_IN, BLOCK_IN):
         i = begin + tl.arange(0, BLOCK_IN)
-        if IS_EVEN:
-            w_tile = tl.load(w_start + i[None, :])
-            x_tile = tl.load(x_start + i[:, None], mask=is_row, other=0.0)
-        else:
-            is_in = first_in + i < NUM_IN
-            w_tile = tl.load(w_start + i[None, :], mask=is_out & is_in[None, :], other=0.0)
-            x_tile = tl.load(x_start + i[:, None], mask=is_row & is_in[:, None], other=0.0)
-        if NUM_SCALES > 0:
-            w_tile = _widen(w_tile, x_tile.dtype)
-        if NUM_SCALES > 1:  # a tile is a block
-            block = (first_in + begin) // BLOCK_IN
-            pointers = scales + w_rows.to(tl.int64) * NUM_SCALES + block
-            scale = tl.load(pointers, mask=(outs < num_out) & (block < NUM_SCALES), other=0.0)
-            sums += tl.dot(w_tile, x_tile, input_precision="ieee") * scale[:, None]
-        else:
+        w_tile, x_tile = _load(w_start, x_start, i, is_out, is_row, NUM_IN - first_in, IS_EVEN)
+        if NUM_SCALES == 0:
             sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+        else:
+            block = (first_in + begin) // BLOCK_IN
+            sums = _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES)
     if NUM_SCALES == 1:
-        sums *= tl.load(scales + w_rows, mask=outs < num_out, other=0.0)[:, None]
+        sums *= tl.load(scales + w_rows[:, None], mask=is_out, other=0.0)
     if bias is not None:  # which the first split adds
-        mask = (outs < num_out) & (first_in + 0 * outs == 0)
-        sums += tl.load(bias + w_rows, mask=mask, other=0.0).to(tl.float32)[:, None]
+        mask = is_out & (first_in + 0 * w_rows == 0)[:, None]
+        sums += tl.load(bias + w_rows[:, None], mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
         gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
         sums = activate(gate, ACTIVATION) * up
