@@ -43,6 +43,12 @@ SHAPES: list[tuple[int, int, int, Activation | None, bool]] = [
     (17, 40, 300, None, True),
     (2, 80, 256, "silu", True),
 ]
+# What runs on tensor cores, which the interpreter does not have.
+COMPILED_SHAPES: list[tuple[int, int, int, Activation | None, bool]] = [
+    (1, 34, 1000, None, True),
+    (1, 24, 1024, "silu", True),
+    (1, 5, 2100, None, False),
+]
 LARGE_SHAPES: list[tuple[int, int, int, Activation | None, bool]] = [
     (1, 512, 4096, None, False),
     (1, 1000, 6144, "silu", False),
@@ -90,7 +96,8 @@ def check_products(
     dtype: torch.dtype, device: str, large: bool = False, kinds: tuple[str, ...] = KINDS
 ) -> None:
     """Every kernel and kind equals the product with the widened weight."""
-    for kind, shape in itertools.product(kinds, LARGE_SHAPES if large else SHAPES):
+    shapes = LARGE_SHAPES if large else SHAPES + COMPILED_SHAPES * (device != "cpu")
+    for kind, shape in itertools.product(kinds, shapes):
         num_rows, num_out, num_in, activation, has_bias = shape
         if num_rows > 64 and kind.startswith("fp8") and dtype == torch.bfloat16:
             continue  # whose activations are quantised
