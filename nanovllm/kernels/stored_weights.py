@@ -93,6 +93,17 @@ def unpack_words(words: Tensor) -> Tensor:
     return ((blocks >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
+def quantise_blocks(values: Tensor) -> Fp8Rows:
+    """Round to FP8 by the largest numbers of blocks of 128 x 128; scales are repeated by row."""
+    num_rows, num_in = values.shape
+    padded = F.pad(values.float(), (0, -num_in % BLOCK, 0, -num_rows % BLOCK))
+    blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
+    largest = blocks.abs().amax((1, 3)).clamp_(min=SMALLEST_LARGEST)
+    codes = (blocks * (LARGEST_FP8 / largest)[:, None, :, None]).clamp_(-LARGEST_FP8, LARGEST_FP8)
+    scales = (largest / LARGEST_FP8).repeat_interleave(BLOCK, 0)[:num_rows]
+    return Fp8Rows(codes.view_as(padded)[:num_rows, :num_in].to(FP8), scales)
+
+
 def quantise_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return codes [outputs, inputs] around MIDDLE, and scales [outputs, groups]."""
     num_in = values.shape[1]

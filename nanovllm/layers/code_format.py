@@ -23,6 +23,7 @@ from nanovllm.kernels.stored_weights import (
     Int4Weight,
     num_blocks,
     pack_words,
+    quantise_blocks,
     quantise_int4,
     quantise_rows,
 )
@@ -157,7 +158,7 @@ class CodeRows:
     def put_floats(self, values: Tensor, fill: Fill) -> None:
         """Quantise all rows, each group by its largest number."""
         if isinstance(self.weight, Fp8Weight):
-            rounded = quantise_rows(values, self.weight.has_blocks)
+            rounded = (quantise_blocks if self.weight.has_blocks else quantise_rows)(values)
             fill(self.weight.codes[self.first : self.first + self.count], rounded.codes)
             fill(self.weight.scales[self.first : self.first + self.count], rounded.scales)
             return

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.elementwise import activate
-from nanovllm.kernels.cuda.int4_one_row import int4_one_row
 from nanovllm.kernels.cuda.linear_one_row import add_update
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
@@ -74,20 +73,8 @@ def codes_one_row(
     codes = (weight.words, weight.scales, weight.zeros)
     sizes = {"NUM_IN": num_in, "NUM_WORDS": words, "GROUP": weight.group}
     shared["BLOCK_WORDS"] = config.block_in // 8
-    if residual.is_cuda and has_tensor_cores(weight, config, residual.dtype):
-        shared["BLOCK_OUT"] = config.block_out // 2
-        int4_one_row[grid](
-            *rows, *codes, bias, norms, num_out, NUM_IN=num_in, NUM_WORDS=words, **shared
-        )
-    else:
-        _int4[grid](*rows, *codes, bias, norms, num_out, **sizes, **shared)
+    _int4[grid](*rows, *codes, bias, norms, num_out, **sizes, **shared)
     return y, total
-
-
-def has_tensor_cores(weight: Int4Weight, config: OneRowConfig, dtype: torch.dtype) -> bool:
-    """Whether int4_one_row.py is for it: every thread must have four words of each output."""
-    has_words = config.block_in == 1024 * config.num_warps and config.block_out >= 2
-    return weight.group == 128 and dtype == torch.bfloat16 and has_words
 
 
 def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConfig:
@@ -96,16 +83,12 @@ def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConf
     block_in = block_in if has_norm else min(block_in, 4096)
     num_warps = max(4, block_in // 1024)
     if isinstance(weight, Int4Weight):
-        num_warps = max(1, block_in // 1024)
         is_small = has_norm and weight.shape[0] <= 8192
         return OneRowConfig(16 if is_small else 8, block_in, num_warps, 4)
     if has_norm:
         return OneRowConfig(4, block_in, num_warps, 4)
-    return (
-        OneRowConfig(8, 2048, 2, 8)
-        if block_in < weight.shape[1]
-        else OneRowConfig(4, block_in, 8, 4)
-    )
+    is_whole = block_in >= weight.shape[1]
+    return OneRowConfig(4, block_in, 8, 4) if is_whole else OneRowConfig(8, 2048, 2, 8)
 
 
 def num_processors(device: torch.device) -> int:
