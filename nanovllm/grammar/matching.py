@@ -6,6 +6,7 @@ i // 32 says whether token i may come next.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 NUM_CACHED = 32  # grammars that are kept for requests to come
 NUM_TRIED = 4  # tokens, before a grammar is taken
 MAX_WAIT = 0.01  # seconds that a batch waits for masks; rows without one run again later
-MAX_THREADS = 15
+MAX_LANES = 4  # threads that compute masks: 64 rows take one of them 0.6 ms
 # Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
@@ -67,14 +68,23 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    start: LLMatcher  # stays at the beginning
+    """Matchers that stay at the beginning, to be copied.
+
+    All copies of one share a lock, so they belong to one lane: the first has that of the number
+    `lane`, the next the lane after it.
+    """
+
+    starts: list[LLMatcher]
     first_mask: IntColumn
+    lane: int
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of the copies
 
 
 class Matcher:
     """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
 
     inner: LLMatcher
+    lane: int
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
@@ -83,7 +93,9 @@ class Matcher:
         self.seconds: float | None = 0.0  # what masks take; None: maybe long
 
     def begin(self, compiled: Compiled) -> None:
-        self.inner, self.mask = compiled.start.deep_copy(), compiled.first_mask
+        index = next(compiled.numbers) % len(compiled.starts)
+        self.inner, self.mask = compiled.starts[index].deep_copy(), compiled.first_mask
+        self.lane = compiled.lane + index
 
     @property
     def is_ready(self) -> bool:
@@ -100,16 +112,29 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
 
+class Lane:
+    """A thread that computes masks, many at a time."""
+
+    def __init__(self) -> None:
+        from llguidance import LLExecutor
+
+        self._executor = LLExecutor(1)  # it would use more, but no two for copies of one matcher
+        self.thread = ThreadPoolExecutor(1, "nanovllm-masks")
+
+    def fill(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
+        inner = [(matcher.inner, row) for row, matcher in rows]
+        job = self.thread.submit(_fill_all, self._executor, inner, masks)
+        for _, matcher in rows:
+            matcher.job = job
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    executor: LLExecutor  # computes many masks at a time
+    lanes: list[Lane]
     # Slow grammars have threads of their own, so that they never keep the others from one.
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "nanovllm-masks")
-    )
     slow_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-slow-masks")
     )
@@ -126,6 +151,7 @@ class Grammars:
         self._cache: OrderedDict[str, Compiled] = OrderedDict()
         self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
         self._tools: Tools | None = None
+        self._numbers = itertools.count()  # of grammars
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
@@ -146,14 +172,16 @@ class Grammars:
 
         None, for a sequence that has ended, allows all.
         """
-        masks = np.full((len(matchers), self._num_words), -1, np.int32)
+        masks = np.empty((len(matchers), self._num_words), np.int32)
         rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
+        if len(rows) < len(matchers):
+            masks[[row for row, each in enumerate(matchers) if each is None]] = -1
         self._begin([(row, each) for row, each in rows if each.mask is None], masks)
-        wait([m.job for _, m in rows if m.job is not None and not m.is_slow], MAX_WAIT)
-        late = []
+        done, _ = wait({m.job for _, m in rows if m.job and not m.is_slow}, MAX_WAIT)
+        eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
-            if matcher.is_ready:
-                self._finish(matcher, masks[row])
+            if matcher.job is None or matcher.job in done or matcher.is_ready:
+                self._finish(matcher, masks, row, eos)
             else:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
                 late.append(row)
@@ -167,7 +195,7 @@ class Grammars:
     def close(self) -> None:
         self._loading.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
-            for threads in (self._tools.threads, self._tools.slow_threads):
+            for threads in (*[lane.thread for lane in self._tools.lanes], self._tools.slow_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: Matcher, text: str) -> None:
@@ -180,7 +208,10 @@ class Grammars:
     def _compiled(self, text: str) -> Compiled:
         with self._lock:
             compiled = self._cache.pop(text, None)
-        compiled = compiled or self._compile(text)
+        if compiled is None:
+            compiled = self._compile(text)
+        elif len(compiled.starts) < len(self._get_tools().lanes):
+            compiled.starts.append(self._parse(text))
         with self._lock:
             self._cache[text] = compiled
             if len(self._cache) > NUM_CACHED:
@@ -189,49 +220,41 @@ class Grammars:
 
     def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Let masks be computed: those that may take long each by itself, to see which do."""
-        tools, quick = self._get_tools(), []
+        tools = self._get_tools()
+        quick: dict[int, list[tuple[int, Matcher]]] = {}
         for row, matcher in rows:
             matcher.mask = masks[row]
             if matcher.seconds is None or matcher.is_slow:
                 matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
             else:
-                quick.append((row, matcher))
-        if quick:
-            inner = [(matcher.inner, row) for row, matcher in quick]
-            job = tools.threads.submit(_fill_all, tools.executor, inner, masks)
-            for _, matcher in quick:
-                matcher.job = job
+                quick.setdefault(matcher.lane % len(tools.lanes), []).append((row, matcher))
+        for lane, of_lane in quick.items():
+            tools.lanes[lane].fill(of_lane, masks)
 
-    def _finish(self, matcher: Matcher, mask: IntColumn) -> None:
+    def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
         assert matcher.mask is not None
-        mask[:] = matcher.mask
+        if matcher.mask.base is not masks:  # it was computed earlier
+            masks[row] = matcher.mask
         has_failed = matcher.job is not None and matcher.job.exception() is not None
         if has_failed or matcher.inner.is_error():
-            mask[:] = 0  # no token: the sequence ends with an error
-        elif matcher.stop_token_ids != (eos := self._get_tools().eos_token_ids):
-            self._allow_stops(matcher, mask, eos)
-
-    def _allow_stops(self, matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
-        """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
-        only where it must."""
-        is_accepting = matcher.inner.is_accepting()
-        given = mask.copy()
-        for token_id in eos | matcher.stop_token_ids:
-            allow(mask, token_id, is_accepting and token_id in matcher.stop_token_ids)
-        if is_accepting and not mask.any():
-            mask[:] = given
+            masks[row] = 0  # no token: the sequence ends with an error
+        elif matcher.stop_token_ids != eos:
+            _allow_stops(matcher, masks[row], eos)
 
     def _compile(self, text: str) -> Compiled:
-        from llguidance import LLMatcher
-
-        tools = self._get_tools()
-        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
+        matcher = self._parse(text)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
             raise refusal("; ".join(warnings))
         first_mask, *_ = self._first_masks(matcher.deep_copy())
-        return Compiled(matcher, first_mask)
+        return Compiled([matcher], first_mask, next(self._numbers))
+
+    def _parse(self, text: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        tools = self._get_tools()
+        return LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
         """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
@@ -258,7 +281,7 @@ class Grammars:
         if vocabulary.tokenizer is None:
             raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
         try:
-            from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+            from llguidance import LLParserLimits, LLTokenizer
         except ImportError as error:
             raise RequestError(
                 "structured_outputs need the package llguidance: pip install llguidance"
@@ -270,15 +293,15 @@ class Grammars:
             raise RequestError(
                 f"structured_outputs do not work with this model's tokenizer: {error}"
             ) from error
-        num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
+        num_lanes = min(max((os.cpu_count() or 1) - 1, 1), MAX_LANES)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
-        return Tools(tokenizer, eos, limits, LLExecutor(num_threads))
+        return Tools(tokenizer, eos, limits, [Lane() for _ in range(num_lanes)])
 
 
 def _fill_all(
     executor: LLExecutor, matchers: list[tuple[LLMatcher, int]], masks: IntColumn
 ) -> None:
-    """Fill the rows of masks, which this call keeps alive, in several threads."""
+    """Fill the rows of masks, which this call keeps alive."""
     executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
@@ -286,6 +309,20 @@ def _fill_one(matcher: Matcher, mask: IntColumn) -> None:
     start = time.perf_counter()
     matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     matcher.seconds = time.perf_counter() - start
+
+
+def _allow_stops(matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
+    """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
+    only where it must."""
+    if not matcher.inner.is_accepting():  # then the model's are not allowed anyway
+        for token_id in matcher.stop_token_ids:
+            allow(mask, token_id, False)
+        return
+    given = mask.copy()
+    for token_id in eos | matcher.stop_token_ids:
+        allow(mask, token_id, token_id in matcher.stop_token_ids)
+    if not mask.any():
+        mask[:] = given
 
 
 def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
