@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NUM_CACHED = 32  # grammars that are kept for requests to come
 NUM_TRIED = 4  # tokens, before a grammar is taken
 MAX_WAIT = 0.01  # seconds that a batch waits for masks; rows without one run again later
-MAX_LANES = 4  # threads that compute masks: 64 rows take one of them 0.6 ms
+MAX_THREADS = 4  # that compute masks: 64 rows take one of them 0.6 ms
 # Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
@@ -70,13 +70,11 @@ class Grammar:
 class Compiled:
     """Matchers that stay at the beginning, to be copied.
 
-    All copies of one share a lock, so they belong to one lane: the first has that of the number
-    `lane`, the next the lane after it.
+    The copies of one share a lock, so that only one thread at a time can work on them.
     """
 
     starts: list[LLMatcher]
     first_mask: IntColumn
-    lane: int
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of the copies
 
 
@@ -84,7 +82,7 @@ class Matcher:
     """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
 
     inner: LLMatcher
-    lane: int
+    start: LLMatcher  # whose copy it is
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
@@ -94,8 +92,8 @@ class Matcher:
 
     def begin(self, compiled: Compiled) -> None:
         index = next(compiled.numbers) % len(compiled.starts)
-        self.inner, self.mask = compiled.starts[index].deep_copy(), compiled.first_mask
-        self.lane = compiled.lane + index
+        self.start, self.mask = compiled.starts[index], compiled.first_mask
+        self.inner = self.start.deep_copy()
 
     @property
     def is_ready(self) -> bool:
@@ -112,29 +110,17 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
 
-class Lane:
-    """A thread that computes masks, many at a time."""
-
-    def __init__(self) -> None:
-        from llguidance import LLExecutor
-
-        self._executor = LLExecutor(1)  # it would use more, but no two for copies of one matcher
-        self.thread = ThreadPoolExecutor(1, "nanovllm-masks")
-
-    def fill(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
-        inner = [(matcher.inner, row) for row, matcher in rows]
-        job = self.thread.submit(_fill_all, self._executor, inner, masks)
-        for _, matcher in rows:
-            matcher.job = job
-
-
 @dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    lanes: list[Lane]
+    num_threads: int
+    executor: LLExecutor  # computes many masks at a time, in as many threads
     # Slow grammars have threads of their own, so that they never keep the others from one.
+    thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "nanovllm-masks")
+    )
     slow_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-slow-masks")
     )
@@ -151,7 +137,6 @@ class Grammars:
         self._cache: OrderedDict[str, Compiled] = OrderedDict()
         self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
         self._tools: Tools | None = None
-        self._numbers = itertools.count()  # of grammars
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
@@ -195,7 +180,7 @@ class Grammars:
     def close(self) -> None:
         self._loading.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
-            for threads in (*[lane.thread for lane in self._tools.lanes], self._tools.slow_threads):
+            for threads in (self._tools.thread, self._tools.slow_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: Matcher, text: str) -> None:
@@ -210,7 +195,7 @@ class Grammars:
             compiled = self._cache.pop(text, None)
         if compiled is None:
             compiled = self._compile(text)
-        elif len(compiled.starts) < len(self._get_tools().lanes):
+        elif len(compiled.starts) < self._get_tools().num_threads:
             compiled.starts.append(self._parse(text))
         with self._lock:
             self._cache[text] = compiled
@@ -221,15 +206,20 @@ class Grammars:
     def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Let masks be computed: those that may take long each by itself, to see which do."""
         tools = self._get_tools()
-        quick: dict[int, list[tuple[int, Matcher]]] = {}
+        quick: list[tuple[int, Matcher]] = []
         for row, matcher in rows:
             matcher.mask = masks[row]
             if matcher.seconds is None or matcher.is_slow:
                 matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
             else:
-                quick.setdefault(matcher.lane % len(tools.lanes), []).append((row, matcher))
-        for lane, of_lane in quick.items():
-            tools.lanes[lane].fill(of_lane, masks)
+                quick.append((row, matcher))
+        if quick:
+            # Its threads begin at different places: side by side, the copies of one get in the way
+            # of each other least.
+            inner = [(m.inner, row) for row, m in sorted(quick, key=lambda each: id(each[1].start))]
+            job = tools.thread.submit(_fill_all, tools.executor, inner, masks)
+            for _, matcher in quick:
+                matcher.job = job
 
     def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
         assert matcher.mask is not None
@@ -248,7 +238,7 @@ class Grammars:
         if warnings := matcher.get_grammar_warnings():
             raise refusal("; ".join(warnings))
         first_mask, *_ = self._first_masks(matcher.deep_copy())
-        return Compiled([matcher], first_mask, next(self._numbers))
+        return Compiled([matcher], first_mask)
 
     def _parse(self, text: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -281,7 +271,7 @@ class Grammars:
         if vocabulary.tokenizer is None:
             raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
         try:
-            from llguidance import LLParserLimits, LLTokenizer
+            from llguidance import LLExecutor, LLParserLimits, LLTokenizer
         except ImportError as error:
             raise RequestError(
                 "structured_outputs need the package llguidance: pip install llguidance"
@@ -293,9 +283,9 @@ class Grammars:
             raise RequestError(
                 f"structured_outputs do not work with this model's tokenizer: {error}"
             ) from error
-        num_lanes = min(max((os.cpu_count() or 1) - 1, 1), MAX_LANES)
+        num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
-        return Tools(tokenizer, eos, limits, [Lane() for _ in range(num_lanes)])
+        return Tools(tokenizer, eos, limits, num_threads, LLExecutor(num_threads))
 
 
 def _fill_all(

@@ -7,7 +7,7 @@ import { find, make, setText } from "./elements.js";
 import { apply, counts, holders, hue, running } from "./state.js";
 
 const MAX_ROWS = 64;
-const SAMPLE_MS = 250;
+const SAMPLE_MS = 500;
 
 export class Engine {
   constructor(onFailure) {
