@@ -111,6 +111,12 @@ class Matcher:
 
 
 @dataclass(frozen=True, slots=True)
+class BegunMasks:
+    masks: IntColumn  # [masked rows, words]
+    rows: list[tuple[int, Matcher]]
+
+
+@dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
@@ -152,16 +158,18 @@ class Grammars:
             matcher.job = self._loading.submit(self._begin_later, matcher, grammar.text)
         return matcher
 
-    def masks(self, matchers: list[Matcher | None]) -> tuple[IntColumn, list[int]]:
-        """Return a mask for each matcher, and which of them are late: theirs mean nothing yet.
-
-        None, for a sequence that has ended, allows all.
-        """
+    def begin(self, matchers: list[Matcher | None]) -> BegunMasks:
+        """Let a mask for each matcher be computed; None, of a sequence that ended, allows all."""
         masks = np.empty((len(matchers), self._num_words), np.int32)
         rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
         if len(rows) < len(matchers):
             masks[[row for row, each in enumerate(matchers) if each is None]] = -1
         self._begin([(row, each) for row, each in rows if each.mask is None], masks)
+        return BegunMasks(masks, rows)
+
+    def finish(self, begun: BegunMasks) -> tuple[IntColumn, list[int]]:
+        """Return the masks, and which of them are late: those mean nothing yet."""
+        masks, rows = begun.masks, begun.rows
         done, _ = wait({m.job for _, m in rows if m.job and not m.is_slow}, MAX_WAIT)
         eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
