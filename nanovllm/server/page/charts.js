@@ -16,7 +16,6 @@ export class Sparkline {
   add(value) {
     this.values.push(value);
     if (this.values.length > SAMPLES) this.values.shift();
-    this.draw();
   }
 
   draw() {
