@@ -86,6 +86,7 @@ TABLES = {
     "startup": CaseTable(r"start-.*"),
     "trace": CaseTable(r"trace-.*"),
     "features": CaseTable(r"features-.*"),
+    "weights": CaseTable(r"weights-.*"),
 }
 
 

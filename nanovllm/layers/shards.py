@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.code_rows import CodeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +65,6 @@ def check_splits(model: ModelConfig, size: int) -> None:
         )
 
 
-Fill = Callable[[Tensor, Tensor], object]  # copies rows to where they belong, as Platform.fill
-
-
-class CodeTarget(Protocol):
-    """Some rows of a weight that is kept as codes."""
-
-    def put(
-        self, first: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, fill: Fill
-    ) -> None:
-        """Store codes [rows, inputs] from a row on, and numbers [rows, groups] of their groups."""
-
-    def put_floats(self, values: Tensor, fill: Fill) -> None:
-        """Quantise values [rows, inputs]."""
-
-
 @dataclass(frozen=True, slots=True)
 class CopiedPart:
     source: tuple[slice, ...]  # of the stored tensor; (): all of it
@@ -94,7 +78,7 @@ class ExpectedTensor:
     shape: tuple[int, ...]  # as it is stored
     parts: tuple[CopiedPart, ...]
     is_blocks: bool = False  # whether the parts are of its bytes rather than of its elements
-    codes: tuple[CodeTarget, ...] = ()  # where the parts go if the weight stays quantised
+    codes: tuple[CodeRows, ...] = ()  # where the parts go if the weight stays quantised
 
     @property
     def nbytes(self) -> int:

@@ -22,15 +22,15 @@ from nanovllm.quantisation import CodeLayout, choose_quantisation
 
 def choose_weight_format(
     config: EngineConfig,
-    checkpoint_config: Mapping[str, Any],
+    checkpoint: Checkpoint | Mapping[str, Any],
     platform: Platform,
     dtype: torch.dtype,
-    checkpoint: Checkpoint | None = None,
 ) -> WeightFormat:
     """Keep quantised weights as they are stored where kernels read them.
 
-    Without a checkpoint, before it is there or for random weights, its config says what is stored.
+    Before a checkpoint is there, and for random weights, its config says what is stored.
     """
+    checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     types = checkpoint_config.get(BLOCK_TYPES_KEY)
     if types and config.load_format != "dummy" and platform.reads_blocks(dtype):
         from nanovllm.layers.gguf_format import GGUFFormat  # needs numba
@@ -41,7 +41,7 @@ def choose_weight_format(
     layout = None if quantisation is None else quantisation.layout
     if quantisation is None or layout is None or not platform.reads_codes(layout.kind, dtype):
         return PLAIN
-    if checkpoint is not None and config.load_format != "dummy":
+    if isinstance(checkpoint, Checkpoint) and config.load_format != "dummy":
         return CodeFormat(_stored_layouts(checkpoint).get)
 
     def expected_layout(module: str) -> CodeLayout | None:

@@ -68,9 +68,7 @@ class Worker:
     def _start(self) -> ExecutorInfo:
         config, platform, group, backend = self.config, self.platform, self.group, self.backend
         dtype = backend.dtype
-        weight_format = choose_weight_format(
-            config, self.checkpoint.config, platform, dtype, self.checkpoint
-        )
+        weight_format = choose_weight_format(config, self.checkpoint, platform, dtype)
         build = Build(platform.device, dtype, backend.attention, backend.ops, group, weight_format)
         check_memory(config, self.model_config, platform, build)
         self._agree(0)  # no rank loads before all have looked at what is free

@@ -172,8 +172,8 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, platform, dtype = read_config(checkpoint.config), CpuPlatform(), torch.bfloat16
     needs = []
-    for stored in (None, checkpoint):
-        chosen = choose_weight_format(config, checkpoint.config, platform, dtype, stored)
+    for stored in (checkpoint.config, checkpoint):
+        chosen = choose_weight_format(config, stored, platform, dtype)
         build = Build(platform.device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
         needs.append(memory.count_needs(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
