@@ -48,14 +48,14 @@ def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
     """The weight as the library's product takes it, if there is one for it."""
     num_out, num_in = weight.shape
     multiple = 128 if weight.has_blocks else MULTIPLE
-    if num_out % multiple or num_in % multiple:
+    capability = torch.cuda.get_device_capability(weight.codes.device)
+    if num_out % multiple or num_in % multiple or capability < (9, 0):
         return None
     if not weight.has_blocks:
         return weight
     blocks = weight.scales[::128].contiguous()
     is_even = torch.equal(blocks.repeat_interleave(128, 0), weight.scales)
-    is_hopper = torch.cuda.get_device_capability(weight.codes.device) == (9, 0)
-    return Fp8Weight(weight.codes, blocks) if is_even and is_hopper else None
+    return Fp8Weight(weight.codes, blocks) if is_even and capability == (9, 0) else None
 
 
 def fp8_quantise(x: Tensor, by_block: bool) -> Fp8Rows:
