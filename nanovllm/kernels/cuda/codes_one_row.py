@@ -78,7 +78,7 @@ def codes_one_row(
 
 
 def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConfig:
-    """A norm needs the whole row at once; the rest was measured with Qwen3-8B's shapes on an H200."""
+    """A norm needs the whole row at once; the rest is by Qwen3-8B's shapes on an H200."""
     block_in = max(128, triton.next_power_of_2(weight.shape[1]))
     block_in = block_in if has_norm else min(block_in, 4096)
     num_warps = max(4, block_in // 1024)
