@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows
 from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_prefills
 from nanovllm.kernels.cpu.kernels import ATTEND
 from nanovllm.kernels.cpu.program import Launcher, float_bits
+from nanovllm.kernels.ops import LayerCache
 
 
 @dataclass(frozen=True, slots=True)

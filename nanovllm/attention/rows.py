@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.widened import widen
 
 MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper

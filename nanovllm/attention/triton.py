@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, LayerCache, SharedRows
+from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, SharedRows
 from nanovllm.kernels.cuda.attention_decode import (
     SharedPart,
     SingleRows,
@@ -27,6 +27,7 @@ from nanovllm.kernels.cuda.attention_prefill import (
 )
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
 from nanovllm.kernels.cuda.attention_tma import suits_tma, tma_prefill
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.platforms.base import Platform
 
 

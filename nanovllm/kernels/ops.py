@@ -51,6 +51,14 @@ class QKNormWeights:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
 class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long
     """Hidden states between two norms: the residual, and an update that is not added to it yet.
 
@@ -187,15 +195,13 @@ class Ops(Protocol):
         norm: QKNormWeights | None,
         rope: Tensor,
         positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
         """Normalise and rotate q and k; q stays in qkv, k and v go to the cache.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
-        sines in float32, [positions, 2, dim / 2]; the caches are [blocks, block_size, kv_heads,
-        dim]; cache_offsets count tokens.
+        sines in float32, [positions, 2, dim / 2]; cache_offsets count tokens.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -14,6 +14,7 @@ from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
     Hidden,
+    LayerCache,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -47,11 +48,10 @@ class TorchOps:
         norm: QKNormWeights | None,
         rope: Tensor,
         positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
-        num_kv_heads, head_dim = k_cache.shape[2:]
+        num_kv_heads, head_dim = cache.k.shape[2:]
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
         if norm is not None:
@@ -59,8 +59,8 @@ class TorchOps:
             k.copy_(rms_norm(k, norm.k, norm.eps))
         q.copy_(rotate(q, cos, sin))
         k.copy_(rotate(k, cos, sin))
-        k_cache.view(-1, num_kv_heads, head_dim)[cache_offsets] = k
-        v_cache.view(-1, num_kv_heads, head_dim)[cache_offsets] = v
+        cache.k.view(-1, num_kv_heads, head_dim)[cache_offsets] = k
+        cache.v.view(-1, num_kv_heads, head_dim)[cache_offsets] = v
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, LayerCache
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.ops import Hidden
+from nanovllm.kernels.ops import Hidden, LayerCache
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.worker.batch import make_batch, sampled_rows

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import LayerCache
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.platforms.base import Platform
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.rows import QUERY_TILE
-from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.ops import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
 HEAD_DIM = 16  # unless a case says otherwise
@@ -68,7 +68,7 @@ class Case:
         rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
         positions = torch.zeros(len(self.qkv), dtype=torch.int64)
         cache, slots = self.cache, self.cache_offsets()
-        ops.rope_write(self.qkv, None, rope, positions, cache.k, cache.v, slots)
+        ops.rope_write(self.qkv, None, rope, positions, cache, slots)
 
     def queries(self) -> Tensor:
         """A view, as in a layer."""

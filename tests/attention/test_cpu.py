@@ -13,12 +13,13 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm.attention import rows as attention_rows
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import BatchRows
 from nanovllm.attention.cpu import NumbaAttention
 from nanovllm.attention.rows import MAX_WASTE, CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.attention.cases import (

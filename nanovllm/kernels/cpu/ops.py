@@ -16,6 +16,7 @@ from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
     Hidden,
+    LayerCache,
     LinearFn,
     NormWeights,
     PackedExperts,
@@ -65,12 +66,11 @@ class NumbaOps:
         norm: QKNormWeights | None,
         rope: Tensor,
         positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
-        num_kv_heads = k_cache.shape[2]
+        num_kv_heads = cache.k.shape[2]
         self._launch(
             kernels.ROPE_WRITE,
             qkv.data_ptr(),
@@ -80,8 +80,8 @@ class NumbaOps:
             0 if norm is None else float_bits(norm.eps),
             positions.data_ptr(),
             cache_offsets.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
             num_tokens,
             per_token - 2 * num_kv_heads,
             num_kv_heads,

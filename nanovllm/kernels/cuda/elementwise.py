@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
-from nanovllm.kernels.ops import ACTIVATIONS, Activation, Hidden, NormWeights, QKNormWeights
+from nanovllm.kernels.ops import (
+    ACTIVATIONS,
+    Activation,
+    Hidden,
+    LayerCache,
+    NormWeights,
+    QKNormWeights,
+)
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
@@ -60,19 +67,18 @@ def rope_write(
     norm: QKNormWeights | None,
     rope: Tensor,
     positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     cache_offsets: Tensor,
 ) -> None:
     """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads = cache.k.shape[2]
     _rope_write[(num_tokens, 2)](
         qkv,
         None if norm is None else (norm.q, norm.k, norm.eps),
         rope,
         positions,
-        (k_cache, v_cache),
+        (cache.k, cache.v),
         cache_offsets,
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,

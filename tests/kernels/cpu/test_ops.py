@@ -16,7 +16,14 @@ pytest.importorskip("numba")
 from nanovllm.config import RopeConfig
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.ops import (
+    Activation,
+    Hidden,
+    LayerCache,
+    NormWeights,
+    PackedLinear,
+    QKNormWeights,
+)
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.platforms.cpu_features import find_cpu_features
@@ -260,7 +267,7 @@ def test_rope_write(
     for ops in (make_ops(dtype), torch_ops):
         turned = qkv.clone()
         caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
+        ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
         results.append(turned)
         for cached, heads in zip(caches, turned[:, num_heads:].chunk(2, dim=1), strict=True):
             lines = cached.view(-1, num_kv_heads, head_dim)
@@ -334,7 +341,7 @@ def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> Non
         qkv = make(4, 6, 16, dtype=dtype)
         qkv[2] = value
         cache = torch.zeros(2, 1, 16, 2, 16, dtype=dtype)
-        make_ops(dtype).rope_write(qkv, None, rope, positions, cache[0], cache[1], cache_offsets)
+        make_ops(dtype).rope_write(qkv, None, rope, positions, LayerCache(*cache), cache_offsets)
         caches.append(cache)
     others = [slot for slot in range(16) if slot != 1]
     assert torch.equal(caches[0][:, :, others], caches[1][:, :, others])

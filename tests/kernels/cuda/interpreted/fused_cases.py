@@ -16,7 +16,7 @@ from nanovllm.kernels.cuda.elementwise import gather_decode, gather_tokens, writ
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights, QKNormWeights
+from nanovllm.kernels.ops import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.worker.batch import look_up
 
@@ -68,7 +68,7 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
             turned = qkv.clone()
             shape = (4, 16, num_kv_heads, head_dim)
             caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
-            ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
+            ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
             results.append((turned[:, :num_heads], *caches))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
@@ -79,7 +79,7 @@ def check_padding_is_not_written(device: str) -> None:
     rope = make(4, 2, 32, dtype=torch.float32, device=device)
     caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
     positions, cache_offsets = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
-    TritonOps().rope_write(qkv, None, rope, positions, *caches, cache_offsets)
+    TritonOps().rope_write(qkv, None, rope, positions, LayerCache(*caches), cache_offsets)
     for cache in caches:
         assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
 
