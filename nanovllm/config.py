@@ -13,6 +13,7 @@ from nanovllm.validation import check_types
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
@@ -41,6 +42,7 @@ class EngineConfig:
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
     distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
+    kv_cache_dtype: str = "auto"  # the model's; "fp8": eight bits, and a scale per token and head
     quantization: str | None = None  # None: as the checkpoint is; "fp8" rounds one that is not
 
     def __post_init__(self) -> None:
@@ -59,6 +61,13 @@ class EngineConfig:
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
+        is_known = self.kv_cache_dtype in KV_CACHE_DTYPES
+        self._require("kv_cache_dtype", is_known, f"one of {KV_CACHE_DTYPES}")
+        if self.kv_cache_dtype != "auto" and self.attention_backend == "flash_attn":
+            raise ConfigError(
+                "attention_backend='flash_attn' reads no cache of eight bits; use 'auto' or "
+                "'sdpa', or leave kv_cache_dtype out"
+            )
         check_option(self.quantization, self.load_format)
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms

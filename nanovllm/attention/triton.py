@@ -94,7 +94,10 @@ class TritonAttention:
 
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        paged = PagedCache(cache.k, cache.v, plan.block_table)
+        exponents: tuple[Tensor, Tensor] | tuple[()] = ()
+        if cache.k_exponents is not None and cache.v_exponents is not None:
+            exponents = cache.k_exponents, cache.v_exponents
+        paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
         if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:

@@ -53,10 +53,20 @@ class QKNormWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim]."""
+    """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim].
+
+    With exponents they are rows as `fp8_rows.py` has them.
+    """
 
     k: Tensor
     v: Tensor
+    k_exponents: Tensor | None = None  # [num_blocks, kv_heads, block_size], uint8
+    v_exponents: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        parts = self.k, self.v, self.k_exponents, self.v_exponents
+        return [part for part in parts if part is not None]
 
 
 class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend
@@ -60,7 +61,8 @@ class EagerForward:
         sources = upload(np.array([copy.source for copy in plan.block_copies]))
         targets = upload(np.array([copy.target for copy in plan.block_copies]))
         for cache in self.caches:
-            for part in (cache.k, cache.v):
+            for part in cache.parts:
+                part = part.view(torch.uint8) if part.itemsize == 1 else part
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.fp8_rows import CODE_DTYPE
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.platforms.base import Platform
@@ -17,7 +18,10 @@ from nanovllm.platforms.base import Platform
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Keys and values of one layer are each [num_blocks, block_size, kv_heads, head_dim]."""
+    """Keys and values of one layer are each [num_blocks, block_size, kv_heads, head_dim].
+
+    Of eight bits they have an exponent for each token and head, behind those of all layers.
+    """
 
     num_layers: int
     block_size: int
@@ -27,14 +31,26 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        elements = self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return 2 * elements * self.dtype.itemsize
+        num_rows = 2 * self.num_layers * self.block_size * self.num_kv_heads
+        return num_rows * (self.head_dim * self.dtype.itemsize + self.has_exponents)
+
+    @property
+    def has_exponents(self) -> bool:
+        return self.dtype == CODE_DTYPE
 
     def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
         """Cut a byte buffer of num_blocks * block_bytes into per-layer caches."""
-        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        cache = buffer.view(self.dtype).view(self.num_layers, 2, *shape)
-        return [LayerCache(k=layer[0], v=layer[1]) for layer in cache]
+        num_layers, block_size, num_kv_heads = self.num_layers, self.block_size, self.num_kv_heads
+        num_rows = 2 * num_layers * num_blocks * block_size * num_kv_heads
+        rows, exponents = buffer.split(
+            [num_rows * self.head_dim * self.dtype.itemsize, num_rows * self.has_exponents]
+        )
+        shape = num_layers, 2, num_blocks, block_size, num_kv_heads, self.head_dim
+        caches = rows.view(self.dtype).view(shape)
+        if not self.has_exponents:
+            return [LayerCache(*layer) for layer in caches]
+        by_layer = exponents.view(num_layers, 2, num_blocks, num_kv_heads, block_size)
+        return [LayerCache(*layer, *each) for layer, each in zip(caches, by_layer, strict=True)]
 
 
 def kv_cache_spec(
@@ -42,7 +58,8 @@ def kv_cache_spec(
 ) -> KVCacheSpec:
     num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
     return KVCacheSpec(
-        model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim, dtype
+        *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
+        dtype if config.kv_cache_dtype == "auto" else CODE_DTYPE,
     )
 
 

@@ -77,10 +77,10 @@ class Worker:
             fill_dummy_weights(model, platform, config.seed)
         else:
             load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
-        if not config.enforce_eager:
+        spec = kv_cache_spec(config, self.model_config, dtype, group)
+        if not config.enforce_eager and not spec.has_exponents:  # which no whole step reads
             model.pack_step()
 
-        spec = kv_cache_spec(config, self.model_config, dtype, group)
         largest_step = partial(self._largest_step, model, spec)
         backend.compile_ahead(largest_step)
         platform.profile(largest_step)

@@ -94,7 +94,7 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     [
         (["-q", "bitsandbytes"], "quantization must be None or one of"),
         (["--quantization", "int3"], "quantization must be None or one of"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype must be one of"),
         (["--speculative-config", "{}"], "--speculative-config {} is not supported"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--config", "/no/such/file"], "cannot read /no/such/file"),

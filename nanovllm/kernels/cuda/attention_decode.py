@@ -26,12 +26,14 @@ from nanovllm.kernels.cuda.attention_tiles import (
     attend_tiles,
     begin_softmax,
     find_blocks,
+    find_head,
     head_dims,
     kernel_shape,
     store_softmax,
     strides,
     window_start,
 )
+from nanovllm.kernels.cuda.fp8_rows import as_multiplied
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MIN_SPLIT = 64  # keys that are worth a program of their own
@@ -119,7 +121,7 @@ def paged_decode(
     num_kv_heads, options = cache.k.shape[2], launch_options(q, len(q))
     shared_lens = None if shared is None else shared.lens
     _decode_kernel[num_kv_heads, num_rows, num_splits](
-        (q, cache.k, cache.v, cache.block_table, out),
+        (q, cache.parts, cache.block_table, out),
         *(rows.slots, rows.context_lens, shared_lens, rows.query_index, rows.order),
         *(parts, None if shared is None else shared.parts),
         *(strides(q, cache), scale * LOG2_E),
@@ -164,7 +166,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """One query over one split of its row's keys, for the heads of one kv head."""
     row, kv_head = tl.program_id(1), tl.program_id(0)
-    q, k_cache, v_cache, block_table, out = tensors
+    q, caches, block_table, out = tensors
     q_stride, table_stride, block_stride = strides
     if order is not None:
         row = tl.load(order + row)
@@ -190,7 +192,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     else:
         is_begun = is_head & (first > 0) & (tl.program_id(2) == 0)
         softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
-    caches = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
+    if len(caches) > 2:
+        q_tile, scale = as_multiplied(q_tile, scale)
     seen = first + 0 * members, hi - 1 + 0 * members
     softmax, _ = attend_tiles(
         *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),

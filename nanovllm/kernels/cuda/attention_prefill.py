@@ -24,12 +24,14 @@ from nanovllm.kernels.cuda.attention_tiles import (
     attend_keys,
     begin_softmax,
     find_blocks,
+    find_head,
     head_dims,
     kernel_shape,
     store_softmax,
     strides,
     window_start,
 )
+from nanovllm.kernels.cuda.fp8_rows import as_multiplied
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MAX_SMALL = (
@@ -167,7 +169,7 @@ def _launch(
     num_q_rows = tile_rows(config, num_heads // num_kv_heads)
     num_tiles = triton.cdiv(rows.max_query_len, num_q_rows * num_kv_heads // num_heads)
     _prefill_kernel[len(rows.slots) * num_kv_heads, num_tiles, num_splits](
-        (q, cache.k, cache.v, cache.block_table, out),
+        (q, cache.parts, cache.block_table, out),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, members),
         *(parts, strides(q, cache), scale * LOG2_E),
         **kernel_shape(q, cache, out, window),
@@ -208,7 +210,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     """Some queries of one row over one split of their keys, for the heads of one kv head."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
-    q, k_cache, v_cache, block_table, out = tensors
+    q, caches, block_table, out = tensors
     row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if not OVERLAP:  # noqa: SIM102 - one is known when compiling, the other is not
@@ -233,7 +235,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     positions = tl.minimum(lowest + queries, highest)
     seen = window_start(positions, WINDOW), positions
     seen_by_all = window_start(highest, WINDOW), lowest + 1
-    caches = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
+    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
+    if len(caches) > 2:
+        q_tile, scale = as_multiplied(q_tile, scale)
     softmax, _ = attend_keys(
         begin_softmax(Q_ROWS, HEAD_DIM),
         *(q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.attention_splits import store_parts
+from nanovllm.kernels.cuda.fp8_rows import load_exponents, weigh_codes
 
 LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
 MIN_Q_ROWS = 16  # tl.dot takes no fewer
@@ -31,6 +33,12 @@ class PagedCache:
     k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
     v: Tensor  # likewise
     block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
+    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # of keys and values, as in LayerCache
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Keys, values, and their exponents as words of four."""
+        return self.k, self.v, *(part.flatten().view(torch.int32) for part in self.exponents)
 
     @property
     def max_context(self) -> int:
@@ -51,6 +59,9 @@ def kernel_shape(
     assert cache.k.stride() == cache.v.stride()
     assert cache.k.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
     assert cache.block_table.stride(1) == 1
+    for part in cache.exponents:
+        assert part.is_contiguous()
+        assert part.shape == (len(cache.k), num_kv_heads, block_size)
     group = num_heads // num_kv_heads
     sizes = {"GROUP": group, "KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
     return {"WINDOW": window, **sizes, "BLOCK_SIZE": block_size}
@@ -65,6 +76,18 @@ def strides(q: Tensor, cache: PagedCache) -> tuple[int, int, int]:
 def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of a head, and beyond them up to a power of two."""
     return tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+
+
+@triton.jit
+def find_head(caches, kv_head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of a head's keys and values and, if there are any, of their exponents."""
+    k, v = caches[0] + kv_head * HEAD_DIM, caches[1] + kv_head * HEAD_DIM
+    if len(caches) == 2:
+        found = k, v
+    else:
+        word = kv_head * (BLOCK_SIZE // 4)
+        found = k, v, caches[2] + word, caches[3] + word
+    return found
 
 
 @triton.jit
@@ -165,9 +188,10 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
 
-    The span is from where to where, and the first key that is there: the first tile may begin
-    before it. Every row sees the keys of seen_by_all, from the first to before the end, and each
-    one those of seen, from the first to the last: only tiles that reach beyond need a mask.
+    The caches are what `find_head` found. The span is from where to where, and the first key that
+    is there: the first tile may begin before it. Every row sees the keys of seen_by_all, from the
+    first to before the end, and each one those of seen, from the first to the last: only tiles
+    that reach beyond need a mask.
     Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     """
     lo, hi, first = span
@@ -175,13 +199,19 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         keys = tile_start + tl.arange(0, TILE)
         is_key = (keys >= first) & (keys < hi)
         offsets = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+        exponents = ()
+        if len(caches) > 2:
+            exponents = load_exponents(
+                *((caches[2], caches[3]), block_ids * KV_HEADS, tile_start, is_key),
+                *(BLOCK_SIZE, TILE, ARE_WHOLE),
+            )
         block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
         is_partial = tile_start + TILE > seen_by_all[1]
         if not ARE_WHOLE:
             is_partial = (tile_start < seen_by_all[0]) | is_partial
         softmax = attend_tile(
-            *(softmax, q_tile, caches, offsets, dims, keys, is_key, seen, is_partial, scale),
-            *(HEAD_DIM, ARE_WHOLE),
+            *(softmax, q_tile, caches, offsets, exponents, dims, keys, is_key, seen, is_partial),
+            *(scale, HEAD_DIM, ARE_WHOLE),
         )
     return softmax, block_ids
 
@@ -192,6 +222,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
     q_tile,
     caches,
     offsets,
+    exponents,
     dims,
     keys,
     is_key,
@@ -207,12 +238,15 @@ def attend_tile(  # type: ignore[no-untyped-def]
     """
     acc, row_max, row_sum = softmax
     k = load_tile(caches[0], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
-    scores = tl.dot(q_tile, k.T, input_precision="ieee")
+    scores = tl.dot(q_tile, k.to(q_tile.dtype).T, input_precision="ieee")
     if is_partial:
         is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
-    weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
-    v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
+    if len(exponents) == 0:
+        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
+    else:
+        weights, alpha, row_max, row_sum = weigh_codes(scores, exponents, row_max, row_sum, scale)
+    v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE).to(q_tile.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 

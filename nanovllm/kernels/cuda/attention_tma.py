@@ -28,6 +28,7 @@ from nanovllm.kernels.cuda.attention_tiles import (
     store_softmax,
     weigh,
 )
+from nanovllm.kernels.cuda.fp8_rows import as_multiplied, load_exponents, weigh_codes
 
 CONFIG = PrefillConfig(q_rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
@@ -58,10 +59,11 @@ def tma_prefill(
     if num_rows * num_tiles == 0:
         return
     _prefill_kernel[num_rows * num_kv_heads, num_tiles](
-        *(q, describe(cache.k, config.tile), describe(cache.v, config.tile), cache.block_table),
+        *(q, describe(cache.k, config.tile), describe(cache.v, config.tile)),
+        *(cache.parts[2:] or None, cache.block_table),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens),
-        *(out, scale * LOG2_E, q.stride(0), cache.block_table.stride(0)),
-        block_stride // key_stride,
+        *(out, scale * LOG2_E),
+        (q.stride(0), cache.block_table.stride(0), block_stride // key_stride),
         **{name: shape[name] for name in ("GROUP", "KV_HEADS", "HEAD_DIM", "BLOCK_SIZE")},
         Q_ROWS=config.q_rows,
         TILE=config.tile,
@@ -85,6 +87,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q,
     k_rows,
     v_rows,
+    exponents,
     block_table,
     slots,
     context_lens,
@@ -92,9 +95,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     query_lens,
     out,
     scale,
-    q_stride,
-    table_stride,
-    block_stride,
+    strides,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -105,6 +106,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     """Some queries of one row over all their keys, for the heads of one kv head."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
+    q_stride, table_stride, block_stride = strides
     row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if skipped >= num_queries:
@@ -119,9 +121,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
     q_tile = tl.load(q, mask=is_row[:, None], other=0.0)
     positions = lowest + queries
+    if exponents is not None:
+        q_tile, scale = as_multiplied(q_tile, scale)
     softmax = _attend(
-        *(q_tile, k_rows, v_rows, blocks, kv_head * HEAD_DIM, positions, lowest, highest, length),
-        *(block_stride, scale, HEAD_DIM, BLOCK_SIZE, Q_ROWS, TILE),
+        *(q_tile, k_rows, v_rows, exponents, blocks, kv_head, positions),
+        *((lowest, highest, length), block_stride, scale),
+        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, Q_ROWS, TILE),
     )
     out_rows = (token + queries) * (KV_HEADS * GROUP) + heads
     store_softmax(out, None, out_rows, dims, softmax, is_row, HEAD_DIM, 1)
@@ -132,27 +137,37 @@ def _attend(  # type: ignore[no-untyped-def]
     q_tile,
     k_rows,
     v_rows,
+    exponents,
     blocks,
-    column,
+    kv_head,
     positions,
-    lowest,
-    highest,
-    length,
+    bounds,
     block_stride,
     scale,
     HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return the softmax of queries at some positions, as `begin_softmax` does.
 
-    Their head begins at a column of the cache; the positions are from lowest to highest.
+    The bounds are the lowest and the highest of these, and the length of the context.
     """
+    lowest, highest, length = bounds
+    column = kv_head * HEAD_DIM
     acc, row_max, row_sum = begin_softmax(Q_ROWS, HEAD_DIM)
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
-    scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
+    scores = tl.dot(q_tile, k_rows.load([cache_row, column]).to(q_tile.dtype).T)
+    if exponents is not None:
+        heads = (
+            exponents[0] + kv_head * (BLOCK_SIZE // 4),
+            exponents[1] + kv_head * (BLOCK_SIZE // 4),
+        )
+        rows = tl.load(blocks).to(tl.int64) * KV_HEADS
+        is_key = offsets < length
+        of_tile = load_exponents(heads, rows, 0, is_key, BLOCK_SIZE, TILE, False)
     block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
     # All but the last tile of a context are whole; that one's values may be anything.
     whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
@@ -161,16 +176,28 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = _hide_later(scores, tile_start + offsets, positions)
         later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
-        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
-        v = v_rows.load([cache_row, column])
+        if exponents is None:
+            weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
+        else:
+            weights, alpha, row_max, row_sum = weigh_codes(scores, of_tile, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column]).to(q_tile.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
         cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
-        scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
+        scores = tl.dot(q_tile, k_rows.load([cache_row, column]).to(q_tile.dtype).T)
+        if exponents is not None:
+            is_key = tile_start + TILE + offsets < length
+            rows = block_id.to(tl.int64) * KV_HEADS
+            of_tile = load_exponents(
+                heads, rows, tile_start + TILE, is_key, BLOCK_SIZE, TILE, False
+            )
         block_id = later_id
     if whole <= highest:
         scores = _hide_later(scores, whole + offsets, positions)
-        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
-        v = v_rows.load([cache_row, column])
+        if exponents is None:
+            weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
+        else:
+            weights, alpha, row_max, row_sum = weigh_codes(scores, of_tile, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column]).to(q_tile.dtype)
         v = tl.where((whole + offsets < length)[:, None], v, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
     return acc, row_max, row_sum

@@ -7,6 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.cuda.fp8_rows import (
+    INFINITY_BITS,
+    NOT_FINITE,
+    magnitude,
+    row_exponents,
+    to_codes,
+)
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
@@ -72,17 +79,21 @@ def rope_write(
 ) -> None:
     """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
-    num_kv_heads = cache.k.shape[2]
+    block_size, num_kv_heads = cache.k.shape[1:3]
+    caches = tuple(cache.parts)
+    if cache.k_exponents is not None:
+        caches = tuple(part.view(torch.uint8) for part in caches)
     _rope_write[(num_tokens, 2)](
         qkv,
         None if norm is None else (norm.q, norm.k, norm.eps),
         rope,
         positions,
-        (cache.k, cache.v),
+        caches,
         cache_offsets,
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
         num_warps=4,
         **launch_options(qkv, num_tokens),
     )
@@ -222,6 +233,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
@@ -244,7 +256,10 @@ def _rope_write(  # type: ignore[no-untyped-def]
         tl.store(q + half, second, mask=mask)
     else:
         kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
-        _rotate_and_store(kv, norm, cos, sin, i, caches, offset, kv_heads, NUM_KV_HEADS, HEAD_DIM)
+        _rotate_and_store(
+            *(kv, norm, cos, sin, i, caches, offset, kv_heads),
+            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE),
+        )
 
 
 @triton.jit
@@ -259,6 +274,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     kv_heads,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     half: tl.constexpr = HEAD_DIM // 2
     heads = kv_heads[:, None]
@@ -267,12 +283,31 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     first, second = _rotate(kv + offsets, mask, norm, 1, cos, sin, i, half)
     cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
     is_used = mask & (cache_offset >= 0)
-    k_cache, v_cache = caches
-    tl.store(k_cache + cached, first, mask=is_used)
-    tl.store(k_cache + cached + half, second, mask=is_used)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
-    tl.store(v_cache + cached, tl.load(v, mask=mask, other=0.0), mask=is_used)
-    tl.store(v_cache + cached + half, tl.load(v + half, mask=mask, other=0.0), mask=is_used)
+    first_v = tl.load(v, mask=mask, other=0.0)
+    second_v = tl.load(v + half, mask=mask, other=0.0)
+    if len(caches) > 2:
+        row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
+        place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
+        is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
+        first, second = _quantise(first, second, caches[2] + place, is_row)
+        first_v, second_v = _quantise(first_v, second_v, caches[3] + place, is_row)
+    tl.store(caches[0] + cached, first, mask=is_used)
+    tl.store(caches[0] + cached + half, second, mask=is_used)
+    tl.store(caches[1] + cached, first_v, mask=is_used)
+    tl.store(caches[1] + cached + half, second_v, mask=is_used)
+
+
+@triton.jit
+def _quantise(first, second, places, is_row):  # type: ignore[no-untyped-def]
+    """Return the codes of both halves of some rows, whose exponents are stored."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
+    exponents = row_exponents(largest)
+    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
+    exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
+    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
+    return codes
 
 
 @triton.jit

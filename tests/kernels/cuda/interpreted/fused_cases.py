@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from nanovllm.kernels.cuda.elementwise import gather_decode, gather_tokens, writ
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.fp8_rows import CODE_DTYPE
 from nanovllm.kernels.ops import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.worker.batch import look_up
@@ -72,6 +74,34 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
             results.append((turned[:, :num_heads], *caches))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
+
+
+def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
+    """The codes and exponents of the reference, bit for bit, and nothing beside their slots."""
+    for head_dim, num_heads, num_kv_heads in ((64, 9, 3), (80, 4, 2), (128, 16, 8)):
+        qkv = make(8, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        qkv[:, :, 0] *= 20  # an outlier
+        largest = torch.finfo(dtype).max
+        qkv[1] *= 1e-4
+        qkv[2] = 0.0
+        qkv[3] *= 1e4
+        qkv[4, :, 1] = largest
+        for row, value in ((5, math.nan), (6, math.inf), (7, -largest)):
+            qkv[row, num_heads:, 3] = value
+        turn_nothing = torch.tensor([1.0, 0.0], device=device).repeat_interleave(head_dim // 2)
+        positions = torch.zeros(8, dtype=torch.int64, device=device)
+        cache_offsets = torch.tensor([3, 63, 0, 17, 40, 41, 15, 16], device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            shape = (4, 16, num_kv_heads, head_dim)
+            codes = [torch.full(shape, 5, dtype=torch.uint8, device=device) for _ in range(2)]
+            exponents = [part[..., 0].transpose(1, 2).contiguous() for part in codes]
+            cache = LayerCache(*(part.view(CODE_DTYPE) for part in codes), *exponents)
+            rope = turn_nothing.view(1, 2, -1)
+            ops.rope_write(qkv.clone(), None, rope, positions, cache, cache_offsets)
+            results.append((*codes, *exponents))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def check_padding_is_not_written(device: str) -> None:
@@ -235,6 +265,7 @@ def main(which: str) -> None:
     dtype = torch.float32 if which == "some" else torch.float16
     check_norms_and_gate(dtype, "cpu")
     check_rope_write(dtype, "cpu")
+    check_rope_write_quantises(dtype, "cpu")
     check_projections_of_any_number_of_rows(dtype, "cpu")  # one row among them
     if which == "rest":
         for dtype in (torch.float32, torch.float16):

@@ -1,0 +1,118 @@
+"""Rows of e4m3 codes in Triton; `kernels/fp8_rows.py` says what they are.
+
+A kernel multiplies codes, which float16 holds exactly, in the queries' float16 or float32. The
+scales of keys then multiply the scores; those of values are added to them as exponents, so that
+the weights of a softmax come out scaled, and their sum is taken with the scales divided out again.
+Weights are never rounded to fewer bits than float16 has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanovllm.kernels import fp8_rows
+
+LARGEST = tl.constexpr(fp8_rows.LARGEST)
+MIN_EXPONENT = tl.constexpr(fp8_rows.MIN_EXPONENT)
+MAX_EXPONENT = tl.constexpr(fp8_rows.MAX_EXPONENT)
+NOT_FINITE = tl.constexpr(fp8_rows.NOT_FINITE)
+INFINITY_BITS = tl.constexpr(fp8_rows.INFINITY_BITS)
+ROUND_UP = tl.constexpr(fp8_rows.ROUND_UP)
+CODE_EXPONENT = tl.constexpr(fp8_rows.CODE_EXPONENT)
+# Of the largest weight: float16 ends at 2**16, and what is far smaller should have all its bits.
+WEIGHT_EXPONENT = tl.constexpr(14)
+
+
+@triton.jit
+def power_of_two(exponents):  # type: ignore[no-untyped-def]
+    """The float32 that has some exponents (int32), and no fraction."""
+    return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):  # type: ignore[no-untyped-def]
+    """The bits of |x| (float32), which are ordered as what they stand for; NaN is the largest."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(bits, INFINITY_BITS)
+
+
+@triton.jit
+def row_exponents(largest):  # type: ignore[no-untyped-def]
+    """The exponents of rows by the magnitude of their largest numbers, if they are finite."""
+    exponents = ((largest + ROUND_UP) >> 23) - CODE_EXPONENT
+    return tl.minimum(tl.maximum(exponents, MIN_EXPONENT), MAX_EXPONENT)
+
+
+@triton.jit
+def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
+    """Round rows [rows, dims] of float32 to the bits of codes."""
+    scaled = x * power_of_two(254 - exponents)[:, None]
+    size = tl.minimum(tl.abs(scaled), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    # To three bits of fraction, of two codes the even one; below 2**-6 to multiples of 2**-9.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    codes = tl.where(bits < 0x3C800000, tiny, normal)
+    codes |= (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where((largest >= INFINITY_BITS)[:, None], 0x7F, codes).to(tl.uint8)
+
+
+@triton.jit
+def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
+    """Return queries in a type that codes are multiplied in, and the scale of their scores.
+
+    A power of two brings those of 16 bits into the range of float16, which has the more digits.
+    """
+    if q_tile.dtype == tl.float32:
+        return q_tile, scale
+    else:
+        wide = q_tile.to(tl.float32)
+        exponent = row_exponents(tl.max(tl.max(magnitude(wide), 1), 0))
+        return (wide * power_of_two(254 - exponent)).to(tl.float16), scale * power_of_two(exponent)
+
+
+@triton.jit
+def load_exponents(  # type: ignore[no-untyped-def]
+    exponents,
+    rows,
+    tile_start,
+    is_key,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """Load those of a tile of keys, and of their values; what is not a key has a scale of 1.
+
+    `exponents` are words of four, whose first is the head's in block 0; a block has so many `rows`
+    before its own. Narrower loads would not be pipelined.
+    """
+    words = tile_start // 4 + tl.arange(0, TILE // 4)
+    offsets = words % (BLOCK_SIZE // 4)
+    if len(rows.shape) == 0:
+        offsets += rows * (BLOCK_SIZE // 4)
+    else:
+        offsets += tl.max(rows.reshape(TILE // 4, 4), 1) * (BLOCK_SIZE // 4)
+    of_keys = _unpack(exponents[0] + offsets, is_key, TILE, IS_WHOLE)
+    return of_keys, _unpack(exponents[1] + offsets, is_key, TILE, IS_WHOLE)
+
+
+@triton.jit
+def _unpack(words, is_key, TILE: tl.constexpr, IS_WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    shifts = 8 * tl.arange(0, 4)
+    values = ((tl.load(words)[:, None] >> shifts[None, :]) & 255).reshape(TILE)
+    return values if IS_WHOLE else tl.where(is_key, values, 127)
+
+
+@triton.jit
+def weigh_codes(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
+    """Like `weigh`, for products with codes; the weights are those of the values' codes."""
+    key_exponents, value_exponents = exponents
+    key_scale = power_of_two(key_exponents) * scale
+    scores = scores * key_scale[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    top = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - (top - WEIGHT_EXPONENT)[:, None])
+    alpha = tl.exp2(row_max - top)
+    unscaled = weights * power_of_two(254 - value_exponents)[None, :]
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(unscaled, 1)
