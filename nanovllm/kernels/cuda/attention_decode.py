@@ -24,7 +24,9 @@ from nanovllm.kernels.cuda.attention_tiles import (
     MIN_Q_ROWS,
     PagedCache,
     attend_tiles,
+    begin_codes,
     begin_softmax,
+    end_codes,
     find_blocks,
     find_head,
     head_dims,
@@ -33,7 +35,6 @@ from nanovllm.kernels.cuda.attention_tiles import (
     strides,
     window_start,
 )
-from nanovllm.kernels.cuda.fp8_rows import as_multiplied
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MIN_SPLIT = 64  # keys that are worth a program of their own
@@ -193,14 +194,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         is_begun = is_head & (first > 0) & (tl.program_id(2) == 0)
         softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
     caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
+    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
     if len(caches) > 2:
-        q_tile, scale = as_multiplied(q_tile, scale)
+        softmax, q_tile, scale = begin_codes(softmax, q_tile, scale)
     seen = first + 0 * members, hi - 1 + 0 * members
     softmax, _ = attend_tiles(
-        *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),
+        *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), (lo, hi, first)),
         *((first, hi), seen, block_stride, scale),
-        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
+        *(WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
+    if len(caches) > 2:
+        softmax = end_codes(softmax)
     out_rows = (token if parts is None else row) * (KV_HEADS * GROUP) + heads
     store_softmax(out, parts, out_rows, dims, softmax, is_head, HEAD_DIM, SPLITS)
 

@@ -22,7 +22,9 @@ from nanovllm.kernels.cuda.attention_tiles import (
     LOG2_E,
     PagedCache,
     attend_keys,
+    begin_codes,
     begin_softmax,
+    end_codes,
     find_blocks,
     find_head,
     head_dims,
@@ -31,7 +33,6 @@ from nanovllm.kernels.cuda.attention_tiles import (
     strides,
     window_start,
 )
-from nanovllm.kernels.cuda.fp8_rows import as_multiplied
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 
 MAX_SMALL = (
@@ -236,13 +237,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     seen = window_start(positions, WINDOW), positions
     seen_by_all = window_start(highest, WINDOW), lowest + 1
     caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
+    softmax = begin_softmax(Q_ROWS, HEAD_DIM)
+    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
     if len(caches) > 2:
-        q_tile, scale = as_multiplied(q_tile, scale)
+        softmax, q_tile, scale = begin_codes(softmax, q_tile, scale)
     softmax, _ = attend_keys(
-        begin_softmax(Q_ROWS, HEAD_DIM),
-        *(q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),
-        *(seen_by_all, seen, strides[2], scale, WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE),
+        *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), (lo, hi, first)),
+        *(seen_by_all, seen, strides[2], scale, WINDOW, WIDTH, KV_HEADS, BLOCK_SIZE, TILE),
     )
+    if len(caches) > 2:
+        softmax = end_codes(softmax)
     if SPLITS > 1:
         is_row = is_row & (lo < hi)
     out_rows = tokens * (KV_HEADS * GROUP) + heads

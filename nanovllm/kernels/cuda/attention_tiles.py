@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.attention_splits import store_parts
-from nanovllm.kernels.cuda.fp8_rows import load_exponents, weigh_codes
+from nanovllm.kernels.cuda.fp8_rows import (
+    add_values,
+    as_multiplied,
+    join,
+    load_exponents,
+    multiply_keys,
+    split,
+    weigh_codes,
+)
 
 LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
 MIN_Q_ROWS = 16  # tl.dot takes no fewer
@@ -37,8 +45,11 @@ class PagedCache:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Keys, values, and their exponents as words of four."""
-        return self.k, self.v, *(part.flatten().view(torch.int32) for part in self.exponents)
+        """Keys and values; with exponents, which are words of four, they are pairs of codes."""
+        if not self.exponents:
+            return self.k, self.v
+        words = (part.flatten().view(torch.int32) for part in self.exponents)
+        return self.k.view(torch.int16), self.v.view(torch.int16), *words
 
     @property
     def max_context(self) -> int:
@@ -68,8 +79,8 @@ def kernel_shape(
 
 
 def strides(q: Tensor, cache: PagedCache) -> tuple[int, int, int]:
-    """Return those of tokens in q, of slots in the block table and of blocks in the cache."""
-    return q.stride(0), cache.block_table.stride(0), cache.k.stride(0)
+    """Return those of tokens in q, of slots in the block table and of blocks in `cache.parts`."""
+    return q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)
 
 
 @triton.jit
@@ -81,12 +92,12 @@ def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def find_head(caches, kv_head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The addresses of a head's keys and values and, if there are any, of their exponents."""
-    k, v = caches[0] + kv_head * HEAD_DIM, caches[1] + kv_head * HEAD_DIM
     if len(caches) == 2:
-        found = k, v
+        column = kv_head * HEAD_DIM
+        found = caches[0] + column, caches[1] + column
     else:
-        word = kv_head * (BLOCK_SIZE // 4)
-        found = k, v, caches[2] + word, caches[3] + word
+        pair, word = kv_head * (HEAD_DIM // 2), kv_head * (BLOCK_SIZE // 4)
+        found = caches[0] + pair, caches[1] + pair, caches[2] + word, caches[3] + word
     return found
 
 
@@ -111,6 +122,20 @@ def begin_softmax(Q_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore
     """Return the sums of values, the maxima and the sums of weights of rows without keys yet."""
     acc = tl.zeros((Q_ROWS, triton.next_power_of_2(HEAD_DIM)), tl.float32)
     return acc, tl.full((Q_ROWS,), float("-inf"), tl.float32), tl.zeros((Q_ROWS,), tl.float32)
+
+
+@triton.jit
+def begin_codes(softmax, q_tile, scale):  # type: ignore[no-untyped-def]
+    """Prepare queries and sums for pairs of codes: their even columns and their odd ones apart."""
+    acc, row_max, row_sum = softmax
+    q_tile, scale = as_multiplied(q_tile, scale)
+    return (split(acc), row_max, row_sum), q_tile, scale
+
+
+@triton.jit
+def end_codes(softmax):  # type: ignore[no-untyped-def]
+    acc, row_max, row_sum = softmax
+    return join(acc[0], acc[1]), row_max, row_sum
 
 
 @triton.jit
@@ -188,10 +213,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
 
-    The caches are what `find_head` found. The span is from where to where, and the first key that
-    is there: the first tile may begin before it. Every row sees the keys of seen_by_all, from the
-    first to before the end, and each one those of seen, from the first to the last: only tiles
-    that reach beyond need a mask.
+    The caches are what `find_head` found, the queries and sums what `begin_codes` makes of them if
+    there are exponents: HEAD_DIM and dims then count pairs of codes. The span is from where to
+    where, and the first key that is there: the first tile may begin before it. Every row sees the
+    keys of seen_by_all, from the first to before the end, and each one those of seen, from the
+    first to the last: only tiles that reach beyond need a mask.
     Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     """
     lo, hi, first = span
@@ -238,17 +264,30 @@ def attend_tile(  # type: ignore[no-untyped-def]
     """
     acc, row_max, row_sum = softmax
     k = load_tile(caches[0], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
-    scores = tl.dot(q_tile, k.to(q_tile.dtype).T, input_precision="ieee")
+    if len(exponents) == 0:
+        scores = tl.dot(q_tile, k.T, input_precision="ieee")
+    else:
+        scores = multiply_keys(q_tile, k)
     if is_partial:
         is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
+    weights, alpha, row_max, row_sum = weigh_tile(scores, exponents, row_max, row_sum, scale)
+    v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
     if len(exponents) == 0:
-        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     else:
-        weights, alpha, row_max, row_sum = weigh_codes(scores, exponents, row_max, row_sum, scale)
-    v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE).to(q_tile.dtype)
-    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        acc = add_values(acc, weights, v, alpha, q_tile[0].dtype)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def weigh_tile(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
+    """Weigh products with keys, or with their codes if there are exponents."""
+    if len(exponents) == 0:
+        weighed = weigh(scores, row_max, row_sum, scale)
+    else:
+        weighed = weigh_codes(scores, exponents, row_max, row_sum, scale)
+    return weighed
 
 
 @triton.jit

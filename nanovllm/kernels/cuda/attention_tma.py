@@ -23,12 +23,18 @@ from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
     PagedCache,
+    begin_codes,
     begin_softmax,
+    end_codes,
     kernel_shape,
     store_softmax,
-    weigh,
+    weigh_tile,
 )
-from nanovllm.kernels.cuda.fp8_rows import as_multiplied, load_exponents, weigh_codes
+from nanovllm.kernels.cuda.fp8_rows import (
+    add_values,
+    load_exponents,
+    multiply_keys,
+)
 
 CONFIG = PrefillConfig(q_rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
 
@@ -59,7 +65,7 @@ def tma_prefill(
     if num_rows * num_tiles == 0:
         return
     _prefill_kernel[num_rows * num_kv_heads, num_tiles](
-        *(q, describe(cache.k, config.tile), describe(cache.v, config.tile)),
+        *(q, *(describe(part, config.tile) for part in cache.parts[:2])),
         *(cache.parts[2:] or None, cache.block_table),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens),
         *(out, scale * LOG2_E),
@@ -121,19 +127,23 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
     q_tile = tl.load(q, mask=is_row[:, None], other=0.0)
     positions = lowest + queries
+    softmax = begin_softmax(Q_ROWS, HEAD_DIM)
     if exponents is not None:
-        q_tile, scale = as_multiplied(q_tile, scale)
+        softmax, q_tile, scale = begin_codes(softmax, q_tile, scale)
     softmax = _attend(
-        *(q_tile, k_rows, v_rows, exponents, blocks, kv_head, positions),
+        *(softmax, q_tile, k_rows, v_rows, exponents, blocks, kv_head, positions),
         *((lowest, highest, length), block_stride, scale),
-        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, Q_ROWS, TILE),
+        *(HEAD_DIM if exponents is None else HEAD_DIM // 2, KV_HEADS, BLOCK_SIZE, TILE),
     )
+    if exponents is not None:
+        softmax = end_codes(softmax)
     out_rows = (token + queries) * (KV_HEADS * GROUP) + heads
     store_softmax(out, None, out_rows, dims, softmax, is_row, HEAD_DIM, 1)
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
+    softmax,
     q_tile,
     k_rows,
     v_rows,
@@ -144,30 +154,27 @@ def _attend(  # type: ignore[no-untyped-def]
     bounds,
     block_stride,
     scale,
-    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the softmax of queries at some positions, as `begin_softmax` does.
+    """Take all keys of queries at some positions into the softmax.
 
-    The bounds are the lowest and the highest of these, and the length of the context.
+    The bounds are the lowest and the highest of these, and the length of the context; WIDTH is that
+    of a head, in pairs of codes if there are exponents.
     """
     lowest, highest, length = bounds
-    column = kv_head * HEAD_DIM
-    acc, row_max, row_sum = begin_softmax(Q_ROWS, HEAD_DIM)
+    column, words = kv_head * WIDTH, kv_head * (BLOCK_SIZE // 4)
+    acc, row_max, row_sum = softmax
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
-    scores = tl.dot(q_tile, k_rows.load([cache_row, column]).to(q_tile.dtype).T)
+    scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), exponents)
+    of_tile = ()
     if exponents is not None:
-        heads = (
-            exponents[0] + kv_head * (BLOCK_SIZE // 4),
-            exponents[1] + kv_head * (BLOCK_SIZE // 4),
-        )
+        heads = exponents[0] + words, exponents[1] + words
         rows = tl.load(blocks).to(tl.int64) * KV_HEADS
-        is_key = offsets < length
-        of_tile = load_exponents(heads, rows, 0, is_key, BLOCK_SIZE, TILE, False)
+        of_tile = load_exponents(heads, rows, 0, offsets < length, BLOCK_SIZE, TILE, False)
     block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
     # All but the last tile of a context are whole; that one's values may be anything.
     whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
@@ -176,31 +183,37 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = _hide_later(scores, tile_start + offsets, positions)
         later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
-        if exponents is None:
-            weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
-        else:
-            weights, alpha, row_max, row_sum = weigh_codes(scores, of_tile, row_max, row_sum, scale)
-        v = v_rows.load([cache_row, column]).to(q_tile.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
+        weights, alpha, row_max, row_sum = weigh_tile(scores, of_tile, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column])
+        acc = _add_values(acc, weights, v, alpha, exponents, q_tile)
         cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
-        scores = tl.dot(q_tile, k_rows.load([cache_row, column]).to(q_tile.dtype).T)
+        scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), exponents)
         if exponents is not None:
-            is_key = tile_start + TILE + offsets < length
-            rows = block_id.to(tl.int64) * KV_HEADS
+            is_key, rows = tile_start + TILE + offsets < length, block_id.to(tl.int64) * KV_HEADS
             of_tile = load_exponents(
                 heads, rows, tile_start + TILE, is_key, BLOCK_SIZE, TILE, False
             )
         block_id = later_id
     if whole <= highest:
         scores = _hide_later(scores, whole + offsets, positions)
-        if exponents is None:
-            weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
-        else:
-            weights, alpha, row_max, row_sum = weigh_codes(scores, of_tile, row_max, row_sum, scale)
-        v = v_rows.load([cache_row, column]).to(q_tile.dtype)
-        v = tl.where((whole + offsets < length)[:, None], v, 0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
+        weights, alpha, row_max, row_sum = weigh_tile(scores, of_tile, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column])
+        v = tl.where((whole + offsets < length)[:, None], v, 0)
+        acc = _add_values(acc, weights, v, alpha, exponents, q_tile)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def _multiply_keys(q_tile, k, exponents):  # type: ignore[no-untyped-def]
+    return tl.dot(q_tile, k.T) if exponents is None else multiply_keys(q_tile, k)
+
+
+@triton.jit
+def _add_values(acc, weights, v, alpha, exponents, q_tile):  # type: ignore[no-untyped-def]
+    if exponents is None:
+        return tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
+    else:
+        return add_values(acc, weights, v, alpha, q_tile[0].dtype)
 
 
 @triton.jit

@@ -60,16 +60,39 @@ def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
-    """Return queries in a type that codes are multiplied in, and the scale of their scores.
+    """Return queries in a type that codes are multiplied in, as `split`, and their scores' scale.
 
     A power of two brings those of 16 bits into the range of float16, which has the more digits.
     """
-    if q_tile.dtype == tl.float32:
-        return q_tile, scale
-    else:
+    if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)
         exponent = row_exponents(tl.max(tl.max(magnitude(wide), 1), 0))
-        return (wide * power_of_two(254 - exponent)).to(tl.float16), scale * power_of_two(exponent)
+        q_tile = (wide * power_of_two(254 - exponent)).to(tl.float16)
+        scale *= power_of_two(exponent)
+    return split(q_tile), scale
+
+
+@triton.jit
+def split(x):  # type: ignore[no-untyped-def]
+    """Return the columns with even numbers, and the odd ones."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def join(even, odd):  # type: ignore[no-untyped-def]
+    return tl.join(even, odd).reshape(even.shape[0], 2 * even.shape[1])
+
+
+@triton.jit
+def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Widen codes that are loaded two by two (int16), to those of even columns and of odd ones.
+
+    Tensor cores take columns whose elements are of 16 bits as they lie in shared memory; single
+    codes would be gathered byte by byte.
+    """
+    even = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return even.to(dtype), odd.to(dtype)
 
 
 @triton.jit
@@ -116,3 +139,20 @@ def weigh_codes(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-
     alpha = tl.exp2(row_max - top)
     unscaled = weights * power_of_two(254 - value_exponents)[None, :]
     return weights, alpha, new_max, row_sum * alpha + tl.sum(unscaled, 1)
+
+
+@triton.jit
+def multiply_keys(queries, pairs):  # type: ignore[no-untyped-def]
+    """The products of queries, which `as_multiplied` returned, with keys as pairs of codes."""
+    even, odd = widen_pairs(pairs, queries[0].dtype)
+    scores = tl.dot(queries[0], even.T, input_precision="ieee")
+    return tl.dot(queries[1], odd.T, scores, input_precision="ieee")
+
+
+@triton.jit
+def add_values(acc, weights, pairs, alpha, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sums of values, which are `split`, with those of a tile added."""
+    weights = weights.to(dtype)
+    even, odd = widen_pairs(pairs, dtype)
+    even_sum = tl.dot(weights, even, acc[0] * alpha[:, None], input_precision="ieee")
+    return even_sum, tl.dot(weights, odd, acc[1] * alpha[:, None], input_precision="ieee")
