@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.rows import QUERY_TILE
+from nanovllm.kernels.fp8_rows import dequantise, quantise
 from nanovllm.kernels.ops import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
@@ -101,6 +102,18 @@ class Case:
             weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
             outputs.append(torch.einsum("hqt,thd->qhd", weights, values))
         return torch.cat(outputs)
+
+
+def in_eight_bits(case: Case) -> Case:
+    """The same rows over a cache of codes; what each has seen is what the codes stand for."""
+    parts = [quantise(part) for part in (case.cache.k, case.cache.v)]
+    exponents = [part.exponents.transpose(1, 2).contiguous() for part in parts]
+    cache = LayerCache(*(part.codes for part in parts), *exponents)
+    histories = [
+        (dequantise(quantise(k), torch.float64), dequantise(quantise(v), torch.float64))
+        for k, v in case.histories
+    ]
+    return replace(case, cache=cache, histories=histories)
 
 
 def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:

@@ -70,9 +70,10 @@ class NumbaOps:
         cache_offsets: Tensor,
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
-        num_kv_heads = cache.k.shape[2]
+        block_size, num_kv_heads = cache.k.shape[1:3]
+        codes = self.launcher.codes if cache.k_exponents is not None else None
         self._launch(
-            kernels.ROPE_WRITE,
+            *((kernels.ROPE_WRITE,) if codes is None else (kernels.CALL, codes.rope_write)),
             qkv.data_ptr(),
             rope.data_ptr(),
             0 if norm is None else norm.q.data_ptr(),
@@ -86,6 +87,8 @@ class NumbaOps:
             per_token - 2 * num_kv_heads,
             num_kv_heads,
             head_dim,
+            block_size,
+            *(part.data_ptr() for part in cache.parts[2:]),
         )
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

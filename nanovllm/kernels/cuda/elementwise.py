@@ -7,13 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.fp8_rows import (
-    INFINITY_BITS,
-    NOT_FINITE,
-    magnitude,
-    row_exponents,
-    to_codes,
-)
+from nanovllm.kernels.cuda.fp8_rows import quantise
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
@@ -290,24 +284,12 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
         place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
-        first, second = _quantise(first, second, caches[2] + place, is_row)
-        first_v, second_v = _quantise(first_v, second_v, caches[3] + place, is_row)
+        first, second = quantise(first, second, caches[2] + place, is_row)
+        first_v, second_v = quantise(first_v, second_v, caches[3] + place, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)
     tl.store(caches[0] + cached + half, second, mask=is_used)
     tl.store(caches[1] + cached, first_v, mask=is_used)
     tl.store(caches[1] + cached + half, second_v, mask=is_used)
-
-
-@triton.jit
-def _quantise(first, second, places, is_row):  # type: ignore[no-untyped-def]
-    """Return the codes of both halves of some rows, whose exponents are stored."""
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
-    exponents = row_exponents(largest)
-    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
-    exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
-    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
-    return codes
 
 
 @triton.jit

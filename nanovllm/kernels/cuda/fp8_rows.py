@@ -45,6 +45,18 @@ def row_exponents(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def quantise(first, second, places, is_row):  # type: ignore[no-untyped-def]
+    """Return the codes of both halves of some rows, whose exponents are stored."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 1)
+    exponents = row_exponents(largest)
+    codes = to_codes(first, largest, exponents), to_codes(second, largest, exponents)
+    exponents = tl.where(largest >= INFINITY_BITS, NOT_FINITE, exponents)
+    tl.store(places, exponents.to(tl.uint8)[:, None], mask=is_row)
+    return codes
+
+
+@triton.jit
 def to_codes(x, largest, exponents):  # type: ignore[no-untyped-def]
     """Round rows [rows, dims] of float32 to the bits of codes."""
     scaled = x * power_of_two(254 - exponents)[:, None]

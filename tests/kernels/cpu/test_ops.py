@@ -16,6 +16,7 @@ pytest.importorskip("numba")
 from nanovllm.config import RopeConfig
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.fp8_rows import CODE_DTYPE
 from nanovllm.kernels.ops import (
     Activation,
     Hidden,
@@ -280,6 +281,31 @@ def test_rope_write(
     # rounds to bf16.
     rounding = ROUNDING[dtype if has_norm else torch.float32]
     assert_as_rounded(got, want, atol=4 * rounding * want.abs().max().item())
+
+
+@SEVERAL_THREADS
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 24, 64, 136])
+def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
+    """The same codes and exponents as the reference, bit for bit, and nothing beside them."""
+    generator, num_kv_heads = torch.Generator().manual_seed(1), 3
+    qkv = make(40, 2 + 2 * num_kv_heads, head_dim, dtype=dtype)
+    qkv *= torch.linspace(-60, 60, 40).exp2()[:, None, None].to(dtype)
+    info = torch.finfo(dtype)
+    for row, value in enumerate((0.0, info.max, info.tiny, math.nan, math.inf, -info.max)):
+        qkv[row, :, 1] = value
+    rope = torch.tensor([1.0, 0.0]).repeat_interleave(head_dim // 2).view(1, 2, -1)
+    cache_offsets = torch.randperm(6 * 16, generator=generator)[: len(qkv)]
+    results = []
+    for ops in (make_ops(dtype), torch_ops):
+        codes = torch.full((2, 6, 16, num_kv_heads, head_dim), 7, dtype=torch.uint8)
+        exponents = torch.full((2, 6, num_kv_heads, 16), 7, dtype=torch.uint8)
+        layer = LayerCache(*codes.view(CODE_DTYPE), *exponents)
+        positions = torch.zeros(len(qkv), dtype=torch.int64)
+        ops.rope_write(qkv.clone(), None, rope, positions, layer, cache_offsets)
+        results.append((codes, exponents))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 def assert_as_rounded(got: Tensor, want: Tensor, atol: float = 1e-40) -> None:
