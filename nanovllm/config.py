@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.quantisation import check_option
+from nanovllm.quantisation import check_kv_cache, check_option
 from nanovllm.validation import check_types
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
@@ -61,13 +60,7 @@ class EngineConfig:
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
-        is_known = self.kv_cache_dtype in KV_CACHE_DTYPES
-        self._require("kv_cache_dtype", is_known, f"one of {KV_CACHE_DTYPES}")
-        if self.kv_cache_dtype != "auto" and self.attention_backend == "flash_attn":
-            raise ConfigError(
-                "attention_backend='flash_attn' reads no cache of eight bits; use 'auto' or "
-                "'sdpa', or leave kv_cache_dtype out"
-            )
+        check_kv_cache(self.kv_cache_dtype, self.attention_backend)
         check_option(self.quantization, self.load_format)
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms

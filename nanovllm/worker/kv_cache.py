@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +41,13 @@ class KVCacheSpec:
 
     def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
         """Cut a byte buffer of num_blocks * block_bytes into per-layer caches."""
-        num_layers, block_size, num_kv_heads = self.num_layers, self.block_size, self.num_kv_heads
-        num_rows = 2 * num_layers * num_blocks * block_size * num_kv_heads
-        rows, exponents = buffer.split(
-            [num_rows * self.head_dim * self.dtype.itemsize, num_rows * self.has_exponents]
-        )
-        shape = num_layers, 2, num_blocks, block_size, num_kv_heads, self.head_dim
-        caches = rows.view(self.dtype).view(shape)
+        shape = (self.num_layers, 2, num_blocks, self.block_size, self.num_kv_heads)
+        num_bytes = math.prod(shape) * self.head_dim * self.dtype.itemsize
+        rows = buffer[:num_bytes].view(self.dtype).view(*shape, self.head_dim)
         if not self.has_exponents:
-            return [LayerCache(*layer) for layer in caches]
-        by_layer = exponents.view(num_layers, 2, num_blocks, num_kv_heads, block_size)
-        return [LayerCache(*layer, *each) for layer, each in zip(caches, by_layer, strict=True)]
+            return [LayerCache(*layer) for layer in rows]
+        exponents = buffer[num_bytes:].view(*shape[:3], *shape[:2:-1])
+        return [LayerCache(*layer, *each) for layer, each in zip(rows, exponents, strict=True)]
 
 
 def kv_cache_spec(

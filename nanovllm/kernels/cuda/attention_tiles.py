@@ -94,11 +94,10 @@ def find_head(caches, kv_head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr)
     """The addresses of a head's keys and values and, if there are any, of their exponents."""
     if len(caches) == 2:
         column = kv_head * HEAD_DIM
-        found = caches[0] + column, caches[1] + column
+        return caches[0] + column, caches[1] + column
     else:
         pair, word = kv_head * (HEAD_DIM // 2), kv_head * (BLOCK_SIZE // 4)
-        found = caches[0] + pair, caches[1] + pair, caches[2] + word, caches[3] + word
-    return found
+        return caches[0] + pair, caches[1] + pair, caches[2] + word, caches[3] + word
 
 
 @triton.jit
