@@ -135,7 +135,7 @@ class TritonAttention:
         num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(q.shape[2], q.dtype, is_large)
+        config = decode_config(q.shape[2], q.dtype, is_large, cache.has_codes)
         part = None
         if shared is not None and spec.window is None:
             parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale)

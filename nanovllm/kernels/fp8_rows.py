@@ -15,8 +15,8 @@ from torch import Tensor
 CODE_DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 # Scales are 2**-63 to 2**119: with the largest, the largest code is still a float32. Rows that are
-# not finite have the exponent of infinity, and codes of NaN.
-MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 255
+# not finite have codes of NaN, and an exponent that makes infinity of any code that large.
+MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
 INFINITY_BITS = 0x7F800000
 # Added to a float32's bits, it carries into the exponent from a fraction beyond 1.75 on: 448 is
 # 1.75 * 2**8.

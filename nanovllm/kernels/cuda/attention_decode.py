@@ -69,8 +69,12 @@ class DecodeConfig:
     min_split: int = MIN_SPLIT
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False) -> DecodeConfig:
+def decode_config(
+    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, has_codes: bool = False
+) -> DecodeConfig:
     """Choose what measured fastest; `has_large_tiles` is what `suits_large_tiles` said."""
+    if has_codes and dtype != torch.float32 and head_dim <= 128:
+        return DecodeConfig(tile=64, num_warps=4, num_stages=3)
     if dtype == torch.float32:  # without tensor cores, small tiles save registers
         return DecodeConfig(tile=16, num_warps=4, num_stages=3)
     if has_large_tiles and head_dim <= 128:
@@ -112,7 +116,7 @@ def paged_decode(
     """Attend from the last token of each row's context (none: zeros), also inside a CUDA graph."""
     assert shared is None or (window is None and rows.query_index is None)
     num_rows, num_heads, head_dim = len(rows.slots), *q.shape[1:]
-    config = config or decode_config(head_dim, q.dtype)
+    config = config or decode_config(head_dim, q.dtype, has_codes=cache.has_codes)
     assert config.min_split % config.tile == 0
     shape = kernel_shape(q, cache, out, window)
     if num_rows == 0:

@@ -21,6 +21,7 @@ from nanovllm.kernels.cuda.fp8_rows import (
     join,
     load_exponents,
     multiply_keys,
+    scale_scores,
     split,
     weigh_codes,
 )
@@ -44,9 +45,13 @@ class PagedCache:
     exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # of keys and values, as in LayerCache
 
     @property
+    def has_codes(self) -> bool:
+        return len(self.exponents) > 0
+
+    @property
     def parts(self) -> tuple[Tensor, ...]:
         """Keys and values; with exponents, which are words of four, they are pairs of codes."""
-        if not self.exponents:
+        if not self.has_codes:
             return self.k, self.v
         words = (part.flatten().view(torch.int32) for part in self.exponents)
         return self.k.view(torch.int16), self.v.view(torch.int16), *words
@@ -227,8 +232,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         exponents = ()
         if len(caches) > 2:
             exponents = load_exponents(
-                *((caches[2], caches[3]), block_ids * KV_HEADS, tile_start, is_key),
-                *(BLOCK_SIZE, TILE, ARE_WHOLE),
+                (caches[2], caches[3]), block_ids * KV_HEADS, tile_start, BLOCK_SIZE, TILE
             )
         block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
         is_partial = tile_start + TILE > seen_by_all[1]
@@ -266,7 +270,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
     if len(exponents) == 0:
         scores = tl.dot(q_tile, k.T, input_precision="ieee")
     else:
-        scores = multiply_keys(q_tile, k)
+        scores = scale_scores(multiply_keys(q_tile, k), exponents, scale)
     if is_partial:
         is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -281,11 +285,11 @@ def attend_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weigh_tile(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
-    """Weigh products with keys, or with their codes if there are exponents."""
+    """Weigh products with keys, or what `scale_scores` made of them if there are exponents."""
     if len(exponents) == 0:
         weighed = weigh(scores, row_max, row_sum, scale)
     else:
-        weighed = weigh_codes(scores, exponents, row_max, row_sum, scale)
+        weighed = weigh_codes(scores, exponents, row_max, row_sum)
     return weighed
 
 

@@ -34,6 +34,7 @@ from nanovllm.kernels.cuda.fp8_rows import (
     add_values,
     load_exponents,
     multiply_keys,
+    scale_scores,
 )
 
 CONFIG = PrefillConfig(q_rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
@@ -169,12 +170,12 @@ def _attend(  # type: ignore[no-untyped-def]
     acc, row_max, row_sum = softmax
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
-    scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), exponents)
     of_tile = ()
     if exponents is not None:
         heads = exponents[0] + words, exponents[1] + words
         rows = tl.load(blocks).to(tl.int64) * KV_HEADS
-        of_tile = load_exponents(heads, rows, 0, offsets < length, BLOCK_SIZE, TILE, False)
+        of_tile = load_exponents(heads, rows, 0, BLOCK_SIZE, TILE)
+    scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), of_tile, scale)
     block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
     # All but the last tile of a context are whole; that one's values may be anything.
     whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
@@ -187,12 +188,10 @@ def _attend(  # type: ignore[no-untyped-def]
         v = v_rows.load([cache_row, column])
         acc = _add_values(acc, weights, v, alpha, exponents, q_tile)
         cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
-        scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), exponents)
         if exponents is not None:
-            is_key, rows = tile_start + TILE + offsets < length, block_id.to(tl.int64) * KV_HEADS
-            of_tile = load_exponents(
-                heads, rows, tile_start + TILE, is_key, BLOCK_SIZE, TILE, False
-            )
+            rows = block_id.to(tl.int64) * KV_HEADS
+            of_tile = load_exponents(heads, rows, tile_start + TILE, BLOCK_SIZE, TILE)
+        scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), of_tile, scale)
         block_id = later_id
     if whole <= highest:
         scores = _hide_later(scores, whole + offsets, positions)
@@ -204,8 +203,11 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _multiply_keys(q_tile, k, exponents):  # type: ignore[no-untyped-def]
-    return tl.dot(q_tile, k.T) if exponents is None else multiply_keys(q_tile, k)
+def _multiply_keys(q_tile, k, exponents, scale):  # type: ignore[no-untyped-def]
+    if len(exponents) == 0:
+        return tl.dot(q_tile, k.T)
+    else:
+        return scale_scores(multiply_keys(q_tile, k), exponents, scale)
 
 
 @triton.jit

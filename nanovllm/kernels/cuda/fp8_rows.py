@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.runtime import JITFunction
 
 from nanovllm.kernels import fp8_rows
 
@@ -28,6 +29,10 @@ WEIGHT_EXPONENT = tl.constexpr(14)
 def power_of_two(exponents):  # type: ignore[no-untyped-def]
     """The float32 that has some exponents (int32), and no fraction."""
     return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+# The interpreter runs no assembly.
+IS_INTERPRETED = tl.constexpr(not isinstance(power_of_two, JITFunction))
 
 
 @triton.jit
@@ -102,22 +107,34 @@ def widen_pairs(pairs, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     Tensor cores take columns whose elements are of 16 bits as they lie in shared memory; single
     codes would be gathered byte by byte.
     """
-    even = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    if IS_INTERPRETED:
+        even = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # Two pairs are a word: its bytes 0 and 2, then 1 and 3. Left to the compiler, each byte is
+        # shifted and masked by itself.
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes; .reg .b16 low, high;
+            prmt.b32 bytes, $2, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     return even.to(dtype), odd.to(dtype)
 
 
 @triton.jit
 def load_exponents(  # type: ignore[no-untyped-def]
-    exponents,
-    rows,
-    tile_start,
-    is_key,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    exponents, rows, tile_start, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Load those of a tile of keys, and of their values; what is not a key has a scale of 1.
+    """Load those of a tile of keys, and of their values; what is not a key may have any.
 
     `exponents` are words of four, whose first is the head's in block 0; a block has so many `rows`
     before its own. Narrower loads would not be pipelined.
@@ -128,28 +145,30 @@ def load_exponents(  # type: ignore[no-untyped-def]
         offsets += rows * (BLOCK_SIZE // 4)
     else:
         offsets += tl.max(rows.reshape(TILE // 4, 4), 1) * (BLOCK_SIZE // 4)
-    of_keys = _unpack(exponents[0] + offsets, is_key, TILE, IS_WHOLE)
-    return of_keys, _unpack(exponents[1] + offsets, is_key, TILE, IS_WHOLE)
+    return _unpack(exponents[0] + offsets, TILE), _unpack(exponents[1] + offsets, TILE)
 
 
 @triton.jit
-def _unpack(words, is_key, TILE: tl.constexpr, IS_WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unpack(words, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     shifts = 8 * tl.arange(0, 4)
-    values = ((tl.load(words)[:, None] >> shifts[None, :]) & 255).reshape(TILE)
-    return values if IS_WHOLE else tl.where(is_key, values, 127)
+    return ((tl.load(words)[:, None] >> shifts[None, :]) & 255).reshape(TILE)
 
 
 @triton.jit
-def weigh_codes(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
-    """Like `weigh`, for products with codes; the weights are those of the values' codes."""
-    key_exponents, value_exponents = exponents
-    key_scale = power_of_two(key_exponents) * scale
-    scores = scores * key_scale[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
+def scale_scores(scores, exponents, scale):  # type: ignore[no-untyped-def]
+    """Turn products with codes into exponents of weights: of what multiplies the values' codes."""
+    key_scale = power_of_two(exponents[0]) * scale
+    return scores * key_scale[None, :] + (exponents[1] - 127).to(tl.float32)[None, :]
+
+
+@triton.jit
+def weigh_codes(scores, exponents, row_max, row_sum):  # type: ignore[no-untyped-def]
+    """Like `weigh`, for what `scale_scores` returned."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     top = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - (top - WEIGHT_EXPONENT)[:, None])
     alpha = tl.exp2(row_max - top)
-    unscaled = weights * power_of_two(254 - value_exponents)[None, :]
+    unscaled = weights * power_of_two(254 - exponents[1])[None, :]
     return weights, alpha, new_max, row_sum * alpha + tl.sum(unscaled, 1)
 
 
