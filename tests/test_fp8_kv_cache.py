@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.fp8_rows import dequantise, quantise
+from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
 from nanovllm.models.registry import read_config
 from nanovllm.worker.kv_cache import kv_cache_spec
 from tests.checkpoints import MIN_GAP
@@ -47,8 +47,11 @@ class RoundedCache(DynamicCache):
     """transformers' cache, which keeps and returns what eight bits hold of keys and values."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **options: Any) -> Any:
-        rounded = (dequantise(quantise(part), part.dtype) for part in (keys, values))
-        return super().update(*rounded, *args, **options)
+        of_q, of_k = spread_exponents(keys.shape[-1])
+        spread_keys = dequantise(quantise(spread(keys, of_k)), torch.float32)
+        keys = spread(spread_keys, of_q)  # its own inverse, but for the scale
+        values = dequantise(quantise(values), values.dtype)
+        return super().update(keys, values, *args, **options)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 A power of two changes exponents alone. So a number over its scale is exact, every device rounds it
 to the same code, and a code times its scale is a number of bfloat16: whether a kernel scales keys,
 scores or probabilities makes no difference. A scale is stored as the exponent of a float32: a byte.
+
+Keys have outliers, always in the same few columns, where queries have theirs: rounded, these would
+decide how far off a score is. So both are multiplied by a Hadamard matrix first (`spread`), which
+changes no product and leaves no column larger than the others.
 """
 
 from __future__ import annotations
@@ -49,6 +53,34 @@ def dequantise(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
         return rows.codes.to(dtype) * scales.to(dtype)
     largest = torch.finfo(dtype).max  # which the rounding to a code may have left behind
     return (rows.codes.float() * scales).clamp(-largest, largest).to(dtype)
+
+
+def spread_size(head_dim: int) -> int:
+    """Columns of a half of a head that are spread over each other: a power of two."""
+    half = head_dim // 2
+    return half & -half
+
+
+def spread_exponents(head_dim: int) -> tuple[int, int]:
+    """Exponents that undo the length of the matrix' columns: of queries, and of keys."""
+    exponent = spread_size(head_dim).bit_length()
+    return -((exponent + 1) // 2), -(exponent // 2)
+
+
+def spread(x: Tensor, exponent: int) -> Tensor:
+    """Multiply rows [..., dim] by a Hadamard matrix and a power of two, in float32.
+
+    It adds and subtracts the halves of a row, then mixes groups of `spread_size` columns of each.
+    """
+    size = spread_size(x.shape[-1])
+    first, second = (x.float() * 2.0**exponent).chunk(2, dim=-1)
+    x = torch.cat((first + second, first - second), dim=-1)
+    width = 1
+    while width < size:
+        first, second = x.unflatten(-1, (-1, 2, width)).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        width *= 2
+    return x
 
 
 def power_of_two(exponents: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class QKNormWeights:
 class LayerCache:
     """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim].
 
-    With exponents they are rows as `fp8_rows.py` has them.
+    With exponents they are rows as `fp8_rows.py` has them, and keys are spread.
     """
 
     k: Tensor
@@ -208,7 +208,7 @@ class Ops(Protocol):
         cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
-        """Normalise and rotate q and k; q stays in qkv, k and v go to the cache.
+        """Normalise and rotate q and k, spread both for codes; k and v go to the cache, q stays.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
         sines in float32, [positions, 2, dim / 2]; cache_offsets count tokens.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
-from nanovllm.kernels.fp8_rows import quantise
+from nanovllm.kernels.fp8_rows import quantise, spread, spread_exponents
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
@@ -60,6 +60,10 @@ class TorchOps:
             k.copy_(rms_norm(k, norm.k, norm.eps))
         q.copy_(rotate(q, cos, sin))
         k.copy_(rotate(k, cos, sin))
+        if cache.k_exponents is not None:
+            of_q, of_k = spread_exponents(q.shape[2])
+            q.copy_(spread(q, of_q))
+            k = spread(k, of_k)
         _write_rows(cache.k, cache.k_exponents, k, cache_offsets)
         _write_rows(cache.v, cache.v_exponents, v, cache_offsets)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.rows import QUERY_TILE
-from nanovllm.kernels.fp8_rows import dequantise, quantise
+from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
 from nanovllm.kernels.ops import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
@@ -106,11 +106,12 @@ class Case:
 
 def in_eight_bits(case: Case) -> Case:
     """The same rows over a cache of codes; what each has seen is what the codes stand for."""
-    parts = [quantise(part) for part in (case.cache.k, case.cache.v)]
+    _, of_k = spread_exponents(case.qkv.shape[2])
+    parts = [quantise(spread(case.cache.k, of_k)), quantise(case.cache.v)]
     exponents = [part.exponents.transpose(1, 2).contiguous() for part in parts]
     cache = LayerCache(*(part.codes for part in parts), *exponents)
     histories = [
-        (dequantise(quantise(k), torch.float64), dequantise(quantise(v), torch.float64))
+        tuple(dequantise(quantise(part), torch.float64) for part in (spread(k, of_k), v))
         for k, v in case.histories
     ]
     return replace(case, cache=cache, histories=histories)

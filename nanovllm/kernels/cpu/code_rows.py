@@ -11,7 +11,7 @@ from typing import Any
 from numba import float32, int64, types, uint8, uint32
 from numba.extending import overload
 
-from nanovllm.kernels.cpu.simd import FAST, as_bits, as_float, load, part
+from nanovllm.kernels.cpu.simd import FAST, as_bits, as_float, load, ordered_kernel, part, store
 from nanovllm.kernels.fp8_rows import (
     CODE_EXPONENT,
     INFINITY_BITS,
@@ -32,6 +32,31 @@ def store_row(
     cache: Any, base: int, exponents: Any, place: int, x: Any, first: int, dim: int, cached: Any
 ) -> None:
     """Store x[first : first + dim] at cache[base:], with its exponent, if any, at a place."""
+    raise NotImplementedError
+
+
+def spread_query(
+    x: Any, base: int, b: Any, at: int, dim: int, size: int, scale: float, cached: Any
+) -> None:
+    """Spread the query at x[base:] if the cache has codes, by way of b[at:]."""
+    raise NotImplementedError
+
+
+def store_key(
+    cache: Any,
+    base: int,
+    exponents: Any,
+    place: int,
+    x: Any,
+    first: int,
+    b: Any,
+    at: int,
+    dim: int,
+    size: int,
+    scale: float,
+    cached: Any,
+) -> None:
+    """Like `store_row`, of a key: it is spread, by way of b[at:], if the cache has codes."""
     raise NotImplementedError
 
 
@@ -63,6 +88,48 @@ def _store_row(cache, base, exponents, place, x, first, dim, cached):  # type: i
         exponents[place] = uint8(NOT_FINITE) if is_broken else uint8(exponent)
 
     return quantise if cached is types.uint8 else copy
+
+
+@overload(spread_query, jit_options=OPTIONS)
+def _spread_query(x, base, b, at, dim, size, scale, cached):  # type: ignore[no-untyped-def]
+    def leave(x, base, b, at, dim, size, scale, cached):  # type: ignore[no-untyped-def]
+        pass
+
+    def spread(x, base, b, at, dim, size, scale, cached):  # type: ignore[no-untyped-def]
+        _spread(x, base, b, at, dim // 2, size, scale)
+        for i in range(dim):
+            store(x, base + i, b[at + i])
+
+    return spread if cached is types.uint8 else leave
+
+
+@overload(store_key, jit_options=OPTIONS)
+def _store_key(cache, base, exponents, place, x, first, b, at, dim, size, scale, cached):  # type: ignore[no-untyped-def]
+    def copy(cache, base, exponents, place, x, first, b, at, dim, size, scale, cached):  # type: ignore[no-untyped-def]
+        store_row(cache, base, exponents, place, x, first, dim, cached)
+
+    def spread(cache, base, exponents, place, x, first, b, at, dim, size, scale, cached):  # type: ignore[no-untyped-def]
+        _spread(x, first, b, at, dim // 2, size, scale)
+        store_row(cache, base, exponents, place, b, at, dim, cached)
+
+    return spread if cached is types.uint8 else copy
+
+
+@ordered_kernel
+def _spread(x: Any, base: int, b: Any, at: int, half: int, size: int, scale: float) -> None:
+    """Set b[at:] to what `fp8_rows.spread` returns, bit for bit."""
+    for i in range(half):
+        first, second = load(x, base + i) * scale, load(x, base + half + i) * scale
+        b[at + i] = first + second
+        b[at + half + i] = first - second
+    width = 1
+    while width < size:
+        for group in range(at, at + 2 * half, 2 * width):
+            for i in range(group, group + width):
+                first, second = b[i], b[i + width]
+                b[i] = first + second
+                b[i + width] = first - second
+        width *= 2
 
 
 @overload(scale_rows, jit_options=OPTIONS)

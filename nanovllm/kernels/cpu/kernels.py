@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, uint8, uint32
 
-from nanovllm.kernels.cpu.code_rows import scale_rows, store_row
+from nanovllm.kernels.cpu.code_rows import scale_rows, spread_query, store_key, store_row
 from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.cpu.simd import (
     NUM_STREAMS,
@@ -180,6 +180,8 @@ def rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any, cac
         pointer_to(args[at + 14], uint8(0)),
         pointer_to(args[at + 15], uint8(0)),
     )
+    scratch, size = pointer_to(args[at + 16], float32(0)), args[at + 17]
+    of_q, of_k = as_float(uint32(args[at + 18])), as_float(uint32(args[at + 19]))
     num_rotated = num_heads + num_kv_heads
     per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
@@ -191,14 +193,21 @@ def rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any, cac
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
             _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
-        if head >= num_heads:
+        at = thread * head_dim
+        if head < num_heads:
+            spread_query(qkv, base, scratch, at, head_dim, size, of_q, cached)
+        else:
             kv_head, offset = (head - num_heads) % num_kv_heads, cache_offsets[token]
             row = (offset * num_kv_heads + kv_head) * head_dim
             place = (offset // block_size * num_kv_heads + kv_head) * block_size
             place += offset % block_size
-            cache = k_cache if head < num_rotated else v_cache
-            exponents = k_exponents if head < num_rotated else v_exponents
-            store_row(cache, row, exponents, place, qkv, base, head_dim, cached)
+            if head < num_rotated:
+                store_key(
+                    *(k_cache, row, k_exponents, place, qkv, base),
+                    *(scratch, at, head_dim, size, of_k, cached),
+                )
+            else:
+                store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
 
 
 @kernel

@@ -11,6 +11,7 @@ from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.blocks import BlockKernels
 from nanovllm.kernels.cpu.mixture import PlainMixture, compose_experts
 from nanovllm.kernels.cpu.program import Launcher, float_bits
+from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
@@ -71,9 +72,15 @@ class NumbaOps:
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         block_size, num_kv_heads = cache.k.shape[1:3]
-        codes = self.launcher.codes if cache.k_exponents is not None else None
+        kernel, of_codes = (kernels.ROPE_WRITE,), ()
+        if cache.k_exponents is not None:
+            kernel = kernels.CALL, self.launcher.codes.rope_write
+            scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
+            scales = (float_bits(2.0**exponent) for exponent in spread_exponents(head_dim))
+            addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
+            of_codes = *addresses, spread_size(head_dim), *scales
         self._launch(
-            *((kernels.ROPE_WRITE,) if codes is None else (kernels.CALL, codes.rope_write)),
+            *kernel,
             qkv.data_ptr(),
             rope.data_ptr(),
             0 if norm is None else norm.q.data_ptr(),
@@ -88,7 +95,7 @@ class NumbaOps:
             num_kv_heads,
             head_dim,
             block_size,
-            *(part.data_ptr() for part in cache.parts[2:]),
+            *of_codes,
         )
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
