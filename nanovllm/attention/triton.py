@@ -113,7 +113,8 @@ class TritonAttention:
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
-        config = prefill_config(head_dim, q.dtype, rows.max_query_len * group)
+        num_q_rows = rows.max_query_len * group
+        config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
         max_keys = cache.max_context
         if spec.window is not None:
             max_keys = min(max_keys, spec.window + rows.max_query_len)

@@ -38,6 +38,7 @@ from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 MAX_SMALL = (
     2048  # rows of tiles for which small tiles are best, because they occupy more of the device
 )
+MAX_FEW = 1024  # the same where keys are codes, which every program widens for itself
 MIN_SPLIT = 256  # keys that are worth a program of their own
 MIN_SPLITS = 4  # fewer gain less than joining them costs
 PROGRAMS_PER_SM = 2  # that a multiprocessor should get
@@ -65,9 +66,15 @@ class PrefillConfig:
     min_split: int = MIN_SPLIT
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, num_q_rows: int) -> PrefillConfig:
+def prefill_config(
+    head_dim: int, dtype: torch.dtype, num_q_rows: int, has_codes: bool = False
+) -> PrefillConfig:
     """Choose what measured fastest, for up to that many queries times heads per kv head."""
     is_wide = head_dim > 128
+    if has_codes and dtype != torch.float32 and not is_wide:
+        if num_q_rows <= MAX_FEW:
+            return PrefillConfig(q_rows=32, tile=64, num_warps=4, num_stages=3)
+        return PrefillConfig(q_rows=128, tile=64, num_warps=4, num_stages=2)
     if dtype == torch.float32:
         return PrefillConfig(q_rows=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
     if num_q_rows <= (64 if is_wide else MAX_SMALL):
@@ -106,7 +113,8 @@ def paged_prefill(
     """Attend causally from the last query_lens tokens of each row's context."""
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // cache.k.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, rows.max_query_len * group)
+    num_q_rows = rows.max_query_len * group
+    config = config or prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
     if len(rows.slots) * rows.max_query_len == 0:
         return
     parts = allocate_parts(q, num_tokens, num_splits) if num_splits > 1 else None
@@ -139,7 +147,8 @@ def attend_shared(
     """
     num_rows, num_heads, head_dim = q.shape
     num_q_rows = num_rows * num_heads // cache.k.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, min(num_q_rows, MAX_SMALL))
+    num_q_rows = min(num_q_rows, MAX_SMALL)
+    config = config or prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
     assert groups.is_contiguous()
     slots, context_lens, first_members, num_members = groups.unbind()
     rows = PrefillRows(slots, first_members, num_members, context_lens, num_rows)

@@ -45,7 +45,10 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | No
     group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
     is_whole = cache.k.shape[1] % CONFIG.tile == 0  # a tile lies in one block
     is_long = len(q) * group > MAX_SMALL and max_query_len * group >= CONFIG.q_rows >= group
-    return is_whole and is_long and head_dim in (64, 128) and window is None and q.itemsize == 2
+    is_plain = (
+        window is None and not cache.has_codes
+    )  # of which `paged_prefill` widens more at once
+    return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 
 
 def tma_prefill(

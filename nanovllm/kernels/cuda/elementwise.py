@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.fp8_rows import quantise
+from nanovllm.kernels.cuda.fp8_rows import LEAST_OF_DOT, quantise, spread, spread_matrix
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
+from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
@@ -88,6 +89,7 @@ def rope_write(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        SPREAD=(spread_size(head_dim), *(2.0**exponent for exponent in spread_exponents(head_dim))),
         num_warps=4,
         **launch_options(qkv, num_tokens),
     )
@@ -228,32 +230,46 @@ def _rope_write(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SPREAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
-    i = tl.arange(0, triton.next_power_of_2(half))
-    kv_heads = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))
+    least: tl.constexpr = 1 if len(caches) == 2 else LEAST_OF_DOT
+    i = padded_range(half, least)
+    kv_heads = padded_range(NUM_KV_HEADS, least)
     angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
     offset = tl.load(cache_offsets + token + 0 * kv_heads).to(tl.int64)[:, None]
+    matrix = ()
+    if len(caches) > 2:
+        matrix = spread_matrix(i.shape[0], SPREAD[0], qkv.dtype.element_ty)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
-        heads = tl.arange(0, triton.next_power_of_2(NUM_Q_HEADS))[:, None]
+        heads = padded_range(NUM_Q_HEADS, least)[:, None]
         q = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
         first, second = _rotate(q, mask, norm, 0, cos, sin, i, half)
+        if len(caches) > 2:
+            first, second = spread(first, second, matrix, SPREAD[1])
         tl.store(q, first, mask=mask)
         tl.store(q + half, second, mask=mask)
     else:
         kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
         _rotate_and_store(
-            *(kv, norm, cos, sin, i, caches, offset, kv_heads),
-            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE),
+            *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
+            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SPREAD),
         )
+
+
+@triton.jit
+def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers up to a power of two that is not below `count` nor, if that is one, `least`."""
+    size: tl.constexpr = triton.next_power_of_2(count)
+    return tl.arange(0, size if size > least else least)
 
 
 @triton.jit
@@ -263,12 +279,14 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     cos,
     sin,
     i,
+    matrix,
     caches,
     cache_offset,
     kv_heads,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     half: tl.constexpr = HEAD_DIM // 2
     heads = kv_heads[:, None]
@@ -284,6 +302,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
         place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
+        first, second = spread(first, second, matrix, SPREAD[2])
         first, second = quantise(first, second, caches[2] + place, is_row)
         first_v, second_v = quantise(first_v, second_v, caches[3] + place, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)

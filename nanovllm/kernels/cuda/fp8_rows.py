@@ -21,6 +21,7 @@ NOT_FINITE = tl.constexpr(fp8_rows.NOT_FINITE)
 INFINITY_BITS = tl.constexpr(fp8_rows.INFINITY_BITS)
 ROUND_UP = tl.constexpr(fp8_rows.ROUND_UP)
 CODE_EXPONENT = tl.constexpr(fp8_rows.CODE_EXPONENT)
+LEAST_OF_DOT = tl.constexpr(16)  # rows and columns
 # Of the largest weight: float16 ends at 2**16, and what is far smaller should have all its bits.
 WEIGHT_EXPONENT = tl.constexpr(14)
 
@@ -47,6 +48,26 @@ def row_exponents(largest):  # type: ignore[no-untyped-def]
     """The exponents of rows by the magnitude of their largest numbers, if they are finite."""
     exponents = ((largest + ROUND_UP) >> 23) - CODE_EXPONENT
     return tl.minimum(tl.maximum(exponents, MIN_EXPONENT), MAX_EXPONENT)
+
+
+@triton.jit
+def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hadamard matrices, of which each mixes SIZE of the columns of half a head."""
+    columns = tl.arange(0, COLUMNS)
+    common = (columns[:, None] & columns[None, :]) % SIZE
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1  # odd where an odd number of bits is set
+    is_group = columns[:, None] // SIZE == columns[None, :] // SIZE
+    return tl.where(is_group, 1.0 - 2.0 * (common & 1), 0.0).to(dtype)
+
+
+@triton.jit
+def spread(first, second, matrix, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Spread rows, given as two halves [rows, columns], in float32."""
+    first = tl.dot(first, matrix, input_precision="ieee") * SCALE
+    second = tl.dot(second, matrix, input_precision="ieee") * SCALE
+    return first + second, first - second
 
 
 @triton.jit
