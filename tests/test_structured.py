@@ -432,6 +432,28 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
     assert fits({"regex": "[ab]{16}"}, done[-1].text)
 
 
+def test_a_row_can_be_aborted_while_its_mask_is_computed(path: Path) -> None:
+    is_aborted = threading.Event()
+
+    with (
+        patch.object(grammar, "_fill_all", lambda *args: is_aborted.wait(60)),
+        LLM(str(path), device="cpu", depth=1, **OPTIONS) as llm,
+    ):
+        engine = llm.engine
+        constrained = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
+        other = engine.add_request([7, 8], params_of(None, 0, max_tokens=5))
+        for _ in range(2):
+            engine.step()
+        assert engine.core._masks is not None
+        assert engine.abort(constrained) is not None
+        done: list[RequestOutput] = []
+        while not engine.is_finished():
+            done += engine.step().finished
+        engine.core.scheduler.check()
+        is_aborted.set()
+    assert [output.seq_id for output in done] == [other]
+
+
 def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
     is_aborted = threading.Event()
 

@@ -96,9 +96,14 @@ class PausedGrammars:
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
         return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
-    def masks(self, matchers: list[Any]) -> tuple[np.ndarray, list[int]]:
-        time.sleep(len(matchers) * self.seconds)
-        return np.full((len(matchers), self.num_words), -1, np.int32), []
+    def begin(self, matchers: list[Any]) -> tuple[np.ndarray, float]:
+        masks = np.full((len(matchers), self.num_words), -1, np.int32)
+        return masks, time.perf_counter() + len(matchers) * self.seconds
+
+    def finish(self, begun: tuple[np.ndarray, float]) -> tuple[np.ndarray, list[int]]:
+        masks, end = begun
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return masks, []
 
     def close(self) -> None:
         pass

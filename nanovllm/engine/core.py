@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
-from nanovllm.grammar.matching import Grammars
+from nanovllm.grammar.matching import BegunMasks, Grammars
 from nanovllm.pending import Pending
 
 
@@ -38,6 +38,7 @@ class EngineCore:
         self.max_len = min(max_model_len, pool_len)
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult]]] = deque()
+        self._masks: BegunMasks | None = None
         self._failure: str | None = None
 
     @property
@@ -67,12 +68,14 @@ class EngineCore:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
         self.raise_if_failed()
         try:
+            self._send_masks()
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan)))
                 if len(self._in_flight) == 1:
-                    self._send_masks(plan)
+                    self._begin_masks()
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
+                self._send_masks()
                 return self._commit(*self._in_flight.popleft())
         except BaseException as error:
             # Not the error itself: its traceback holds the engine, which would hold itself.
@@ -106,7 +109,7 @@ class EngineCore:
     def _commit(self, plan: StepPlan, pending: Pending[StepResult]) -> CoreStep:
         updated = self.scheduler.commit(plan, pending.result())
         if self._in_flight:
-            self._send_masks(self._in_flight[0][0])
+            self._begin_masks()
         streaming = [
             seq
             for seq in updated
@@ -121,11 +124,20 @@ class EngineCore:
             plan.num_decode_tokens,
         )
 
-    def _send_masks(self, plan: StepPlan) -> None:
-        """Let a plan be sampled that waits for masks: all tokens before it are known by now."""
+    def _begin_masks(self) -> None:
+        """Compute the masks of the oldest step in flight: all tokens before it are known by now."""
+        plan, _ = self._in_flight[0]
         if len(plan.masked_rows):
             assert self.grammars is not None
-            masks, late = self.grammars.masks(self.scheduler.matchers(plan))
+            self._masks = self.grammars.begin(self.scheduler.matchers(plan))
+
+    def _send_masks(self) -> None:
+        """Let that step be sampled."""
+        begun, self._masks = self._masks, None
+        if begun is not None:
+            assert self.grammars is not None
+            masks, late = self.grammars.finish(begun)
+            plan, _ = self._in_flight[0]
             self.scheduler.postpone(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 

@@ -126,6 +126,8 @@ class Scheduler:
         """
         for row in rows:
             seq = self._in_flight[0][row]
+            if seq.finish_reason is not None:
+                continue
             seq.num_tokens -= 1
             seq.is_dropped = True
             self._leave_running(seq)

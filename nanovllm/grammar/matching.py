@@ -6,6 +6,7 @@ i // 32 says whether token i may come next.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 NUM_CACHED = 32  # grammars that are kept for requests to come
 NUM_TRIED = 4  # tokens, before a grammar is taken
 MAX_WAIT = 0.01  # seconds that a batch waits for masks; rows without one run again later
-MAX_THREADS = 15
+MAX_THREADS = 4  # that compute masks: 64 rows take one of them 0.6 ms
 # Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
@@ -67,14 +68,21 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    start: LLMatcher  # stays at the beginning
+    """Matchers that stay at the beginning, to be copied.
+
+    The copies of one share a lock, so that only one thread at a time can work on them.
+    """
+
+    starts: list[LLMatcher]
     first_mask: IntColumn
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of the copies
 
 
 class Matcher:
     """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
 
     inner: LLMatcher
+    start: LLMatcher  # whose copy it is
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
@@ -83,7 +91,9 @@ class Matcher:
         self.seconds: float | None = 0.0  # what masks take; None: maybe long
 
     def begin(self, compiled: Compiled) -> None:
-        self.inner, self.mask = compiled.start.deep_copy(), compiled.first_mask
+        index = next(compiled.numbers) % len(compiled.starts)
+        self.start, self.mask = compiled.starts[index], compiled.first_mask
+        self.inner = self.start.deep_copy()
 
     @property
     def is_ready(self) -> bool:
@@ -101,13 +111,20 @@ class Matcher:
 
 
 @dataclass(frozen=True, slots=True)
+class BegunMasks:
+    masks: IntColumn  # [masked rows, words]
+    rows: list[tuple[int, Matcher]]
+
+
+@dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    executor: LLExecutor  # computes many masks at a time
+    num_threads: int
+    executor: LLExecutor  # computes many masks at a time, in as many threads
     # Slow grammars have threads of their own, so that they never keep the others from one.
-    threads: ThreadPoolExecutor = field(
+    thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "nanovllm-masks")
     )
     slow_threads: ThreadPoolExecutor = field(
@@ -141,19 +158,23 @@ class Grammars:
             matcher.job = self._loading.submit(self._begin_later, matcher, grammar.text)
         return matcher
 
-    def masks(self, matchers: list[Matcher | None]) -> tuple[IntColumn, list[int]]:
-        """Return a mask for each matcher, and which of them are late: theirs mean nothing yet.
-
-        None, for a sequence that has ended, allows all.
-        """
-        masks = np.full((len(matchers), self._num_words), -1, np.int32)
+    def begin(self, matchers: list[Matcher | None]) -> BegunMasks:
+        """Let a mask for each matcher be computed; None, of a sequence that ended, allows all."""
+        masks = np.empty((len(matchers), self._num_words), np.int32)
         rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
+        if len(rows) < len(matchers):
+            masks[[row for row, each in enumerate(matchers) if each is None]] = -1
         self._begin([(row, each) for row, each in rows if each.mask is None], masks)
-        wait([m.job for _, m in rows if m.job is not None and not m.is_slow], MAX_WAIT)
-        late = []
+        return BegunMasks(masks, rows)
+
+    def finish(self, begun: BegunMasks) -> tuple[IntColumn, list[int]]:
+        """Return the masks, and which of them are late: those mean nothing yet."""
+        masks, rows = begun.masks, begun.rows
+        done, _ = wait({m.job for _, m in rows if m.job and not m.is_slow}, MAX_WAIT)
+        eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
-            if matcher.is_ready:
-                self._finish(matcher, masks[row])
+            if matcher.job is None or matcher.job in done or matcher.is_ready:
+                self._finish(matcher, masks, row, eos)
             else:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
                 late.append(row)
@@ -167,7 +188,7 @@ class Grammars:
     def close(self) -> None:
         self._loading.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
-            for threads in (self._tools.threads, self._tools.slow_threads):
+            for threads in (self._tools.thread, self._tools.slow_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: Matcher, text: str) -> None:
@@ -180,7 +201,10 @@ class Grammars:
     def _compiled(self, text: str) -> Compiled:
         with self._lock:
             compiled = self._cache.pop(text, None)
-        compiled = compiled or self._compile(text)
+        if compiled is None:
+            compiled = self._compile(text)
+        elif len(compiled.starts) < self._get_tools().num_threads:
+            compiled.starts.append(self._parse(text))
         with self._lock:
             self._cache[text] = compiled
             if len(self._cache) > NUM_CACHED:
@@ -189,7 +213,8 @@ class Grammars:
 
     def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Let masks be computed: those that may take long each by itself, to see which do."""
-        tools, quick = self._get_tools(), []
+        tools = self._get_tools()
+        quick: list[tuple[int, Matcher]] = []
         for row, matcher in rows:
             matcher.mask = masks[row]
             if matcher.seconds is None or matcher.is_slow:
@@ -197,41 +222,37 @@ class Grammars:
             else:
                 quick.append((row, matcher))
         if quick:
-            inner = [(matcher.inner, row) for row, matcher in quick]
-            job = tools.threads.submit(_fill_all, tools.executor, inner, masks)
+            # Its threads begin at different places: side by side, the copies of one get in the way
+            # of each other least.
+            inner = [(m.inner, row) for row, m in sorted(quick, key=lambda each: id(each[1].start))]
+            job = tools.thread.submit(_fill_all, tools.executor, inner, masks)
             for _, matcher in quick:
                 matcher.job = job
 
-    def _finish(self, matcher: Matcher, mask: IntColumn) -> None:
+    def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
         assert matcher.mask is not None
-        mask[:] = matcher.mask
+        if matcher.mask.base is not masks:  # it was computed earlier
+            masks[row] = matcher.mask
         has_failed = matcher.job is not None and matcher.job.exception() is not None
         if has_failed or matcher.inner.is_error():
-            mask[:] = 0  # no token: the sequence ends with an error
-        elif matcher.stop_token_ids != (eos := self._get_tools().eos_token_ids):
-            self._allow_stops(matcher, mask, eos)
-
-    def _allow_stops(self, matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
-        """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
-        only where it must."""
-        is_accepting = matcher.inner.is_accepting()
-        given = mask.copy()
-        for token_id in eos | matcher.stop_token_ids:
-            allow(mask, token_id, is_accepting and token_id in matcher.stop_token_ids)
-        if is_accepting and not mask.any():
-            mask[:] = given
+            masks[row] = 0  # no token: the sequence ends with an error
+        elif matcher.stop_token_ids != eos:
+            _allow_stops(matcher, masks[row], eos)
 
     def _compile(self, text: str) -> Compiled:
-        from llguidance import LLMatcher
-
-        tools = self._get_tools()
-        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
+        matcher = self._parse(text)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
             raise refusal("; ".join(warnings))
         first_mask, *_ = self._first_masks(matcher.deep_copy())
-        return Compiled(matcher, first_mask)
+        return Compiled([matcher], first_mask)
+
+    def _parse(self, text: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        tools = self._get_tools()
+        return LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
         """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
@@ -272,13 +293,13 @@ class Grammars:
             ) from error
         num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
-        return Tools(tokenizer, eos, limits, LLExecutor(num_threads))
+        return Tools(tokenizer, eos, limits, num_threads, LLExecutor(num_threads))
 
 
 def _fill_all(
     executor: LLExecutor, matchers: list[tuple[LLMatcher, int]], masks: IntColumn
 ) -> None:
-    """Fill the rows of masks, which this call keeps alive, in several threads."""
+    """Fill the rows of masks, which this call keeps alive."""
     executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
@@ -286,6 +307,20 @@ def _fill_one(matcher: Matcher, mask: IntColumn) -> None:
     start = time.perf_counter()
     matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     matcher.seconds = time.perf_counter() - start
+
+
+def _allow_stops(matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
+    """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
+    only where it must."""
+    if not matcher.inner.is_accepting():  # then the model's are not allowed anyway
+        for token_id in matcher.stop_token_ids:
+            allow(mask, token_id, False)
+        return
+    given = mask.copy()
+    for token_id in eos | matcher.stop_token_ids:
+        allow(mask, token_id, token_id in matcher.stop_token_ids)
+    if not mask.any():
+        mask[:] = given
 
 
 def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:

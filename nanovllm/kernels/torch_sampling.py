@@ -100,6 +100,25 @@ def token_logprobs(logits: Tensor, tokens: Tensor, num_best: int) -> tuple[Tenso
     return ids, values, ranks
 
 
+def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
+    """Set logits to minus infinity, in place, where a bit of a mask is 0.
+
+    words is int32 [masks, vocab_size / 32 rounded up], bit i % 32 of word i // 32 is for token i.
+    rows [masks] says which row each mask is for; None: there is one for each, in order.
+    """
+    # For each byte that there is, eight booleans, which are looked up as one number.
+    every = torch.arange(256, device=logits.device)[:, None]
+    table = (every >> torch.arange(8, device=logits.device) & 1 == 0).view(torch.int64).flatten()
+    octets = words.view(torch.uint8).int()
+    is_forbidden = table.index_select(0, octets.flatten()).view(torch.bool)
+    is_forbidden = is_forbidden.view(len(words), -1)[:, : logits.shape[1]]
+    if rows is None:
+        logits.masked_fill_(is_forbidden, -torch.inf)
+    else:
+        kept = logits.index_select(0, rows).masked_fill_(is_forbidden, -torch.inf)
+        logits.index_copy_(0, rows, kept)
+
+
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """A float64 in [0, 1) that depends on nothing but seed and position (splitmix64)."""
     return _shift_right(_mix(seed + (position + 1) * STEP), 11).double() * 2.0**-53

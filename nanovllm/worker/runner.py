@@ -9,10 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, StepPlan, StepResult
-from nanovllm.kernels.torch_sampling import token_logprobs
+from nanovllm.kernels.torch_sampling import keep_allowed, token_logprobs
 from nanovllm.logits.edits import LogitsEdits
 from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs, TokenScorer
-from nanovllm.logits.masks import Masks
+from nanovllm.logits.masks import Masks, TokenMasker
 from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
@@ -43,12 +43,13 @@ class ModelRunner:
     check: Callable[[], None] | None = None  # raises if the device could not finish a step
     note: Callable[[StepPlan], None] | None = None  # tells `forward` of a plan that it does not run
     score: TokenScorer = token_logprobs
+    mask: TokenMasker = keep_allowed
 
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
         self.processors = LogitsProcessors(self.eager.model.lm_head.group)
-        self.masks = Masks(self.tables.platform)
+        self.masks = Masks(self.tables.platform, self.mask)
         self._unsampled: Unsampled | None = None
         self.logprobs = Logprobs(self.tables, self.score)
         self.prompt_logprobs = PromptLogprobs(self.eager, self.score)

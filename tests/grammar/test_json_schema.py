@@ -317,7 +317,7 @@ class Walker:
 
     def _mask(self, matcher: Matcher) -> np.ndarray:
         while True:  # a busy machine may be late with it
-            masks, late = self.grammars.masks([matcher])
+            masks, late = self.grammars.finish(self.grammars.begin([matcher]))
             if not late:
                 return masks[0]
 

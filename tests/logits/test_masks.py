@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.torch_sampling import keep_allowed
 from nanovllm.logits.masks import Masks
 from nanovllm.platforms.cpu import CpuPlatform
 
@@ -26,5 +27,5 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
     for index, row in enumerate(masked_rows):
         allowed = torch.from_numpy(is_allowed[index, :vocab_size])
         want[[0, 1, None, 2, 3][row]].masked_fill_(~allowed, -torch.inf)
-    Masks(CpuPlatform()).apply(logits, plan, masks)
+    Masks(CpuPlatform(), keep_allowed).apply(logits, plan, masks)
     assert torch.equal(logits, want)

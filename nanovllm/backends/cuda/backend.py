@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
 from nanovllm.kernels.cuda.logprobs import token_logprobs
+from nanovllm.kernels.cuda.masks import keep_allowed
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
@@ -87,14 +88,16 @@ class CudaBackend:
     def runner(self, eager: EagerForward) -> ModelRunner:
         sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
-            return ModelRunner(eager, eager, sampler, score=token_logprobs)
+            return ModelRunner(eager, eager, sampler, score=token_logprobs, mask=keep_allowed)
         if self.config.kv_cache_dtype != "auto":
             logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
         graphed = self._graphed_steps(eager, attention, sampler)
         graphed.capture_first()
         step = eager.model.step
         check = None if step is None else step.check
-        return ModelRunner(eager, graphed, graphed.sample, check, graphed.note, token_logprobs)
+        return ModelRunner(
+            *(eager, graphed, graphed.sample, check, graphed.note, token_logprobs, keep_allowed)
+        )
 
     def _every_step(self, eager: EagerForward) -> None:
         if (attention := self._graphed_attention()) is not None:

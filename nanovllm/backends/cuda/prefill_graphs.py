@@ -20,6 +20,7 @@ from nanovllm.attention.base import DecodeRows
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.elementwise import gather_tokens, write_words
+from nanovllm.kernels.cuda.pdl import MAX_ROWS as OVERLAP_ROWS
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward, StepLogits
@@ -30,6 +31,9 @@ MAX_PROMPTS = 16  # rows of more than one token
 MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
 MAX_ALONE_TOKENS = 1024  # of these prompts together
 MAX_CHANGES = 8192  # of the tables, that a graph writes before it runs a step
+# Answers beside prompts in a step that no graph has room for: how many there are decides on the
+# kernel that attends for them.
+FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 HEIGHTS = 2, 3, 4, 3  # of the columns: see ChunkSize.lengths
 
 
@@ -101,8 +105,14 @@ class GraphedChunks:
         self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
 
     def run_every_size(self) -> None:
+        """Launch every kernel that a step with prompts has, also one that is too large for us."""
         for size in self.sizes:
             self._run_model(size)
+        most = self.sizes[-1]
+        for num_tokens in {min(most.num_tokens, OVERLAP_ROWS), most.num_tokens}:
+            for num_rows in FEW_ROWS:
+                if num_rows <= min(most.num_rows, num_tokens):
+                    self._run_model(ChunkSize(num_tokens, num_rows, 1, num_rows))
 
     def graph(self, size: ChunkSize) -> tuple[Callable[[], None], Tensor]:
         """Return the graph of a size and its logits; it is recorded when it is first asked for.

@@ -11,6 +11,7 @@ export class Drawing {
   begin(height) {
     const { canvas, context } = this;
     const ratio = window.devicePixelRatio || 1;
+    this.colors = {};
     this.width = canvas.clientWidth;
     this.height = height;
     const [width, tall] = [Math.round(this.width * ratio), Math.round(height * ratio)];
@@ -24,7 +25,7 @@ export class Drawing {
   }
 
   color(name) {
-    return this.style.getPropertyValue(`--${name}`);
+    return (this.colors[name] ??= this.style.getPropertyValue(`--${name}`));
   }
 }
 

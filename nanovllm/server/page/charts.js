@@ -4,7 +4,7 @@ import { Drawing, pointable } from "./canvas.js";
 import { setText } from "./elements.js";
 import { describeStep } from "./state.js";
 
-const SAMPLES = 240; // four a second
+const SAMPLES = 120; // two a second
 
 export class Sparkline {
   constructor(canvas, most) {
@@ -16,7 +16,6 @@ export class Sparkline {
   add(value) {
     this.values.push(value);
     if (this.values.length > SAMPLES) this.values.shift();
-    this.draw();
   }
 
   draw() {

@@ -7,7 +7,8 @@ import { find, make, setText } from "./elements.js";
 import { apply, counts, holders, hue, running } from "./state.js";
 
 const MAX_ROWS = 64;
-const SAMPLE_MS = 250;
+const SAMPLE_MS = 500;
+const WHOLE = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
 
 export class Engine {
   constructor(onFailure) {
@@ -23,6 +24,7 @@ export class Engine {
     this.rows = new Map(); // of running sequences, by id
     this.totals = []; // answer tokens, one entry a sample
     this.isDrawn = true;
+    this.isSampled = false; // since the lines were drawn
     this.query = ""; // any engine that answers, until one is chosen
     find("engines").onchange = () => ((this.query = `?engine=${find("engines").value}`), this.watch());
     setInterval(() => this.sample(), SAMPLE_MS);
@@ -95,6 +97,7 @@ export class Engine {
     for (const [name, count] of Object.entries(number)) setText(find(`num-${name}`), count);
     setText(find("map-size"), `${state.numBlocks} blocks of ${state.blockSize} tokens`);
     find("map").setAttribute("aria-label", `KV cache: ${number.held} blocks held, ${number.shared} of them shared, ${number.cached} cached, ${number.free} free`);
+    this.drawSamples();
     this.drawNumbers();
     this.drawRunning();
     this.drawQueue();
@@ -117,30 +120,34 @@ export class Engine {
     const kept = new Set(shown.slice(0, MAX_ROWS).map((sequence) => sequence.id));
     for (const [id, row] of this.rows) {
       if (kept.has(id)) continue;
-      row.remove();
+      row.item.remove();
       this.rows.delete(id);
     }
     for (const sequence of shown.slice(0, MAX_ROWS)) {
       if (!this.rows.has(sequence.id)) {
         this.rows.set(sequence.id, this.makeRow(sequence));
-        find("running").append(this.rows.get(sequence.id));
+        find("running").append(this.rows.get(sequence.id).item);
       }
       updateRow(this.rows.get(sequence.id), sequence);
     }
     find("running").dataset.more = shown.length > MAX_ROWS ? `and ${shown.length - MAX_ROWS} more` : "";
   }
 
-  makeRow(sequence) {
-    const row = make("li", { tabIndex: 0 }, make("b", { className: "swatch" }, `#${sequence.id}`));
-    row.dataset.id = sequence.id;
-    row.style.setProperty("--hue", hue(sequence.id));
-    const prompt = make("span", { className: "bar" }, make("i", { className: "from-cache" }), make("i", { className: "computed" }));
-    const answer = make("span", { className: "bar" }, make("i", { className: "computed" }));
-    row.append(make("span", { className: "bars" }, prompt, answer), make("span", { className: "amounts" }));
+  makeRow({ id }) {
+    const bars = ["from-cache", "computed", "computed"].map((className) => make("i", { className }));
+    const prompt = make("span", { className: "bar" }, bars[0], bars[1]);
+    const answer = make("span", { className: "bar" }, bars[2]);
+    const amounts = make("span", { className: "amounts" });
+    const item = make("li", { tabIndex: 0 }, make("b", { className: "swatch" }, `#${id}`));
+    item.append(make("span", { className: "bars" }, prompt, answer), amounts);
+    item.dataset.id = id;
+    item.dataset.tip = "";
+    item.tip = () => describeRow(this.state.sequences.get(id));
+    item.style.setProperty("--hue", hue(id));
     const choose = (id) => () => ((this.map.chosen = id), this.drawSoon());
-    row.onpointerenter = row.onfocus = choose(sequence.id);
-    row.onpointerleave = row.onblur = choose(null);
-    return row;
+    item.onpointerenter = item.onfocus = choose(id);
+    item.onpointerleave = item.onblur = choose(null);
+    return { item, bars, amounts };
   }
 
   drawQueue() {
@@ -165,24 +172,37 @@ export class Engine {
     if (this.totals.length > 1000 / SAMPLE_MS + 1) this.totals.shift();
     const seconds = ((this.totals.length - 1) * SAMPLE_MS) / 1000;
     const speed = seconds ? Math.max(0, this.totals.at(-1) - this.totals[0]) / seconds : 0;
-    setText(find("speed"), speed < 100 ? speed.toFixed(1) : Math.round(speed).toLocaleString());
+    this.speed = speed < 100 ? speed.toFixed(1) : WHOLE.format(speed);
     this.lines.speed.add(speed);
     this.lines.hits.add(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1));
     this.lines.usage.add(1 - stats.num_free_blocks / stats.num_blocks);
+    this.isSampled = true;
+    if (stats.num_running === 0) this.drawSamples(); // else with the next step: a frame costs most
+  }
+
+  drawSamples() {
+    if (!this.isSampled) return;
+    this.isSampled = false;
+    setText(find("speed"), this.speed);
+    for (const line of Object.values(this.lines)) line.draw();
   }
 }
 
-function updateRow(row, sequence) {
-  const { prompt, most, cached, computed, tokens } = sequence;
+/** Write what has changed: most of the bars stay as they are from step to step. */
+function updateRow({ bars, amounts }, { prompt, most, cached, computed, tokens }) {
   const read = Math.min(computed, prompt);
-  const [fromCache, readBar, answerBar] = row.querySelectorAll("i");
-  fromCache.style.width = `${(100 * Math.min(cached, read)) / prompt}%`;
-  readBar.style.width = `${(100 * Math.max(0, read - cached)) / prompt}%`;
-  answerBar.style.width = `${(100 * (tokens - prompt)) / (most - prompt)}%`;
-  const [written, longest] = [tokens - prompt, most - prompt];
+  const shares = [Math.min(cached, read) / prompt, Math.max(0, read - cached) / prompt, (tokens - prompt) / (most - prompt)];
+  shares.forEach((share, index) => {
+    const width = `${Math.round(1000 * share) / 10}%`;
+    if (bars[index].style.width !== width) bars[index].style.width = width;
+  });
+  setText(amounts, read < prompt ? `reads ${read} / ${prompt}` : `${tokens - prompt} / ${most - prompt}`);
+}
+
+function describeRow({ prompt, most, cached, computed, tokens }) {
   const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
-  setText(row.querySelector(".amounts"), read < prompt ? `reads ${read} / ${prompt}` : `${written} / ${longest}`);
-  row.dataset.tip = `Prompt, left: ${read} of ${prompt} tokens read${hits}. Answer, right: ${written} of at most ${longest} tokens written.`;
+  const read = `${Math.min(computed, prompt)} of ${prompt} tokens read${hits}`;
+  return `Prompt, left: ${read}. Answer, right: ${tokens - prompt} of at most ${most - prompt} tokens written.`;
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;

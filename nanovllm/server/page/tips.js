@@ -20,7 +20,8 @@ export function startTips() {
     hide();
     owner = element;
     timer = setTimeout(() => {
-      tip.textContent = element.dataset.tip;
+      if (!element.isConnected) return;
+      tip.textContent = element.tip?.() ?? element.dataset.tip; // made now, where it changes
       tip.hidden = false;
       element.setAttribute("aria-describedby", "tip");
       place(tip, element.getBoundingClientRect());

@@ -26,7 +26,7 @@ from nanovllm.kernels.cuda.ops import TritonOps
 from tests.backends.cuda.interpreted_engine import interpreted
 from tests.checkpoints import shared_checkpoint
 
-OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512}
+OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 1024}
 
 
 class NoDevice:
@@ -79,8 +79,24 @@ def check(path: Path, **options: Any) -> None:
             ]
             params = [SamplingParams(ignore_eos=True, **kind) for kind in kinds]
             llm.generate(prompts, params, use_tqdm=False)
+        for num_answers in (1, 3, 9):
+            run_beside_answers(llm, num_answers)
     assert len(launches.own) > 20
     assert sorted(name for name, _ in launches.own - launches.ahead) == []
+
+
+def run_beside_answers(llm: LLM, num_answers: int) -> None:
+    """Some answers, then more prompts at once than a graph has room for."""
+    params = SamplingParams(ignore_eos=True, max_tokens=4)
+    for _ in range(num_answers):
+        llm.engine.add_request([1] * 5, params)
+    for _ in range(2):
+        llm.engine.step()
+    for index in range(11):
+        prompt = [num_answers, index] * 250  # nobody else's, or it would be in the cache
+        llm.engine.add_request(prompt, params)
+    while not llm.engine.is_finished():
+        llm.engine.step()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import torch_sampling
-from nanovllm.kernels.cuda import logprobs, sampling
+from nanovllm.kernels.cuda import logprobs, masks, sampling
 from nanovllm.kernels.cuda.sampling import (
     SamplingWorkspace,
     Split,
@@ -338,6 +338,21 @@ def check_logprobs(vocab_size: int, num_best: int, dtype: torch.dtype, device: s
     assert all(len(set(row)) == len(row) for row in ids[:, 1:].tolist())
 
 
+def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
+    """A mask for each row, and for some of them; its last word is longer than the vocabulary."""
+    logits = KINDS["usual"](5, vocab_size).to(dtype).to(device)
+    shape = (5, -(-vocab_size // 32))
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device)
+    words[0], words[1] = -1, 0
+    for rows in (None, torch.tensor([3, 0, 1], device=device)):
+        some = words if rows is None else words[:3]
+        right, got = logits.clone(), logits.clone()
+        torch_sampling.keep_allowed(right, rows, some)
+        masks.keep_allowed(got, rows, some)
+        assert torch.equal(got, right)
+        assert right.isinf().sum() > vocab_size
+
+
 CASES: list[partial[None]] = [
     *(
         partial(check_kind, kind, 1000, 5, FLOAT32 if i % 2 else FLOAT16, "cpu")
@@ -360,6 +375,8 @@ CASES: list[partial[None]] = [
     partial(check_logprobs, 9001, 5, FLOAT32, "cpu"),
     partial(check_logprobs, 9001, 0, FLOAT16, "cpu"),
     partial(check_logprobs, 160, 20, torch.bfloat16, "cpu"),
+    partial(check_masks, 5003, torch.bfloat16, "cpu"),
+    partial(check_masks, 64, FLOAT32, "cpu"),
 ]
 LONG_CASES: list[partial[None]] = [
     partial(check_both_searches, torch.bfloat16, "cpu"),

@@ -1,0 +1,33 @@
+"""Masks of tokens on CUDA: one pass that writes only what is not allowed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096  # tokens of a program
+
+
+def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
+    """Do what torch_sampling.keep_allowed does."""
+    vocab_size = logits.shape[1]
+    assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    _keep_allowed_kernel[len(words), triton.cdiv(vocab_size, BLOCK)](
+        *(logits, logits.stride(0), rows, words, words.stride(0), vocab_size, BLOCK)
+    )
+
+
+@triton.jit
+def _keep_allowed_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, rows, words, words_stride, vocab_size, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = index
+    if rows is not None:
+        row = tl.load(rows + index)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = ids < vocab_size
+    word = tl.load(words + index * words_stride + ids // 32, mask=is_token, other=0)
+    is_forbidden = ((word >> (ids % 32)) & 1) == 0
+    tl.store(logits + row * stride + ids, -float("inf"), mask=is_token & is_forbidden)
