@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, uint8
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.blocks import BlockKernels
@@ -65,8 +65,10 @@ class LayerCache:
 
     @property
     def parts(self) -> list[Tensor]:
+        """All that a block has; of codes their bits, which every operation of torch takes."""
         parts = self.k, self.v, self.k_exponents, self.v_exponents
-        return [part for part in parts if part is not None]
+        known = [part for part in parts if part is not None]
+        return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
 class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend
@@ -62,7 +61,6 @@ class EagerForward:
         targets = upload(np.array([copy.target for copy in plan.block_copies]))
         for cache in self.caches:
             for part in cache.parts:
-                part = part.view(torch.uint8) if part.itemsize == 1 else part
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:

@@ -72,13 +72,13 @@ class NumbaOps:
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
         block_size, num_kv_heads = cache.k.shape[1:3]
-        kernel, of_codes = (kernels.ROPE_WRITE,), ()
+        kernel, of_codes = [kernels.ROPE_WRITE], list[int]()
         if cache.k_exponents is not None:
-            kernel = kernels.CALL, self.launcher.codes.rope_write
+            kernel = [kernels.CALL, self.launcher.codes.rope_write]
             scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
             scales = (float_bits(2.0**exponent) for exponent in spread_exponents(head_dim))
             addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
-            of_codes = *addresses, spread_size(head_dim), *scales
+            of_codes = [*addresses, spread_size(head_dim), *scales]
         self._launch(
             *kernel,
             qkv.data_ptr(),

@@ -75,15 +75,12 @@ def rope_write(
     """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
     block_size, num_kv_heads = cache.k.shape[1:3]
-    caches = tuple(cache.parts)
-    if cache.k_exponents is not None:
-        caches = tuple(part.view(torch.uint8) for part in caches)
     _rope_write[(num_tokens, 2)](
         qkv,
         None if norm is None else (norm.q, norm.k, norm.eps),
         rope,
         positions,
-        caches,
+        tuple(cache.parts),
         cache_offsets,
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
