@@ -212,9 +212,8 @@ def rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any, cac
 
 @kernel
 def attend(args: Any, at: int, thread: int, num_threads: int, like: Any, cached: Any) -> None:
-    """One query token per row over its cached context; NumbaAttention names the arguments.
+    """One query token per row over its context, cached as `cached`; NumbaAttention names the rest.
 
-    The cache has the type of `cached`.
     `scratch` holds, per thread and head of a group, the query, the output, a score per position.
     """
     out, q, q_stride = pointer_to(args[at], like), pointer_to(args[at + 1], like), args[at + 2]

@@ -23,12 +23,9 @@ from nanovllm.kernels.cuda.attention_tiles import (
     LOG2_E,
     MIN_Q_ROWS,
     PagedCache,
-    attend_tiles,
-    begin_codes,
+    attend_head,
     begin_softmax,
-    end_codes,
     find_blocks,
-    find_head,
     head_dims,
     kernel_shape,
     store_softmax,
@@ -197,18 +194,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     else:
         is_begun = is_head & (first > 0) & (tl.program_id(2) == 0)
         softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
-    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
-    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
-    if len(caches) > 2:
-        softmax, q_tile, scale = begin_codes(softmax, q_tile, scale)
     seen = first + 0 * members, hi - 1 + 0 * members
-    softmax, _ = attend_tiles(
-        *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), (lo, hi, first)),
+    softmax = attend_head(
+        *(softmax, q_tile, caches, kv_head, blocks, block_ids, length, (lo, hi, first)),
         *((first, hi), seen, block_stride, scale),
-        *(WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
+        *(WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
-    if len(caches) > 2:
-        softmax = end_codes(softmax)
     out_rows = (token if parts is None else row) * (KV_HEADS * GROUP) + heads
     store_softmax(out, parts, out_rows, dims, softmax, is_head, HEAD_DIM, SPLITS)
 

@@ -21,12 +21,9 @@ from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
     PagedCache,
-    attend_keys,
-    begin_codes,
+    attend_head,
     begin_softmax,
-    end_codes,
     find_blocks,
-    find_head,
     head_dims,
     kernel_shape,
     store_softmax,
@@ -245,17 +242,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     positions = tl.minimum(lowest + queries, highest)
     seen = window_start(positions, WINDOW), positions
     seen_by_all = window_start(highest, WINDOW), lowest + 1
-    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
-    softmax = begin_softmax(Q_ROWS, HEAD_DIM)
-    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
-    if len(caches) > 2:
-        softmax, q_tile, scale = begin_codes(softmax, q_tile, scale)
-    softmax, _ = attend_keys(
-        *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), (lo, hi, first)),
-        *(seen_by_all, seen, strides[2], scale, WINDOW, WIDTH, KV_HEADS, BLOCK_SIZE, TILE),
+    softmax = attend_head(
+        begin_softmax(Q_ROWS, HEAD_DIM),
+        *(q_tile, caches, kv_head, blocks, block_ids, length, (lo, hi, first)),
+        *(seen_by_all, seen, strides[2], scale),
+        *(WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, True),
     )
-    if len(caches) > 2:
-        softmax = end_codes(softmax)
     if SPLITS > 1:
         is_row = is_row & (lo < hi)
     out_rows = tokens * (KV_HEADS * GROUP) + heads

@@ -129,17 +129,23 @@ def begin_softmax(Q_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def begin_codes(softmax, q_tile, scale):  # type: ignore[no-untyped-def]
+def begin_tiles(softmax, q_tile, scale, HAS_CODES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Prepare queries and sums for pairs of codes: their even columns and their odd ones apart."""
-    acc, row_max, row_sum = softmax
-    q_tile, scale = as_multiplied(q_tile, scale)
-    return (split(acc), row_max, row_sum), q_tile, scale
+    if not HAS_CODES:
+        return softmax, q_tile, scale
+    else:
+        acc, row_max, row_sum = softmax
+        q_tile, scale = as_multiplied(q_tile, scale)
+        return (split(acc), row_max, row_sum), q_tile, scale
 
 
 @triton.jit
-def end_codes(softmax):  # type: ignore[no-untyped-def]
-    acc, row_max, row_sum = softmax
-    return join(acc[0], acc[1]), row_max, row_sum
+def end_tiles(softmax, HAS_CODES: tl.constexpr):  # type: ignore[no-untyped-def]
+    if not HAS_CODES:
+        return softmax
+    else:
+        acc, row_max, row_sum = softmax
+        return join(acc[0], acc[1]), row_max, row_sum
 
 
 @triton.jit
@@ -156,6 +162,44 @@ def store_softmax(  # type: ignore[no-untyped-def]
     else:
         indices = out_rows * SPLITS + tl.program_id(2)
         store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM)
+
+
+@triton.jit
+def attend_head(  # type: ignore[no-untyped-def]
+    softmax,
+    q_tile,
+    caches,
+    kv_head,
+    blocks,
+    block_ids,
+    length,
+    span,
+    seen_by_all,
+    seen,
+    block_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_MANY: tl.constexpr,
+):
+    """Take a span of one head's keys into the softmax: see `attend_keys`, if there are many."""
+    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
+    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
+    softmax, q_tile, scale = begin_tiles(softmax, q_tile, scale, len(caches) > 2)
+    if HAS_MANY:
+        softmax, _ = attend_keys(
+            *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), span),
+            *(seen_by_all, seen, block_stride, scale, WINDOW, WIDTH, KV_HEADS, BLOCK_SIZE, TILE),
+        )
+    else:
+        softmax, _ = attend_tiles(
+            *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), span),
+            *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
+        )
+    return end_tiles(softmax, len(caches) > 2)
 
 
 @triton.jit
@@ -217,7 +261,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
 
-    The caches are what `find_head` found, the queries and sums what `begin_codes` makes of them if
+    The caches are what `find_head` found, the queries and sums what `begin_tiles` makes of them if
     there are exponents: HEAD_DIM and dims then count pairs of codes. The span is from where to
     where, and the first key that is there: the first tile may begin before it. Every row sees the
     keys of seen_by_all, from the first to before the end, and each one those of seen, from the

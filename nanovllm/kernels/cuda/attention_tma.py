@@ -23,9 +23,9 @@ from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
     PagedCache,
-    begin_codes,
     begin_softmax,
-    end_codes,
+    begin_tiles,
+    end_tiles,
     kernel_shape,
     store_softmax,
     weigh_tile,
@@ -132,15 +132,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_tile = tl.load(q, mask=is_row[:, None], other=0.0)
     positions = lowest + queries
     softmax = begin_softmax(Q_ROWS, HEAD_DIM)
-    if exponents is not None:
-        softmax, q_tile, scale = begin_codes(softmax, q_tile, scale)
+    softmax, q_tile, scale = begin_tiles(softmax, q_tile, scale, exponents is not None)
     softmax = _attend(
         *(softmax, q_tile, k_rows, v_rows, exponents, blocks, kv_head, positions),
         *((lowest, highest, length), block_stride, scale),
         *(HEAD_DIM if exponents is None else HEAD_DIM // 2, KV_HEADS, BLOCK_SIZE, TILE),
     )
-    if exponents is not None:
-        softmax = end_codes(softmax)
+    softmax = end_tiles(softmax, exponents is not None)
     out_rows = (token + queries) * (KV_HEADS * GROUP) + heads
     store_softmax(out, None, out_rows, dims, softmax, is_row, HEAD_DIM, 1)
 

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.fp8_rows import LEAST_OF_DOT, quantise, spread, spread_matrix
+from nanovllm.kernels.cuda.fp8_rows import (
+    LEAST_OF_DOT,
+    padded_range,
+    quantise,
+    spread,
+    spread_matrix,
+)
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
 from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
@@ -260,13 +266,6 @@ def _rope_write(  # type: ignore[no-untyped-def]
             *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
             *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SPREAD),
         )
-
-
-@triton.jit
-def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers up to a power of two that is not below `count` nor, if that is one, `least`."""
-    size: tl.constexpr = triton.next_power_of_2(count)
-    return tl.arange(0, size if size > least else least)
 
 
 @triton.jit

@@ -51,6 +51,13 @@ def row_exponents(largest):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def padded_range(count: tl.constexpr, least: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers up to a power of two that is not below `count` nor, if that is one, `least`."""
+    size: tl.constexpr = triton.next_power_of_2(count)
+    return tl.arange(0, size if size > least else least)
+
+
+@triton.jit
 def spread_matrix(COLUMNS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Hadamard matrices, of which each mixes SIZE of the columns of half a head."""
     columns = tl.arange(0, COLUMNS)
