@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
 from nanovllm.models.registry import read_config
 from nanovllm.worker.kv_cache import kv_cache_spec
-from tests.checkpoints import MIN_GAP
+from tests.checkpoints import FAMILIES, MIN_GAP
 from tests.test_equals_transformers import make_prompts
 from tests.threaded_ranks import engines_of
 
@@ -102,6 +102,25 @@ def test_answers(tiny: Any, answers: list[Answer], mode: str) -> None:
         check(llm, answers)
         if mode == "preempted":
             assert llm.engine.core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_how_prompts_are_cut_changes_nothing(tiny: Any, family: str) -> None:
+    """Windows, experts and every rotation: whole prompts, chunks and prefixes that are cached."""
+    answers = []
+    for mode in ("plain", "chunked", "preempted"):
+        with LLM(tiny(family).path, **{**OPTIONS, **MODES[mode]}) as llm:
+            outputs = llm.generate(make_prompts()[3:9], GREEDY, use_tqdm=False)
+        answers.append([output.token_ids for output in outputs])
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_plain_torch(tiny: Any) -> None:
+    """What float16 runs on; whose answers differ where two tokens are about as likely."""
+    with LLM(tiny("qwen3").path, **{**OPTIONS, "dtype": "float16"}) as llm:
+        outputs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
+    assert [len(output.token_ids) for output in outputs] == [MAX_TOKENS] * len(outputs)
 
 
 def test_two_ranks(tiny: Any, answers: list[Answer]) -> None:
