@@ -7,10 +7,10 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError
+from functools import partial
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.engine.step_clock import StepClock
 from nanovllm.executor.codec import encode_plan
@@ -35,26 +35,23 @@ class MultiprocExecutor:
         workers: Workers | None = None,  # None: processes of this machine
     ) -> None:
         self._workers: Workers = WorkerProcesses() if workers is None else workers
-        site = self._workers.find_site(config.device, config.tensor_parallel_size)
-        store = host_store(site.host)
-        self._task = WorkerTask(
+        self._workers.check_room(config.device, config.tensor_parallel_size)
+        self._num_ranks = config.tensor_parallel_size
+        self._task = partial(
+            WorkerTask,
             config,
             model_config,
             checkpoint,
-            site=site,
-            store_port=store.port,
             log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
             build_worker=build_worker,
         )
-        self._store: object | None = store  # serves for as long as it is held
         self._clock: StepClock | None = None  # not before they are started
         weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
 
     def start(self) -> ExecutorInfo:
         try:
-            num_ranks = self._task.config.tensor_parallel_size
-            self._workers.spawn(num_ranks)
-            replies = self._workers.send([pickle.dumps(self._task)], num_ranks)
+            task = self._task(site=self._workers.spawn(self._num_ranks))
+            replies = self._workers.send([pickle.dumps(task)], self._num_ranks)
             infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in replies]
         except BaseException:  # Ctrl-C while the model loads
             self.close()
@@ -86,4 +83,3 @@ class MultiprocExecutor:
 
     def close(self) -> None:
         self._workers.close()
-        self._store = None

@@ -23,6 +23,6 @@ def join_group(task: WorkerTask, rank: int) -> TPGroup:
     site, size = task.site, task.config.tensor_parallel_size
     torch.set_num_threads(site.num_threads)
     backend = claim_device(task.config.device, 0 if site.has_one_device else rank)
-    store = join_store(site.host, task.store_port)
-    address = own_address(site.host, task.store_port)
+    store = join_store(site.host, site.port)
+    address = own_address(site.host, site.port)
     return connect(rank, size, store, backend, TIMEOUT, address)

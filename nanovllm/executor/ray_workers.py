@@ -20,6 +20,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nanovllm.distributed.store import host_store
 from nanovllm.errors import ConfigError
 from nanovllm.executor.channel import Kind, Message, unpack
 from nanovllm.executor.child import reporting
@@ -87,6 +88,12 @@ class RankActor:
         with reporting(self._link):
             serve(rank, self._link)
 
+    def meet(self) -> tuple[str, int]:
+        """Let the ranks meet here, as long as this process is there."""
+        host = get_node_ip_address()
+        self._store = host_store(host)
+        return host, self._store.port
+
     def put(self, number: int, body: bytes) -> None:
         self._link.put(number, body)
 
@@ -119,7 +126,7 @@ class RayWorkers:
             target=self._receive_all, name="nanovllm-ray-workers", daemon=True
         )
 
-    def find_site(self, device: str, num_ranks: int) -> Site:
+    def check_room(self, device: str, num_ranks: int) -> None:
         connect()
         found = ray.cluster_resources()
         self._kind = "GPU" if device != "cpu" and found.get("GPU", 0) >= 1 else "CPU"
@@ -128,9 +135,8 @@ class RayWorkers:
                 f"tensor_parallel_size={num_ranks} needs as many {self._kind}s, and the Ray "
                 f"cluster has {found.get(self._kind, 0):g}"
             )
-        return Site(get_node_ip_address(), num_threads=1, has_one_device=True)
 
-    def spawn(self, num_ranks: int) -> None:
+    def spawn(self, num_ranks: int) -> Site:
         self.raise_if_failed()
         self._group = placement_group([{self._kind: 1}] * num_ranks, strategy="PACK")
         while not self._group.wait(WAIT_SECONDS):
@@ -144,6 +150,13 @@ class RayWorkers:
             )
             self._workers.append(RayWorker(f"worker {rank} of {num_ranks}", actor.remote(rank)))
         self._thread.start()
+        try:
+            host, port = ray.get(self._workers[0].actor.meet.remote())
+        except RayError as error:
+            self.fail(f"{self._workers[0].name} is lost: {error}")
+            self.raise_if_failed()
+            raise
+        return Site(host, port, num_threads=1, has_one_device=True)
 
     def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
         body, replies = b"".join(sections), [Reply() for _ in range(num_replies)]

@@ -42,7 +42,8 @@ class RankWorker(Protocol):
 class Site:
     """Where the workers of one engine are."""
 
-    host: str  # of the engine, as they reach it
+    host: str
+    port: int  # on that host, where they meet
     num_threads: int  # on a CPU, of each
     has_one_device: bool = False  # each sees its own alone; otherwise all see those of all
 
@@ -55,7 +56,6 @@ class WorkerTask:
     model_config: ModelConfig
     checkpoint: Checkpoint
     site: Site
-    store_port: int  # where they meet, on the engine's host
     log_level: int
     build_worker: Callable[[WorkerTask, int], RankWorker]
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from nanovllm.distributed.store import HOST
+from nanovllm.distributed.store import HOST, host_store
 from nanovllm.errors import EngineError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child_process import (
@@ -43,11 +43,11 @@ POLL_SECONDS = 1.0  # between looks at processes whose end of the socket may out
 class Workers(Protocol):
     """Whoever waits when a worker fails is told why, and so is every later caller."""
 
-    def find_site(self, device: str, num_ranks: int) -> Site:
-        """Say where so many workers will be; raises ConfigError where there is no room."""
+    def check_room(self, device: str, num_ranks: int) -> None:
+        """Raise ConfigError where there is no room for so many workers."""
 
-    def spawn(self, num_ranks: int) -> None:
-        """Start them."""
+    def spawn(self, num_ranks: int) -> Site:
+        """Start them, and say where they are."""
 
     def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
         """Send every worker the same, without waiting; the first `num_replies` ranks answer."""
@@ -69,6 +69,7 @@ class WorkerProcesses:
         self._failure: Failure | None = None
         self._workers: list[WorkerProcess] = []
         self._owner = os.getpid()
+        self._store: object | None = None  # where they meet, for as long as it is held
         self._outbox: SimpleQueue[Broadcast | None] = SimpleQueue()
         self._stopping = threading.RLock()  # the collector may close us in the midst of it
         self._threads = [
@@ -76,16 +77,18 @@ class WorkerProcesses:
             for target in (self._receive_all, self._send_all)
         ]
 
-    def find_site(self, device: str, num_ranks: int) -> Site:
+    def check_room(self, device: str, num_ranks: int) -> None:
         check_num_ranks(device, num_ranks)
-        return Site(HOST, num_threads=max(torch.get_num_threads() // num_ranks, 1))
 
-    def spawn(self, num_ranks: int) -> None:
+    def spawn(self, num_ranks: int) -> Site:
         self.raise_if_failed()
+        store = host_store()
         for rank in range(num_ranks):
             self._workers.append(spawn(rank, num_ranks))
         for thread in self._threads:
             thread.start()
+        self._store = store
+        return Site(HOST, store.port, max(torch.get_num_threads() // num_ranks, 1))
 
     def send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
         self.raise_if_failed()
@@ -112,6 +115,7 @@ class WorkerProcesses:
         if os.getpid() != self._owner:  # a forked child must not end what its parent uses
             return
         self._stop(Failure("the engine is closed; make a new one", "EngineError"))
+        self._store = None
         _, sender = self._threads
         if sender.ident is None:  # it never started
             self._close_channels()

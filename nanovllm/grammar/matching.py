@@ -170,7 +170,8 @@ class Grammars:
     def finish(self, begun: BegunMasks) -> tuple[IntColumn, list[int]]:
         """Return the masks, and which of them are late: those mean nothing yet."""
         masks, rows = begun.masks, begun.rows
-        done, _ = wait({m.job for _, m in rows if m.job and not m.is_slow}, MAX_WAIT)
+        jobs = {matcher.job for _, matcher in rows if matcher.job and not matcher.is_slow}
+        done, _ = wait(jobs, MAX_WAIT)
         eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
             if matcher.job is None or matcher.job in done or matcher.is_ready:
