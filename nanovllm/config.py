@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.quantisation import check_option
+from nanovllm.quantisation import check_kv_cache, check_option
 from nanovllm.validation import check_types
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
@@ -41,6 +41,7 @@ class EngineConfig:
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
     distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
+    kv_cache_dtype: str = "auto"  # the model's; "fp8": eight bits, and a scale per token and head
     quantization: str | None = None  # None: as the checkpoint is; "fp8" rounds one that is not
 
     def __post_init__(self) -> None:
@@ -59,6 +60,7 @@ class EngineConfig:
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
+        check_kv_cache(self.kv_cache_dtype, self.attention_backend)
         check_option(self.quantization)
         self._require("revision", self.revision != "", "a branch, tag or commit")
         target = self.target_inter_token_ms

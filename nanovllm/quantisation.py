@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, UnsupportedQuantisationError
 
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are the same
 # The values of `quantization`, which are vLLM's names of methods.
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 Scheme = Literal["fp8_block", "fp8_scaled", "packed_int", "awq", "gptq", "round_to_fp8"]
@@ -74,6 +75,17 @@ class Quantisation:
 
 
 ROUND_TO_FP8 = Quantisation("fp8", "round_to_fp8")
+
+
+def check_kv_cache(dtype: str, attention_backend: str) -> None:
+    """Refuse a cache that is not known, or that the attention asked for does not read."""
+    if dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {dtype!r}")
+    if dtype != "auto" and attention_backend == "flash_attn":
+        raise ConfigError(
+            f"attention_backend='flash_attn' does not read kv_cache_dtype={dtype!r}; use 'auto', "
+            "'triton' or 'sdpa', or leave kv_cache_dtype out"
+        )
 
 
 def check_option(asked: str | None) -> None:

@@ -6,6 +6,7 @@ which rules graphs out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -72,6 +73,14 @@ def test_attention(kind: str) -> None:
         paged_attention_cases.verify(case, kind, "cuda")
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill", "tma", "shared"])
+def test_attention_over_codes(kind: str) -> None:
+    if kind == "tma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    for case in paged_attention_cases.sample(kind, 4, DTYPES, paged_attention_cases.SMALL):
+        paged_attention_cases.verify(replace(case, is_fp8=True), kind, "cuda")
+
+
 @pytest.mark.parametrize("case", SAMPLING_CASES, ids=lambda case: case.func.__name__)
 def test_sampling(case: Any) -> None:
     case.func(*case.args[:-1], "cuda")
@@ -100,14 +109,16 @@ def test_persistent_step() -> None:
         assert cache < 0.01, context
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_an_engine_without_graphs(tiny: Any, dtype: str) -> None:
+def test_an_engine_without_graphs(tiny: Any, dtype: str, kv_cache_dtype: str) -> None:
     """Chunks, prefix hits, preemption, one row and several, every kind of sampling."""
     prompts = make_prompts()
     with LLM(
         tiny("qwen3").path,
         device="cuda",
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         enforce_eager=True,
         skip_tokenizer_init=True,
         kvcache_block_size=16,

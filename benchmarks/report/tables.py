@@ -109,7 +109,11 @@ def main() -> int:
 def rewrite(text: str, records: list[Record]) -> str:
     """Replace what lies between the marks of each table that there are results for."""
     usual = [
-        each for each in records if each.get("device") == "cuda" and not each.get("enforce_eager")
+        each
+        for each in records
+        if each.get("device") == "cuda"
+        and not each.get("enforce_eager")
+        and each.get("kv_cache_dtype", "auto") == "auto"
     ]
 
     def replaced(block: re.Match[str]) -> str:

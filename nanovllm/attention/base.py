@@ -9,13 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim]."""
-
-    k: Tensor
-    v: Tensor
+from nanovllm.kernels.ops import LayerCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows
 from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_prefills
-from nanovllm.kernels.cpu.kernels import ATTEND
+from nanovllm.kernels.cpu.kernels import ATTEND, CALL
 from nanovllm.kernels.cpu.program import Launcher, float_bits
+from nanovllm.kernels.ops import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ class NumbaAttention:
         # Per thread and query head: the query, the output in the making, a score per position.
         scratch_size = self.launcher.num_threads * group * (2 * head_dim + plan.max_length)
         scratch = self.launcher.scratch(scratch_size)
+        codes = self.launcher.codes if cache.k_exponents is not None else None
         self.launcher.launch(
-            ATTEND,
+            *((ATTEND,) if codes is None else (CALL, codes.attend)),
             output.data_ptr(),
             q.data_ptr(),
             q.stride(0),
@@ -80,4 +82,5 @@ class NumbaAttention:
             self.block_size,
             float_bits(spec.scale),
             plan.max_length if spec.window is None else spec.window,
+            *(part.data_ptr() for part in cache.parts[2:]),
         )

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.platforms.base import Platform
 
 BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multiple of this

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows
+from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.widened import widen
 
 MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper
@@ -95,8 +97,7 @@ class CpuAttention:
     ) -> Tensor:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
-        k = _gather(cache.k, group.block_ids, num_rows)
-        v = _gather(cache.v, group.block_ids, num_rows)
+        k, v = _gather(cache, group.block_ids, num_rows, q.dtype)
         # A hidden position adds 0 * v: what another sequence left there may be NaN.
         is_seen = group.is_seen
         is_hidden = ~is_seen.transpose(2, 3)  # [rows, 1, width, 1]
@@ -134,8 +135,7 @@ def attend_prefill(
     part = slice(row.offset, row.offset + row.count)
     q, output = q[part], output[part]
     length = row.start + row.count
-    k = _gather(cache.k, row.block_ids, 1)[:, :, :length]
-    v = _gather(cache.v, row.block_ids, 1)[:, :, :length]
+    k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, 1, q.dtype))
     q, k, v = widen(q, k, v, dtype=product_dtype)
     window = length if spec.window is None else spec.window
     if row.start == 0 and length <= window:
@@ -164,11 +164,26 @@ def _group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
     return [*groups, np.sort(order[first:])] if len(order) else []
 
 
-def _gather(cache: Tensor, block_ids: Tensor, num_rows: int) -> Tensor:
-    """Copy blocks out of the cache as [rows, kv_heads, tokens, head_dim]."""
-    num_blocks, _, num_kv_heads, head_dim = cache.shape
-    flat = cache.view(num_blocks, -1).index_select(0, block_ids)
-    return flat.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+def _gather(
+    cache: LayerCache, block_ids: Tensor, num_rows: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Copy keys and values out of the cache, each as [rows, kv_heads, tokens, head_dim]."""
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    parts = (cache.k, cache.k_exponents), (cache.v, cache.v_exponents)
+    blocks = (_gather_blocks(*part, block_ids, dtype) for part in parts)
+    k, v = (each.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for each in blocks)
+    return k, v
+
+
+def _gather_blocks(
+    cached: Tensor, exponents: Tensor | None, block_ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if exponents is None:
+        return cached.flatten(1).index_select(0, block_ids)
+    codes = cached.view(torch.uint8).flatten(1).index_select(0, block_ids).view(cached.dtype)
+    codes = codes.view(-1, *cached.shape[1:])  # [blocks, block_size, kv_heads, head_dim]
+    by_token = exponents.index_select(0, block_ids).transpose(1, 2)
+    return dequantise(Fp8Rows(codes, by_token), dtype)
 
 
 def _grouped_sdpa(

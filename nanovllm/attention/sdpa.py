@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, BatchRows
 from nanovllm.attention.rows import PrefillRow, attend_prefill, plan_row
+from nanovllm.kernels.ops import LayerCache
 
 
 class SdpaAttention:

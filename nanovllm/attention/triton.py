@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, LayerCache, SharedRows
+from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, SharedRows
 from nanovllm.kernels.cuda.attention_decode import (
     SharedPart,
     SingleRows,
@@ -27,6 +27,7 @@ from nanovllm.kernels.cuda.attention_prefill import (
 )
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
 from nanovllm.kernels.cuda.attention_tma import suits_tma, tma_prefill
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.platforms.base import Platform
 
 
@@ -93,7 +94,10 @@ class TritonAttention:
 
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        paged = PagedCache(cache.k, cache.v, plan.block_table)
+        exponents: tuple[Tensor, Tensor] | tuple[()] = ()
+        if cache.k_exponents is not None and cache.v_exponents is not None:
+            exponents = cache.k_exponents, cache.v_exponents
+        paged = PagedCache(cache.k, cache.v, plan.block_table, exponents)
         if plan.decode is not None:  # first: rows that are padding may write to a prompt's token
             self._decode(q, paged, plan, spec, out)
         if plan.prefill is not None:
@@ -109,7 +113,8 @@ class TritonAttention:
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
         group = num_heads // num_kv_heads
-        config = prefill_config(head_dim, q.dtype, rows.max_query_len * group)
+        num_q_rows = rows.max_query_len * group
+        config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
         max_keys = cache.max_context
         if spec.window is not None:
             max_keys = min(max_keys, spec.window + rows.max_query_len)
@@ -131,7 +136,7 @@ class TritonAttention:
         num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(q.shape[2], q.dtype, is_large)
+        config = decode_config(q.shape[2], q.dtype, is_large, cache.has_codes)
         part = None
         if shared is not None and spec.window is None:
             parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale)

@@ -20,6 +20,8 @@ def create_backend(config: EngineConfig, model: ModelConfig, group: TPGroup = AL
         from nanovllm.backends.cuda.backend import CudaBackend
         from nanovllm.kernels.cuda.ops import TritonOps  # needs triton
 
+        if config.kv_cache_dtype != "auto":
+            platform.check_fp8(model.head_dim)
         ops = TritonOps()
         attention = create_attention(platform, ops, block_size, name, dtype)
         return CudaBackend(platform, dtype, group, ops, attention, config, model)

@@ -27,7 +27,8 @@ class Bench:
         self.vocab_size = config.vocab_size
         self._has_floors = rates is not None
         self._rates = rates or Rates()
-        self._cost = model_cost(config, 4 if llm.engine.info.dtype == "float32" else 2)
+        itemsize = 4 if llm.engine.info.dtype == "float32" else 2
+        self._cost = model_cost(config, itemsize, llm.engine.config.kv_cache_dtype)
 
     def prefill_floor(self, workload: Workload, num_cached: int = 0) -> float:
         return prefill_floor(self._cost, self._rates, workload.prompt_lens, num_cached)

@@ -64,7 +64,8 @@ class ModelCost:
         return elements * self.itemsize
 
 
-def model_cost(config: ModelConfig, itemsize: int) -> ModelCost:
+def model_cost(config: ModelConfig, itemsize: int, kv_cache_dtype: str = "auto") -> ModelCost:
+    row_bytes = config.head_dim * itemsize if kv_cache_dtype == "auto" else config.head_dim + 1
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (2 * q_size + 2 * kv_size)
@@ -73,7 +74,7 @@ def model_cost(config: ModelConfig, itemsize: int) -> ModelCost:
     cost = ModelCost(
         layer_weights=config.num_layers * (attention + mlp),
         head_weights=config.vocab_size * config.hidden_size,
-        kv_bytes=num_whole * 2 * kv_size * itemsize,
+        kv_bytes=num_whole * 2 * config.num_kv_heads * row_bytes,
         attention_flops=num_whole * 4 * q_size,
         itemsize=itemsize,
     )

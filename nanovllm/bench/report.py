@@ -22,10 +22,11 @@ class Setup:
     dtype: str
     rates: Rates | None  # None: no floor is known
     enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
 
     def heading(self) -> str:
         rows = {
-            "model": f"{self.model}, {self.dtype}",
+            "model": f"{self.model}, {self.dtype}, {self.kv_cache_dtype} KV cache",
             "device": f"{self.device}, {versions_text()}{', eager' if self.enforce_eager else ''}",
             "floor": f"at {self.rates}" if self.rates else "not known: see --bandwidth, --tflops",
         }

@@ -43,7 +43,8 @@ SECONDS_BETWEEN_LINES = 30.0  # of progress, where they go to a file
 # What an answer depends on; the rest of the options may change between one start and the next.
 SETTINGS = (
     *("model", "revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens"),
-    *("quantization", "chat_template", "generation_config", "tool_call_parser", "reasoning_parser"),
+    *("quantization", "kv_cache_dtype", "chat_template", "generation_config"),
+    *("tool_call_parser", "reasoning_parser"),
 )
 
 

@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args) as llm:
         info = llm.engine.info
         rates = rates_of(info.device_name, args.bandwidth, args.tflops)
-        setup = Setup(args.model, info.device, info.dtype, rates, args.enforce_eager)
+        options = args.enforce_eager, args.kv_cache_dtype
+        setup = Setup(args.model, info.device, info.dtype, rates, *options)
         print(setup.heading(), flush=True)
         for result in args.benchmark(args, benchmarks.Bench(llm, rates)):
             print(result.line(), flush=True)

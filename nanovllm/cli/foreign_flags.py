@@ -39,7 +39,6 @@ NOT_NEEDED_WITH_VALUE = {
 }
 # What would change the answers or the speed, with the values that ask for nothing.
 NOT_BUILT = {
-    "--kv-cache-dtype": ("auto",),
     "--speculative-config": ("none",),
     "--pipeline-parallel-size": ("1",),
     "--cpu-offload-gb": ("0",),

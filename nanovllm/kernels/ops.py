@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, uint8
 
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 
@@ -51,6 +51,26 @@ class QKNormWeights:
     q: Tensor  # [head_dim]
     k: Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values, each [num_blocks, block_size, kv_heads, head_dim].
+
+    With exponents they are rows as `fp8_rows.py` has them, and keys are spread.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_exponents: Tensor | None = None  # [num_blocks, kv_heads, block_size], uint8
+    v_exponents: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """All that a block has; of codes their bits, which every operation of torch takes."""
+        parts = self.k, self.v, self.k_exponents, self.v_exponents
+        known = [part for part in parts if part is not None]
+        return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
 class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long
@@ -189,15 +209,13 @@ class Ops(Protocol):
         norm: QKNormWeights | None,
         rope: Tensor,
         positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
-        """Normalise and rotate q and k; q stays in qkv, k and v go to the cache.
+        """Normalise and rotate q and k, spread both for codes; k and v go to the cache, q stays.
 
         qkv is [tokens, q + k + v heads, dim], and its k may be overwritten; rope holds cosines and
-        sines in float32, [positions, 2, dim / 2]; the caches are [blocks, block_size, kv_heads,
-        dim]; cache_offsets count tokens.
+        sines in float32, [positions, 2, dim / 2]; cache_offsets count tokens.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
+from nanovllm.kernels.fp8_rows import quantise, spread, spread_exponents
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
     Hidden,
+    LayerCache,
     NormWeights,
     PackedExperts,
     PackedLinear,
@@ -48,11 +50,10 @@ class TorchOps:
         norm: QKNormWeights | None,
         rope: Tensor,
         positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
-        num_kv_heads, head_dim = k_cache.shape[2:]
+        num_kv_heads = cache.k.shape[2]
         q, k, v = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         cos, sin = rope[positions].unsqueeze(2).unbind(1)  # [tokens, 1, dim / 2]
         if norm is not None:
@@ -60,8 +61,12 @@ class TorchOps:
             k.copy_(rms_norm(k, norm.k, norm.eps))
         q.copy_(rotate(q, cos, sin))
         k.copy_(rotate(k, cos, sin))
-        k_cache.view(-1, num_kv_heads, head_dim)[cache_offsets] = k
-        v_cache.view(-1, num_kv_heads, head_dim)[cache_offsets] = v
+        if cache.k_exponents is not None:
+            of_q, of_k = spread_exponents(q.shape[2])
+            q.copy_(spread(q, of_q))
+            k = spread(k, of_k)
+        _write_rows(cache.k, cache.k_exponents, k, cache_offsets)
+        _write_rows(cache.v, cache.v_exponents, v, cache_offsets)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -89,6 +94,16 @@ class TorchOps:
 
     def pack_step(self, weights: DecoderWeights) -> None:
         return None
+
+
+def _write_rows(
+    cached: Tensor, exponents: Tensor | None, rows: Tensor, cache_offsets: Tensor
+) -> None:
+    if exponents is not None:
+        quantised, block_size = quantise(rows), cached.shape[1]
+        exponents[cache_offsets // block_size, :, cache_offsets % block_size] = quantised.exponents
+        cached, rows = cached.view(torch.uint8), quantised.codes.view(torch.uint8)
+    cached.view(-1, *rows.shape[1:])[cache_offsets] = rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

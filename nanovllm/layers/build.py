@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.attention.base import AttentionBackend, LayerCache
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.group import ALONE, TPGroup
-from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.ops import LayerCache, Ops
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.layers.weight_format import WeightFormat

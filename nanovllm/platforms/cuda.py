@@ -161,6 +161,19 @@ class CudaPlatform:
         logger.info("KV cache: %.2f GiB (%s)", granted / GIB, account)
         return granted
 
+    def check_fp8(self, head_dim: int) -> None:
+        """Refuse a KV cache of eight bits where no instruction widens it, or multiplies a head."""
+        if head_dim <= 16:
+            raise ConfigError(
+                f"kv_cache_dtype='fp8' is not there on GPUs for heads of {head_dim}; leave it out"
+            )
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability < (8, 9):
+            raise ConfigError(
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later, and "
+                f"{self.device_name} has {capability[0]}.{capability[1]}; leave it out"
+            )
+
     def check_cache_bytes(self, num_bytes: int) -> None:
         self._account().check(num_bytes)
 

@@ -133,7 +133,7 @@ class EngineCounts:
 
     def _cache_config(self) -> Metric:
         config = asdict(self._llm.config)
-        names = ("enable_prefix_caching", "gpu_memory_utilization")
+        names = ("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_dtype")
         labels = (*ENGINE_LABELS, "block_size", "num_gpu_blocks", *names)
         text = "How the KV cache is set up"
         metric = GaugeMetricFamily(self._prefix + "cache_config_info", text, labels=labels)

@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionBackend, BatchRows
 from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.worker.tables import SlotTables
 

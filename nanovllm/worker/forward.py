@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, LayerCache
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.ops import Hidden
+from nanovllm.kernels.ops import Hidden, LayerCache
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.worker.batch import make_batch, sampled_rows
@@ -60,7 +60,7 @@ class EagerForward:
         sources = upload(np.array([copy.source for copy in plan.block_copies]))
         targets = upload(np.array([copy.target for copy in plan.block_copies]))
         for cache in self.caches:
-            for part in (cache.k, cache.v):
+            for part in cache.parts:
                 part.index_copy_(0, targets, part.index_select(0, sources))
 
     def batch(self, plan: StepPlan) -> ForwardBatch:

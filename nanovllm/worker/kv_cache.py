@@ -1,40 +1,16 @@
-"""The KV cache: the one place that knows its layout, and how many blocks fit."""
+"""The KV cache of a model: what its blocks hold, and how many fit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
-from nanovllm.attention.base import LayerCache
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.fp8_rows import CODE_DTYPE
+from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.platforms.base import Platform
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheSpec:
-    """Keys and values of one layer are each [num_blocks, block_size, kv_heads, head_dim]."""
-
-    num_layers: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def block_bytes(self) -> int:
-        elements = self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return 2 * elements * self.dtype.itemsize
-
-    def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
-        """Cut a byte buffer of num_blocks * block_bytes into per-layer caches."""
-        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        cache = buffer.view(self.dtype).view(self.num_layers, 2, *shape)
-        return [LayerCache(k=layer[0], v=layer[1]) for layer in cache]
 
 
 def kv_cache_spec(
@@ -42,7 +18,8 @@ def kv_cache_spec(
 ) -> KVCacheSpec:
     num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
     return KVCacheSpec(
-        model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim, dtype
+        *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
+        dtype if config.kv_cache_dtype == "auto" else CODE_DTYPE,
     )
 
 

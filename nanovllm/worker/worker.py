@@ -15,13 +15,14 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.errors import ConfigError
+from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.pending import Pending
 from nanovllm.worker.backend import Backend
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.kv_cache import KVCacheSpec, choose_num_blocks, kv_cache_spec
+from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
 from nanovllm.worker.memory import check_memory, is_shortage
 from nanovllm.worker.stored_weights import choose_weight_format
@@ -77,10 +78,10 @@ class Worker:
             fill_dummy_weights(model, platform, config.seed)
         else:
             load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
-        if not config.enforce_eager:
+        spec = kv_cache_spec(config, self.model_config, dtype, group)
+        if not config.enforce_eager and not spec.has_exponents:  # which no whole step reads
             model.pack_step()
 
-        spec = kv_cache_spec(config, self.model_config, dtype, group)
         largest_step = partial(self._largest_step, model, spec)
         backend.compile_ahead(largest_step)
         platform.profile(largest_step)

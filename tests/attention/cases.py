@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows, LayerCache
+from nanovllm.attention.base import AttentionBackend, AttentionSpec, BatchRows
 from nanovllm.attention.rows import QUERY_TILE
-from nanovllm.kernels.ops import Ops
+from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
+from nanovllm.kernels.ops import LayerCache, Ops
 
 GARBAGE = 1e30  # finite: what an earlier owner may have left in a block
 HEAD_DIM = 16  # unless a case says otherwise
@@ -68,7 +69,7 @@ class Case:
         rope = torch.tensor([1.0, 0.0]).repeat_interleave(self.qkv.shape[2] // 2).view(1, 2, -1)
         positions = torch.zeros(len(self.qkv), dtype=torch.int64)
         cache, slots = self.cache, self.cache_offsets()
-        ops.rope_write(self.qkv, None, rope, positions, cache.k, cache.v, slots)
+        ops.rope_write(self.qkv, None, rope, positions, cache, slots)
 
     def queries(self) -> Tensor:
         """A view, as in a layer."""
@@ -101,6 +102,19 @@ class Case:
             weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
             outputs.append(torch.einsum("hqt,thd->qhd", weights, values))
         return torch.cat(outputs)
+
+
+def in_eight_bits(case: Case) -> Case:
+    """The same rows over a cache of codes; what each has seen is what the codes stand for."""
+    _, of_k = spread_exponents(case.qkv.shape[2])
+    parts = [quantise(spread(case.cache.k, of_k)), quantise(case.cache.v)]
+    exponents = [part.exponents.transpose(1, 2).contiguous() for part in parts]
+    cache = LayerCache(*(part.codes for part in parts), *exponents)
+    histories = [
+        tuple(dequantise(quantise(part), torch.float64) for part in (spread(k, of_k), v))
+        for k, v in case.histories
+    ]
+    return replace(case, cache=cache, histories=histories)
 
 
 def batch_rows(starts: np.ndarray, counts: np.ndarray, tables: np.ndarray) -> BatchRows:

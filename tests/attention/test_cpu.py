@@ -13,12 +13,13 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm.attention import rows as attention_rows
-from nanovllm.attention.base import BatchRows, LayerCache
+from nanovllm.attention.base import BatchRows
 from nanovllm.attention.cpu import NumbaAttention
 from nanovllm.attention.rows import MAX_WASTE, CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.attention.cases import (
@@ -27,6 +28,7 @@ from tests.attention.cases import (
     Case,
     batch_rows,
     check_last_tokens,
+    in_eight_bits,
     make_case,
     make_mixes,
 )
@@ -79,6 +81,25 @@ def test_last_tokens(make_backend: MakeBackend) -> None:
 @pytest.mark.parametrize("mix", list(MIXES))
 def test_equals_the_reference(make_backend: MakeBackend, mix: str, dtype: torch.dtype) -> None:
     assert_equals_reference(make_case(MIXES[mix], dtype=dtype), make_backend)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 136])
+def test_a_cache_of_eight_bits(
+    make_backend: MakeBackend, head_dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """As if it held the rounded keys and values, those of the step itself among them."""
+    for mix, block_size in (("everything", 48), ("decodes around block borders", 16)):
+        case = make_case(
+            MIXES[mix], dtype=dtype, head_dim=head_dim, block_size=block_size, window=window
+        )
+        assert_equals_reference(in_eight_bits(case), make_backend)
+
+
+def test_what_no_row_has_seen_in_eight_bits_may_be_nan(make_backend: MakeBackend) -> None:
+    case = make_case(MIXES["everything"], unused=math.nan)
+    assert_equals_reference(in_eight_bits(case), make_backend)
 
 
 @DTYPES

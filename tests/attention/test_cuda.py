@@ -11,8 +11,8 @@ from nanovllm.attention.base import (
     BatchRows,
     DecodeRows,
     GraphedAttention,
-    LayerCache,
 )
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.platforms.cuda import CudaPlatform
 from tests.attention.cases import MIXES, Case, make_case

@@ -37,6 +37,11 @@ def test_bytes_of_a_step() -> None:
     assert small.attention_flops == 28 * 16 * 128 * 4
 
 
+def test_bytes_of_a_cache_of_eight_bits() -> None:
+    config = read_config(json.loads(Path(model_path("qwen3-0.6b")).read_text()))
+    assert model_cost(config, 2, "fp8").kv_bytes == 28 * 2 * 8 * 129
+
+
 def test_bytes_of_a_step_with_experts() -> None:
     cost = cost_of("qwen3-30b-a3b")
     expert = 48 * 3 * 2048 * 768

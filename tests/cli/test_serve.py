@@ -67,6 +67,12 @@ def test_how_weights_are_quantised() -> None:
     assert config_of("-q", "compressed-tensors").quantization == "compressed-tensors"
 
 
+def test_the_type_of_the_kv_cache() -> None:
+    assert config_of().kv_cache_dtype == "auto"
+    for name in ("auto", "fp8", "fp8_e4m3"):
+        assert config_of("--kv-cache-dtype", name).kv_cache_dtype == name
+
+
 def test_without_a_model_the_built_in_one_is_served() -> None:
     config = config_of()
     assert (config.model, config.max_model_len) == ("smollm2", WHOLE_CONTEXT)
@@ -94,7 +100,7 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     [
         (["-q", "bitsandbytes"], "quantization must be None or one of"),
         (["--quantization", "int3"], "quantization must be None or one of"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype must be one of"),
         (["--speculative-config", "{}"], "--speculative-config {} is not supported"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--config", "/no/such/file"], "cannot read /no/such/file"),

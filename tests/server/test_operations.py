@@ -185,6 +185,7 @@ def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
         assert re.search(rf'^vllm:{name}{{[^}}]*model_name="tiny"[^}}]*}} \d', text, re.M), name
     assert 'request_success_total{finished_reason="length"' in text
     assert 'cache_config_info{block_size="16"' in text
+    assert 'kv_cache_dtype="auto"' in text
     number = re.search(r"^vllm:inter_token_latency_seconds_count.* (\d+)", text, re.M)
     assert number is not None
     assert int(number.group(1)) >= 2

@@ -32,6 +32,7 @@ KERNEL_OPTIONS = (  # which kernels there are depends on
     "max_num_batched_tokens",
     "max_model_len",
     "kvcache_block_size",
+    "kv_cache_dtype",
     "attention_backend",
     "enforce_eager",
 )
@@ -88,6 +89,8 @@ class CudaBackend:
         sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
             return ModelRunner(eager, eager, sampler, score=token_logprobs, mask=keep_allowed)
+        if self.config.kv_cache_dtype != "auto":
+            logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
         graphed = self._graphed_steps(eager, attention, sampler)
         graphed.capture_first()
         step = eager.model.step

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, int64, uint32
+from numba import float32, int32, int64, uint8, uint32
 
+from nanovllm.kernels.cpu.code_rows import scale_rows, spread_query, store_key, store_row
 from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.cpu.simd import (
     NUM_STREAMS,
@@ -53,9 +54,9 @@ def run_instruction(args: Any, at: int, thread: int, num_threads: int, like: Any
     elif number == GATE:
         _gate(args, at + 1, thread, num_threads, like)
     elif number == ROPE_WRITE:
-        _rope_write(args, at + 1, thread, num_threads, like)
+        rope_write(args, at + 1, thread, num_threads, like, like)
     elif number == ATTEND:
-        _attend(args, at + 1, thread, num_threads, like)
+        attend(args, at + 1, thread, num_threads, like, like)
     elif number == CALL:  # a kernel that is compiled apart, with the arguments after its address
         call_kernel(args[at + 1], args, at + 2, thread, num_threads)
 
@@ -163,8 +164,8 @@ def _gate(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
 
 
 @kernel
-def _rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """As Ops.rope_write; norm weights at 0 mean none."""
+def rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any, cached: Any) -> None:
+    """As Ops.rope_write, into a cache of the type of `cached`; norm weights at 0 mean none."""
     qkv, rope = pointer_to(args[at], like), pointer_to(args[at + 1], float32(0))
     q_norm, k_norm = pointer_to(args[at + 2], float32(0)), pointer_to(args[at + 3], float32(0))
     has_norm, eps = args[at + 2] != 0, as_float(uint32(args[at + 4]))
@@ -172,9 +173,15 @@ def _rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any) ->
         pointer_to(args[at + 5], int64(0)),
         pointer_to(args[at + 6], int64(0)),
     )
-    k_cache, v_cache = pointer_to(args[at + 7], like), pointer_to(args[at + 8], like)
+    k_cache, v_cache = pointer_to(args[at + 7], cached), pointer_to(args[at + 8], cached)
     num_tokens, num_heads = args[at + 9], args[at + 10]
-    num_kv_heads, head_dim = args[at + 11], args[at + 12]
+    num_kv_heads, head_dim, block_size = args[at + 11], args[at + 12], args[at + 13]
+    k_exponents, v_exponents = (
+        pointer_to(args[at + 14], uint8(0)),
+        pointer_to(args[at + 15], uint8(0)),
+    )
+    scratch, size = pointer_to(args[at + 16], float32(0)), args[at + 17]
+    of_q, of_k = as_float(uint32(args[at + 18])), as_float(uint32(args[at + 19]))
     num_rotated = num_heads + num_kv_heads
     per_token = num_rotated + num_kv_heads
     num_items = num_tokens * per_token
@@ -186,28 +193,41 @@ def _rope_write(args: Any, at: int, thread: int, num_threads: int, like: Any) ->
                 weight = q_norm if head < num_heads else k_norm
                 _rms_norm(qkv, qkv, base, weight, eps, head_dim, like)
             _rotate(qkv, base, rope, positions[token] * head_dim, head_dim // 2)
-        if head >= num_heads:
-            kv_head = (head - num_heads) % num_kv_heads
-            offset = (cache_offsets[token] * num_kv_heads + kv_head) * head_dim
-            cache = k_cache if head < num_rotated else v_cache
-            for i in range(head_dim):
-                cache[offset + i] = qkv[base + i]
+        at = thread * head_dim
+        if head < num_heads:
+            spread_query(qkv, base, scratch, at, head_dim, size, of_q, cached)
+        else:
+            kv_head, offset = (head - num_heads) % num_kv_heads, cache_offsets[token]
+            row = (offset * num_kv_heads + kv_head) * head_dim
+            place = (offset // block_size * num_kv_heads + kv_head) * block_size
+            place += offset % block_size
+            if head < num_rotated:
+                store_key(
+                    *(k_cache, row, k_exponents, place, qkv, base),
+                    *(scratch, at, head_dim, size, of_k, cached),
+                )
+            else:
+                store_row(v_cache, row, v_exponents, place, qkv, base, head_dim, cached)
 
 
 @kernel
-def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> None:
-    """One query token per row over its cached context; NumbaAttention names the arguments.
+def attend(args: Any, at: int, thread: int, num_threads: int, like: Any, cached: Any) -> None:
+    """One query token per row over its context, cached as `cached`; NumbaAttention names the rest.
 
     `scratch` holds, per thread and head of a group, the query, the output, a score per position.
     """
     out, q, q_stride = pointer_to(args[at], like), pointer_to(args[at + 1], like), args[at + 2]
-    k_cache, v_cache = pointer_to(args[at + 3], like), pointer_to(args[at + 4], like)
+    k_cache, v_cache = pointer_to(args[at + 3], cached), pointer_to(args[at + 4], cached)
     tables, table_stride = pointer_to(args[at + 5], int32(0)), args[at + 6]
     tokens, lengths = pointer_to(args[at + 7], int64(0)), pointer_to(args[at + 8], int32(0))
     scratch = pointer_to(args[at + 9], float32(0))
     num_rows, max_length, num_heads = args[at + 10], args[at + 11], args[at + 12]
     num_kv_heads, head_dim, block_size = args[at + 13], args[at + 14], args[at + 15]
     scale, window = as_float(uint32(args[at + 16])), args[at + 17]
+    k_exponents, v_exponents = (
+        pointer_to(args[at + 18], uint8(0)),
+        pointer_to(args[at + 19], uint8(0)),
+    )
     group = num_heads // num_kv_heads
     queries = thread * group * (2 * head_dim + max_length)
     sums = queries + group * head_dim
@@ -227,9 +247,12 @@ def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
             count = min((block + 1) * block_size, length) - begin
             base = (tables[table + block] * block_size + begin % block_size) * stride
             base += kv_head * head_dim
+            place = (tables[table + block] * num_kv_heads + kv_head) * block_size
+            place += begin % block_size
             for i in range(group):
                 query, score = queries + i * head_dim, scores + i * max_length + begin
                 _dots(k_cache, base, stride, scratch, query, head_dim, score, count)
+                scale_rows(scratch, score, k_exponents, place, count, cached)
         for i in range(group):
             _softmax(scratch, scores + i * max_length + first, length - first)
         for block in range(first // block_size, (length + block_size - 1) // block_size):
@@ -237,8 +260,11 @@ def _attend(args: Any, at: int, thread: int, num_threads: int, like: Any) -> Non
             count = min((block + 1) * block_size, length) - begin
             base = (tables[table + block] * block_size + begin % block_size) * stride
             base += kv_head * head_dim
+            place = (tables[table + block] * num_kv_heads + kv_head) * block_size
+            place += begin % block_size
             for i in range(group):
                 probs = scores + i * max_length + begin
+                scale_rows(scratch, probs, v_exponents, place, count, cached)
                 _add_weighted(
                     scratch, sums + i * head_dim, v_cache, base, stride, probs, count, head_dim
                 )

@@ -12,11 +12,13 @@ from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.blocks import BlockKernels
 from nanovllm.kernels.cpu.mixture import PlainMixture, compose_experts
 from nanovllm.kernels.cpu.program import Launcher, float_bits
+from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
     DecoderWeights,
     Hidden,
+    LayerCache,
     LinearFn,
     NormWeights,
     PackedExperts,
@@ -67,14 +69,20 @@ class NumbaOps:
         norm: QKNormWeights | None,
         rope: Tensor,
         positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         cache_offsets: Tensor,
     ) -> None:
         num_tokens, per_token, head_dim = qkv.shape
-        num_kv_heads = k_cache.shape[2]
+        block_size, num_kv_heads = cache.k.shape[1:3]
+        kernel, of_codes = [kernels.ROPE_WRITE], list[int]()
+        if cache.k_exponents is not None:
+            kernel = [kernels.CALL, self.launcher.codes.rope_write]
+            scratch = self.launcher.scratch(self.launcher.num_threads * head_dim)
+            scales = (float_bits(2.0**exponent) for exponent in spread_exponents(head_dim))
+            addresses = (part.data_ptr() for part in (*cache.parts[2:], scratch))
+            of_codes = [*addresses, spread_size(head_dim), *scales]
         self._launch(
-            kernels.ROPE_WRITE,
+            *kernel,
             qkv.data_ptr(),
             rope.data_ptr(),
             0 if norm is None else norm.q.data_ptr(),
@@ -82,12 +90,14 @@ class NumbaOps:
             0 if norm is None else float_bits(norm.eps),
             positions.data_ptr(),
             cache_offsets.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
             num_tokens,
             per_token - 2 * num_kv_heads,
             num_kv_heads,
             head_dim,
+            block_size,
+            *of_codes,
         )
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.kernels.cpu.codes import CodeKernels
 from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
 from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
 from nanovllm.kernels.cpu.pace import Pace
@@ -116,11 +117,19 @@ class Launcher:
         self.num_threads = self._team.num_threads
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
         self._scratch = torch.empty(0)
+        self._codes: CodeKernels | None = None
         self._recordings = threading.local()  # each is seen by the thread that makes it alone
 
     def compile_experts(self) -> None:
         """Must come before their kernels are launched; models without need not wait for them."""
         self._team.compile_experts()
+
+    @property
+    def codes(self) -> CodeKernels:
+        """The kernels of a cache of e4m3 codes; they are compiled when one is first asked for."""
+        if self._codes is None:
+            self._codes = CodeKernels("bfloat16" if self.dtype == torch.bfloat16 else "float32")
+        return self._codes
 
     def launch(self, *instruction: int) -> None:
         recording = self._recording()

@@ -46,6 +46,8 @@ def load(context: Any, pointer: Any, index: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(builder.gep(args[0], [args[1]]))
+        if signature.args[0].dtype is types.uint8:
+            return _widen_codes(builder, value, ir.IntType(32), ir.FloatType())
         return value if signature.args[0].dtype is types.float32 else _widen(builder, value)
 
     return types.float32(pointer, types.int64), generate
@@ -91,6 +93,22 @@ def _widen(builder: Any, half: Any) -> Any:
     """The float32 of a bfloat16's bits."""
     i32 = ir.IntType(32)
     return builder.bitcast(builder.shl(builder.zext(half, i32), i32(16)), ir.FloatType())
+
+
+def _widen_codes(builder: Any, codes: Any, words: Any, floats: Any) -> Any:
+    """The float32 of e4m3 codes, of which none is NaN: one, or vectors of them.
+
+    Their bits, put in place, have an exponent that is 120 too small.
+    """
+    bits = builder.zext(codes, words)
+    size = builder.shl(builder.and_(bits, _constant(words, 0x7F)), _constant(words, 20))
+    sign = builder.shl(builder.and_(bits, _constant(words, 0x80)), _constant(words, 24))
+    value = builder.bitcast(builder.or_(size, sign), floats)
+    return builder.fmul(value, _constant(floats, 2.0**120))
+
+
+def _constant(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 def _narrow(builder: Any, value: Any) -> Any:
@@ -145,6 +163,14 @@ def as_float(context: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), generate
+
+
+@intrinsic
+def as_bits(context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
 
 
 # Loops do not reliably become vector code, so those that take most of the time are spelt out.
@@ -252,13 +278,15 @@ def _add_product(builder: Any, total: Any, a: Any, b: Any) -> None:
 def _load_lanes(builder: Any, pointer: Any, index: Any) -> Any:
     """LANES elements as float32."""
     element = pointer.type.pointee
-    is_bfloat16 = isinstance(element, ir.IntType)
+    is_narrow = isinstance(element, ir.IntType)
     vector = ir.VectorType(element, LANES)
     address = builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
-    values = builder.load(address, align=2 if is_bfloat16 else 4)
-    if not is_bfloat16:
+    values = builder.load(address, align=element.width // 8 if is_narrow else 4)
+    if not is_narrow:
         return values
     words = ir.VectorType(ir.IntType(32), LANES)
+    if element.width == 8:
+        return _widen_codes(builder, values, words, ir.VectorType(ir.FloatType(), LANES))
     bits = builder.shl(builder.zext(values, words), ir.Constant(words, [16] * LANES))
     return builder.bitcast(bits, ir.VectorType(ir.FloatType(), LANES))
 

@@ -23,7 +23,7 @@ from nanovllm.kernels.cuda.attention_tiles import (
     LOG2_E,
     MIN_Q_ROWS,
     PagedCache,
-    attend_tiles,
+    attend_head,
     begin_softmax,
     find_blocks,
     head_dims,
@@ -66,8 +66,12 @@ class DecodeConfig:
     min_split: int = MIN_SPLIT
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False) -> DecodeConfig:
+def decode_config(
+    head_dim: int, dtype: torch.dtype, has_large_tiles: bool = False, has_codes: bool = False
+) -> DecodeConfig:
     """Choose what measured fastest; `has_large_tiles` is what `suits_large_tiles` said."""
+    if has_codes and dtype != torch.float32 and head_dim <= 128:
+        return DecodeConfig(tile=64, num_warps=4, num_stages=3)
     if dtype == torch.float32:  # without tensor cores, small tiles save registers
         return DecodeConfig(tile=16, num_warps=4, num_stages=3)
     if has_large_tiles and head_dim <= 128:
@@ -109,7 +113,7 @@ def paged_decode(
     """Attend from the last token of each row's context (none: zeros), also inside a CUDA graph."""
     assert shared is None or (window is None and rows.query_index is None)
     num_rows, num_heads, head_dim = len(rows.slots), *q.shape[1:]
-    config = config or decode_config(head_dim, q.dtype)
+    config = config or decode_config(head_dim, q.dtype, has_codes=cache.has_codes)
     assert config.min_split % config.tile == 0
     shape = kernel_shape(q, cache, out, window)
     if num_rows == 0:
@@ -119,7 +123,7 @@ def paged_decode(
     num_kv_heads, options = cache.k.shape[2], launch_options(q, len(q))
     shared_lens = None if shared is None else shared.lens
     _decode_kernel[num_kv_heads, num_rows, num_splits](
-        (q, cache.k, cache.v, cache.block_table, out),
+        (q, cache.parts, cache.block_table, out),
         *(rows.slots, rows.context_lens, shared_lens, rows.query_index, rows.order),
         *(parts, None if shared is None else shared.parts),
         *(strides(q, cache), scale * LOG2_E),
@@ -164,7 +168,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """One query over one split of its row's keys, for the heads of one kv head."""
     row, kv_head = tl.program_id(1), tl.program_id(0)
-    q, k_cache, v_cache, block_table, out = tensors
+    q, caches, block_table, out = tensors
     q_stride, table_stride, block_stride = strides
     if order is not None:
         row = tl.load(order + row)
@@ -190,12 +194,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     else:
         is_begun = is_head & (first > 0) & (tl.program_id(2) == 0)
         softmax = load_parts(shared, row * KV_HEADS * GROUP + heads, dims, is_begun, HEAD_DIM)
-    caches = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
     seen = first + 0 * members, hi - 1 + 0 * members
-    softmax, _ = attend_tiles(
-        *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),
+    softmax = attend_head(
+        *(softmax, q_tile, caches, kv_head, blocks, block_ids, length, (lo, hi, first)),
         *((first, hi), seen, block_stride, scale),
-        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
+        *(WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
     out_rows = (token if parts is None else row) * (KV_HEADS * GROUP) + heads
     store_softmax(out, parts, out_rows, dims, softmax, is_head, HEAD_DIM, SPLITS)

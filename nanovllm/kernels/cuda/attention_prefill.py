@@ -21,7 +21,7 @@ from nanovllm.kernels.cuda.attention_tiles import (
     COLUMNS,
     LOG2_E,
     PagedCache,
-    attend_keys,
+    attend_head,
     begin_softmax,
     find_blocks,
     head_dims,
@@ -35,6 +35,7 @@ from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 MAX_SMALL = (
     2048  # rows of tiles for which small tiles are best, because they occupy more of the device
 )
+MAX_FEW = 1024  # the same where keys are codes, which every program widens for itself
 MIN_SPLIT = 256  # keys that are worth a program of their own
 MIN_SPLITS = 4  # fewer gain less than joining them costs
 PROGRAMS_PER_SM = 2  # that a multiprocessor should get
@@ -62,9 +63,15 @@ class PrefillConfig:
     min_split: int = MIN_SPLIT
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, num_q_rows: int) -> PrefillConfig:
+def prefill_config(
+    head_dim: int, dtype: torch.dtype, num_q_rows: int, has_codes: bool = False
+) -> PrefillConfig:
     """Choose what measured fastest, for up to that many queries times heads per kv head."""
     is_wide = head_dim > 128
+    if has_codes and dtype != torch.float32 and not is_wide:
+        if num_q_rows <= MAX_FEW:
+            return PrefillConfig(q_rows=32, tile=64, num_warps=4, num_stages=3)
+        return PrefillConfig(q_rows=128, tile=64, num_warps=4, num_stages=2)
     if dtype == torch.float32:
         return PrefillConfig(q_rows=32, tile=16 if is_wide else 32, num_warps=4, num_stages=2)
     if num_q_rows <= (64 if is_wide else MAX_SMALL):
@@ -103,7 +110,8 @@ def paged_prefill(
     """Attend causally from the last query_lens tokens of each row's context."""
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // cache.k.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, rows.max_query_len * group)
+    num_q_rows = rows.max_query_len * group
+    config = config or prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
     if len(rows.slots) * rows.max_query_len == 0:
         return
     parts = allocate_parts(q, num_tokens, num_splits) if num_splits > 1 else None
@@ -136,7 +144,8 @@ def attend_shared(
     """
     num_rows, num_heads, head_dim = q.shape
     num_q_rows = num_rows * num_heads // cache.k.shape[2]
-    config = config or prefill_config(head_dim, q.dtype, min(num_q_rows, MAX_SMALL))
+    num_q_rows = min(num_q_rows, MAX_SMALL)
+    config = config or prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
     assert groups.is_contiguous()
     slots, context_lens, first_members, num_members = groups.unbind()
     rows = PrefillRows(slots, first_members, num_members, context_lens, num_rows)
@@ -167,7 +176,7 @@ def _launch(
     num_q_rows = tile_rows(config, num_heads // num_kv_heads)
     num_tiles = triton.cdiv(rows.max_query_len, num_q_rows * num_kv_heads // num_heads)
     _prefill_kernel[len(rows.slots) * num_kv_heads, num_tiles, num_splits](
-        (q, cache.k, cache.v, cache.block_table, out),
+        (q, cache.parts, cache.block_table, out),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens, members),
         *(parts, strides(q, cache), scale * LOG2_E),
         **kernel_shape(q, cache, out, window),
@@ -208,7 +217,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     """Some queries of one row over one split of their keys, for the heads of one kv head."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
-    q, k_cache, v_cache, block_table, out = tensors
+    q, caches, block_table, out = tensors
     row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if not OVERLAP:  # noqa: SIM102 - one is known when compiling, the other is not
@@ -233,11 +242,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     positions = tl.minimum(lowest + queries, highest)
     seen = window_start(positions, WINDOW), positions
     seen_by_all = window_start(highest, WINDOW), lowest + 1
-    caches = k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM
-    softmax, _ = attend_keys(
+    softmax = attend_head(
         begin_softmax(Q_ROWS, HEAD_DIM),
-        *(q_tile, caches, blocks, block_ids, length, dims, (lo, hi, first)),
-        *(seen_by_all, seen, strides[2], scale, WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE),
+        *(q_tile, caches, kv_head, blocks, block_ids, length, (lo, hi, first)),
+        *(seen_by_all, seen, strides[2], scale),
+        *(WINDOW, HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, True),
     )
     if SPLITS > 1:
         is_row = is_row & (lo < hi)

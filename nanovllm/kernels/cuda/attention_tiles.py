@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.attention_splits import store_parts
+from nanovllm.kernels.cuda.fp8_rows import (
+    add_values,
+    as_multiplied,
+    join,
+    load_exponents,
+    multiply_keys,
+    scale_scores,
+    split,
+    weigh_codes,
+)
 
 LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
 MIN_Q_ROWS = 16  # tl.dot takes no fewer
@@ -31,6 +42,19 @@ class PagedCache:
     k: Tensor  # [num_blocks, block_size, kv_heads, head_dim]; stride(0) is free
     v: Tensor  # likewise
     block_table: Tensor  # [num_slots, max_blocks]; unused entries may hold anything
+    exponents: tuple[Tensor, Tensor] | tuple[()] = ()  # of keys and values, as in LayerCache
+
+    @property
+    def has_codes(self) -> bool:
+        return len(self.exponents) > 0
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Keys and values; with exponents, which are words of four, they are pairs of codes."""
+        if not self.has_codes:
+            return self.k, self.v
+        words = (part.flatten().view(torch.int32) for part in self.exponents)
+        return self.k.view(torch.int16), self.v.view(torch.int16), *words
 
     @property
     def max_context(self) -> int:
@@ -51,20 +75,34 @@ def kernel_shape(
     assert cache.k.stride() == cache.v.stride()
     assert cache.k.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
     assert cache.block_table.stride(1) == 1
+    for part in cache.exponents:
+        assert part.is_contiguous()
+        assert part.shape == (len(cache.k), num_kv_heads, block_size)
     group = num_heads // num_kv_heads
     sizes = {"GROUP": group, "KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
     return {"WINDOW": window, **sizes, "BLOCK_SIZE": block_size}
 
 
 def strides(q: Tensor, cache: PagedCache) -> tuple[int, int, int]:
-    """Return those of tokens in q, of slots in the block table and of blocks in the cache."""
-    return q.stride(0), cache.block_table.stride(0), cache.k.stride(0)
+    """Return those of tokens in q, of slots in the block table and of blocks in `cache.parts`."""
+    return q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)
 
 
 @triton.jit
 def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of a head, and beyond them up to a power of two."""
     return tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+
+
+@triton.jit
+def find_head(caches, kv_head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of a head's keys and values and, if there are any, of their exponents."""
+    if len(caches) == 2:
+        column = kv_head * HEAD_DIM
+        return caches[0] + column, caches[1] + column
+    else:
+        pair, word = kv_head * (HEAD_DIM // 2), kv_head * (BLOCK_SIZE // 4)
+        return caches[0] + pair, caches[1] + pair, caches[2] + word, caches[3] + word
 
 
 @triton.jit
@@ -91,6 +129,26 @@ def begin_softmax(Q_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore
 
 
 @triton.jit
+def begin_tiles(softmax, q_tile, scale, HAS_CODES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Prepare queries and sums for pairs of codes: their even columns and their odd ones apart."""
+    if not HAS_CODES:
+        return softmax, q_tile, scale
+    else:
+        acc, row_max, row_sum = softmax
+        q_tile, scale = as_multiplied(q_tile, scale)
+        return (split(acc), row_max, row_sum), q_tile, scale
+
+
+@triton.jit
+def end_tiles(softmax, HAS_CODES: tl.constexpr):  # type: ignore[no-untyped-def]
+    if not HAS_CODES:
+        return softmax
+    else:
+        acc, row_max, row_sum = softmax
+        return join(acc[0], acc[1]), row_max, row_sum
+
+
+@triton.jit
 def store_softmax(  # type: ignore[no-untyped-def]
     out, parts, out_rows, dims, softmax, is_row, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -104,6 +162,44 @@ def store_softmax(  # type: ignore[no-untyped-def]
     else:
         indices = out_rows * SPLITS + tl.program_id(2)
         store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM)
+
+
+@triton.jit
+def attend_head(  # type: ignore[no-untyped-def]
+    softmax,
+    q_tile,
+    caches,
+    kv_head,
+    blocks,
+    block_ids,
+    length,
+    span,
+    seen_by_all,
+    seen,
+    block_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_MANY: tl.constexpr,
+):
+    """Take a span of one head's keys into the softmax: see `attend_keys`, if there are many."""
+    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
+    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
+    softmax, q_tile, scale = begin_tiles(softmax, q_tile, scale, len(caches) > 2)
+    if HAS_MANY:
+        softmax, _ = attend_keys(
+            *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), span),
+            *(seen_by_all, seen, block_stride, scale, WINDOW, WIDTH, KV_HEADS, BLOCK_SIZE, TILE),
+        )
+    else:
+        softmax, _ = attend_tiles(
+            *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), span),
+            *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
+        )
+    return end_tiles(softmax, len(caches) > 2)
 
 
 @triton.jit
@@ -165,9 +261,11 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
 
-    The span is from where to where, and the first key that is there: the first tile may begin
-    before it. Every row sees the keys of seen_by_all, from the first to before the end, and each
-    one those of seen, from the first to the last: only tiles that reach beyond need a mask.
+    The caches are what `find_head` found, the queries and sums what `begin_tiles` makes of them if
+    there are exponents: HEAD_DIM and dims then count pairs of codes. The span is from where to
+    where, and the first key that is there: the first tile may begin before it. Every row sees the
+    keys of seen_by_all, from the first to before the end, and each one those of seen, from the
+    first to the last: only tiles that reach beyond need a mask.
     Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     """
     lo, hi, first = span
@@ -175,13 +273,18 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         keys = tile_start + tl.arange(0, TILE)
         is_key = (keys >= first) & (keys < hi)
         offsets = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
+        exponents = ()
+        if len(caches) > 2:
+            exponents = load_exponents(
+                (caches[2], caches[3]), block_ids * KV_HEADS, tile_start, BLOCK_SIZE, TILE
+            )
         block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
         is_partial = tile_start + TILE > seen_by_all[1]
         if not ARE_WHOLE:
             is_partial = (tile_start < seen_by_all[0]) | is_partial
         softmax = attend_tile(
-            *(softmax, q_tile, caches, offsets, dims, keys, is_key, seen, is_partial, scale),
-            *(HEAD_DIM, ARE_WHOLE),
+            *(softmax, q_tile, caches, offsets, exponents, dims, keys, is_key, seen, is_partial),
+            *(scale, HEAD_DIM, ARE_WHOLE),
         )
     return softmax, block_ids
 
@@ -192,6 +295,7 @@ def attend_tile(  # type: ignore[no-untyped-def]
     q_tile,
     caches,
     offsets,
+    exponents,
     dims,
     keys,
     is_key,
@@ -207,14 +311,30 @@ def attend_tile(  # type: ignore[no-untyped-def]
     """
     acc, row_max, row_sum = softmax
     k = load_tile(caches[0], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
-    scores = tl.dot(q_tile, k.T, input_precision="ieee")
+    if len(exponents) == 0:
+        scores = tl.dot(q_tile, k.T, input_precision="ieee")
+    else:
+        scores = scale_scores(multiply_keys(q_tile, k), exponents, scale)
     if is_partial:
         is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
-    weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
+    weights, alpha, row_max, row_sum = weigh_tile(scores, exponents, row_max, row_sum, scale)
     v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
-    acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    if len(exponents) == 0:
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    else:
+        acc = add_values(acc, weights, v, alpha, q_tile[0].dtype)
     return acc, row_max, row_sum
+
+
+@triton.jit
+def weigh_tile(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
+    """Weigh products with keys, or what `scale_scores` made of them if there are exponents."""
+    if len(exponents) == 0:
+        weighed = weigh(scores, row_max, row_sum, scale)
+    else:
+        weighed = weigh_codes(scores, exponents, row_max, row_sum)
+    return weighed
 
 
 @triton.jit

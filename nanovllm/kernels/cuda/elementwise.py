@@ -7,8 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.cuda.fp8_rows import (
+    LEAST_OF_DOT,
+    padded_range,
+    quantise,
+    spread,
+    spread_matrix,
+)
 from nanovllm.kernels.cuda.pdl import MAX_ROWS, launch_options, wait_for_inputs
-from nanovllm.kernels.ops import ACTIVATIONS, Activation, Hidden, NormWeights, QKNormWeights
+from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
+from nanovllm.kernels.ops import (
+    ACTIVATIONS,
+    Activation,
+    Hidden,
+    LayerCache,
+    NormWeights,
+    QKNormWeights,
+)
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
 
@@ -60,23 +75,24 @@ def rope_write(
     norm: QKNormWeights | None,
     rope: Tensor,
     positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     cache_offsets: Tensor,
 ) -> None:
     """See Ops.rope_write; a cache offset below 0 is padding: nothing is written."""
     num_tokens, num_heads, head_dim = qkv.shape
-    num_kv_heads = k_cache.shape[2]
+    block_size, num_kv_heads = cache.k.shape[1:3]
     _rope_write[(num_tokens, 2)](
         qkv,
         None if norm is None else (norm.q, norm.k, norm.eps),
         rope,
         positions,
-        (k_cache, v_cache),
+        tuple(cache.parts),
         cache_offsets,
         NUM_Q_HEADS=num_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        SPREAD=(spread_size(head_dim), *(2.0**exponent for exponent in spread_exponents(head_dim))),
         num_warps=4,
         **launch_options(qkv, num_tokens),
     )
@@ -216,29 +232,40 @@ def _rope_write(  # type: ignore[no-untyped-def]
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPREAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The grid is (tokens, 2): 0 rotates the queries, 1 the keys and stores keys and values."""
     token = tl.program_id(0).to(tl.int64)
     base = token * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     half: tl.constexpr = HEAD_DIM // 2
-    i = tl.arange(0, triton.next_power_of_2(half))
-    kv_heads = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))
+    least: tl.constexpr = 1 if len(caches) == 2 else LEAST_OF_DOT
+    i = padded_range(half, least)
+    kv_heads = padded_range(NUM_KV_HEADS, least)
     angles = rope + tl.load(positions + token).to(tl.int64) * HEAD_DIM + i
     cos = tl.load(angles, mask=i < half, other=0.0)[None, :]
     sin = tl.load(angles + half, mask=i < half, other=0.0)[None, :]
     offset = tl.load(cache_offsets + token + 0 * kv_heads).to(tl.int64)[:, None]
+    matrix = ()
+    if len(caches) > 2:
+        matrix = spread_matrix(i.shape[0], SPREAD[0], qkv.dtype.element_ty)
     wait_for_inputs(OVERLAP)
     if tl.program_id(1) == 0:
-        heads = tl.arange(0, triton.next_power_of_2(NUM_Q_HEADS))[:, None]
+        heads = padded_range(NUM_Q_HEADS, least)[:, None]
         q = qkv + base + heads * HEAD_DIM + i[None, :]
         mask = (heads < NUM_Q_HEADS) & (i < half)[None, :]
         first, second = _rotate(q, mask, norm, 0, cos, sin, i, half)
+        if len(caches) > 2:
+            first, second = spread(first, second, matrix, SPREAD[1])
         tl.store(q, first, mask=mask)
         tl.store(q + half, second, mask=mask)
     else:
         kv = qkv + base + NUM_Q_HEADS * HEAD_DIM
-        _rotate_and_store(kv, norm, cos, sin, i, caches, offset, kv_heads, NUM_KV_HEADS, HEAD_DIM)
+        _rotate_and_store(
+            *(kv, norm, cos, sin, i, matrix, caches, offset, kv_heads),
+            *(NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SPREAD),
+        )
 
 
 @triton.jit
@@ -248,11 +275,14 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     cos,
     sin,
     i,
+    matrix,
     caches,
     cache_offset,
     kv_heads,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     half: tl.constexpr = HEAD_DIM // 2
     heads = kv_heads[:, None]
@@ -261,12 +291,23 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     first, second = _rotate(kv + offsets, mask, norm, 1, cos, sin, i, half)
     cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
     is_used = mask & (cache_offset >= 0)
-    k_cache, v_cache = caches
-    tl.store(k_cache + cached, first, mask=is_used)
-    tl.store(k_cache + cached + half, second, mask=is_used)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
-    tl.store(v_cache + cached, tl.load(v, mask=mask, other=0.0), mask=is_used)
-    tl.store(v_cache + cached + half, tl.load(v + half, mask=mask, other=0.0), mask=is_used)
+    if len(caches) > 2:
+        row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
+        place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
+        is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
+        first, second = spread(first, second, matrix, SPREAD[2])
+        first, second = quantise(first, second, caches[2] + place, is_row)
+    tl.store(caches[0] + cached, first, mask=is_used)
+    tl.store(caches[0] + cached + half, second, mask=is_used)
+    if len(caches) == 2:
+        tl.store(caches[1] + cached, tl.load(v, mask=mask, other=0.0), mask=is_used)
+        tl.store(caches[1] + cached + half, tl.load(v + half, mask=mask, other=0.0), mask=is_used)
+    else:
+        first, second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
+        first, second = quantise(first, second, caches[3] + place, is_row)
+        tl.store(caches[1] + cached, first, mask=is_used)
+        tl.store(caches[1] + cached + half, second, mask=is_used)
 
 
 @triton.jit

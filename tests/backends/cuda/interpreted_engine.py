@@ -39,6 +39,7 @@ from nanovllm.worker.backend import choose_dtype
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.forced_tokens import Ids, forced_logits
+from tests.test_fp8_kv_cache import answer
 from tests.threaded_ranks import engines_of
 
 OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
@@ -127,6 +128,28 @@ def check_shared_prefixes(root: Path) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
     assert counter.call_count == 3
+
+
+def check_cache_of_eight_bits(root: Path) -> None:
+    """Prompts in chunks, alone and beside answers, and rows that share a block."""
+    checkpoint = make_checkpoint(root / "fp8", VARIANTS["qwen3"])
+    rng = random.Random(0)
+    prefix = rng.choices(range(160), k=18)
+    prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
+    answers = [answer(checkpoint.model, prompt) for prompt in prompts]
+    options = {**OPTIONS, "kv_cache_dtype": "fp8", "dtype": "float32"}
+    with (
+        mock.patch.object(decode_graphs, "MIN_ROWS", 3),
+        mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
+        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=12, **options) as llm,
+    ):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert runner_of(llm).forward.max_whole_context == 0  # whole steps read no codes
+    for output, want in zip(outputs, answers, strict=True):
+        count = min(want.num_clear, 4)
+        assert output.token_ids[:count] == want.token_ids[:count]
 
 
 def check_logits(root: Path) -> None:
@@ -223,6 +246,7 @@ def main() -> None:
         with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
+            check_cache_of_eight_bits(Path(folder))
         check_logits(Path(folder))
         check_whole_step(Path(folder))
 

@@ -107,6 +107,8 @@ def main() -> None:
             path = shared_checkpoint(Path(folder), variant).path
             check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
         check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
+        path = shared_checkpoint(Path(folder), "qwen3").path
+        check(path, max_num_seqs=20, num_kvcache_blocks=99, kv_cache_dtype="fp8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nanovllm import LLM
-from nanovllm.attention.base import AttentionSpec, DecodeRows, LayerCache
+from nanovllm.attention.base import AttentionSpec, DecodeRows
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.backends.cpu import backend as cpu_backend
 from nanovllm.backends.cuda import prefill_graphs
@@ -29,6 +29,7 @@ from nanovllm.backends.cuda.prefill_graphs import (
     needed_size,
 )
 from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps, reference_attention
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.batch import is_decode, look_up

@@ -16,7 +16,15 @@ pytest.importorskip("numba")
 from nanovllm.config import RopeConfig
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights, PackedLinear, QKNormWeights
+from nanovllm.kernels.fp8_rows import CODE_DTYPE
+from nanovllm.kernels.ops import (
+    Activation,
+    Hidden,
+    LayerCache,
+    NormWeights,
+    PackedLinear,
+    QKNormWeights,
+)
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.rotary_embedding import rope_table
 from nanovllm.platforms.cpu_features import find_cpu_features
@@ -260,7 +268,7 @@ def test_rope_write(
     for ops in (make_ops(dtype), torch_ops):
         turned = qkv.clone()
         caches = [torch.full((6, 16, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
+        ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
         results.append(turned)
         for cached, heads in zip(caches, turned[:, num_heads:].chunk(2, dim=1), strict=True):
             lines = cached.view(-1, num_kv_heads, head_dim)
@@ -273,6 +281,31 @@ def test_rope_write(
     # rounds to bf16.
     rounding = ROUNDING[dtype if has_norm else torch.float32]
     assert_as_rounded(got, want, atol=4 * rounding * want.abs().max().item())
+
+
+@SEVERAL_THREADS
+@DTYPES
+@pytest.mark.parametrize("head_dim", [2, 24, 64, 136])
+def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
+    """The same codes and exponents as the reference, bit for bit, and nothing beside them."""
+    generator, num_kv_heads = torch.Generator().manual_seed(1), 3
+    qkv = make(40, 2 + 2 * num_kv_heads, head_dim, dtype=dtype)
+    qkv *= torch.linspace(-60, 60, 40).exp2()[:, None, None].to(dtype)
+    info = torch.finfo(dtype)
+    for row, value in enumerate((0.0, info.max, info.tiny, math.nan, math.inf, -info.max)):
+        qkv[row, :, 1] = value
+    rope = torch.tensor([1.0, 0.0]).repeat_interleave(head_dim // 2).view(1, 2, -1)
+    cache_offsets = torch.randperm(6 * 16, generator=generator)[: len(qkv)]
+    results = []
+    for ops in (make_ops(dtype), torch_ops):
+        codes = torch.full((2, 6, 16, num_kv_heads, head_dim), 7, dtype=torch.uint8)
+        exponents = torch.full((2, 6, num_kv_heads, 16), 7, dtype=torch.uint8)
+        layer = LayerCache(*codes.view(CODE_DTYPE), *exponents)
+        positions = torch.zeros(len(qkv), dtype=torch.int64)
+        ops.rope_write(qkv.clone(), None, rope, positions, layer, cache_offsets)
+        results.append((codes, exponents))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 def assert_as_rounded(got: Tensor, want: Tensor, atol: float = 1e-40) -> None:
@@ -334,7 +367,7 @@ def test_a_broken_token_changes_no_other_in_the_cache(dtype: torch.dtype) -> Non
         qkv = make(4, 6, 16, dtype=dtype)
         qkv[2] = value
         cache = torch.zeros(2, 1, 16, 2, 16, dtype=dtype)
-        make_ops(dtype).rope_write(qkv, None, rope, positions, cache[0], cache[1], cache_offsets)
+        make_ops(dtype).rope_write(qkv, None, rope, positions, LayerCache(*cache), cache_offsets)
         caches.append(cache)
     others = [slot for slot in range(16) if slot != 1]
     assert torch.equal(caches[0][:, :, others], caches[1][:, :, others])

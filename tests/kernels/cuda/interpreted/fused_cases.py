@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from nanovllm.kernels.cuda.elementwise import gather_decode, gather_tokens, writ
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights, QKNormWeights
+from nanovllm.kernels.fp8_rows import CODE_DTYPE
+from nanovllm.kernels.ops import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.worker.batch import look_up
 
@@ -68,10 +70,39 @@ def check_rope_write(dtype: torch.dtype, device: str) -> None:
             turned = qkv.clone()
             shape = (4, 16, num_kv_heads, head_dim)
             caches = [torch.full(shape, 5.0, dtype=dtype, device=device) for _ in range(2)]
-            ops.rope_write(turned, norm, rope, positions, *caches, cache_offsets)
+            ops.rope_write(turned, norm, rope, positions, LayerCache(*caches), cache_offsets)
             results.append((turned[:, :num_heads], *caches))
         for got, want in zip(*results, strict=True):
             assert_close(got, want)
+
+
+def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
+    """The codes and exponents of the reference, bit for bit, and nothing beside their slots."""
+    for head_dim, num_heads, num_kv_heads in ((64, 9, 3), (80, 4, 2), (128, 16, 8)):
+        # Small whole numbers times powers of two, whose sums are exact in any order.
+        qkv = make(8, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+        qkv = (4 * qkv).round()
+        qkv[:, :, 0] *= 8  # an outlier
+        qkv[1] *= 2.0**-9
+        qkv[2] = 0.0
+        qkv[3] *= 2.0**7
+        for row, value in ((5, math.nan), (6, math.inf), (7, -math.inf)):
+            qkv[row, num_heads:, 3] = value
+        turn_nothing = torch.tensor([1.0, 0.0], device=device).repeat_interleave(head_dim // 2)
+        positions = torch.zeros(8, dtype=torch.int64, device=device)
+        cache_offsets = torch.tensor([3, 63, 0, 17, 40, 41, 15, 16], device=device)
+        results = []
+        for ops in (TritonOps(), TorchOps()):
+            shape = (4, 16, num_kv_heads, head_dim)
+            codes = [torch.full(shape, 5, dtype=torch.uint8, device=device) for _ in range(2)]
+            exponents = [part[..., 0].transpose(1, 2).contiguous() for part in codes]
+            cache = LayerCache(*(part.view(CODE_DTYPE) for part in codes), *exponents)
+            rope = turn_nothing.view(1, 2, -1)
+            turned = qkv.clone()
+            ops.rope_write(turned, None, rope, positions, cache, cache_offsets)
+            results.append((turned[:, :num_heads], *codes, *exponents))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def check_padding_is_not_written(device: str) -> None:
@@ -79,7 +110,7 @@ def check_padding_is_not_written(device: str) -> None:
     rope = make(4, 2, 32, dtype=torch.float32, device=device)
     caches = [torch.zeros(1, 16, 2, 64, device=device) for _ in range(2)]
     positions, cache_offsets = (torch.tensor(v, device=device) for v in ([0, 1], [-1, 2]))
-    TritonOps().rope_write(qkv, None, rope, positions, *caches, cache_offsets)
+    TritonOps().rope_write(qkv, None, rope, positions, LayerCache(*caches), cache_offsets)
     for cache in caches:
         assert cache[0].any(-1).any(-1).nonzero().flatten().tolist() == [2]
 
@@ -235,6 +266,7 @@ def main(which: str) -> None:
     dtype = torch.float32 if which == "some" else torch.float16
     check_norms_and_gate(dtype, "cpu")
     check_rope_write(dtype, "cpu")
+    check_rope_write_quantises(dtype, "cpu")
     check_projections_of_any_number_of_rows(dtype, "cpu")  # one row among them
     if which == "rest":
         for dtype in (torch.float32, torch.float16):

@@ -29,6 +29,7 @@ from nanovllm.kernels.cuda.attention_prefill import (
 )
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
 from nanovllm.kernels.cuda.attention_tma import CONFIG, tma_prefill
+from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise, quantise
 from nanovllm.kernels.torch_ops import reference_attention
 
 KINDS = ("decode", "prefill", "tma", "shared")
@@ -55,6 +56,7 @@ class Case:
     config: DecodeConfig | PrefillConfig | None = None
     is_nan: bool = True  # what unused cache holds: NaN, or large numbers
     is_ordered: bool = False  # whether decode rows start longest first
+    is_fp8: bool = False  # whether the cache holds codes of eight bits
     num_shared: int = 0  # blocks that every other row has in common, if it has that many and more
     seed: int = 0
 
@@ -73,10 +75,21 @@ class Step:
     context_lens: Tensor
     out: Tensor
     scale: float
+    exponents: tuple[Tensor, Tensor] | tuple[()] = ()
 
     @property
     def cache(self) -> PagedCache:
-        return PagedCache(self.k_cache, self.v_cache, self.block_table)
+        return PagedCache(self.k_cache, self.v_cache, self.block_table, self.exponents)
+
+    def widened(self) -> list[Tensor]:
+        """Keys and values in float64."""
+        if not self.exponents:
+            return [self.k_cache.double(), self.v_cache.double()]
+        parts = zip((self.k_cache, self.v_cache), self.exponents, strict=True)
+        return [
+            dequantise(Fp8Rows(codes, exponents.transpose(1, 2)), torch.float64)
+            for codes, exponents in parts
+        ]
 
 
 def make_step(case: Case, device: str) -> Step:
@@ -109,6 +122,7 @@ def make_step(case: Case, device: str) -> Step:
     qkv = torch.randn(num_tokens, num_heads + 2, case.head_dim, generator=generator)
     q = qkv.to(case.dtype).to(device)[:, :num_heads]
     columns = (slots, starts, counts, torch.tensor(lengths))
+    caches, exponents = as_codes(caches) if case.is_fp8 else (caches, ())
     return Step(
         q,
         caches[0],
@@ -117,7 +131,17 @@ def make_step(case: Case, device: str) -> Step:
         *(column.to(torch.int32).to(device) for column in columns),
         torch.full(q.shape, math.nan, dtype=case.dtype, device=device),
         case.head_dim**-0.5,
+        exponents,
     )
+
+
+def as_codes(caches: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Quantise keys and values, which lie as before; powers of two give rows different scales."""
+    powers = -(torch.arange(caches.shape[:-1].numel()) * 7 % 4).view(caches.shape[:-1])
+    rows = quantise(caches * 2.0 ** powers.unsqueeze(-1).to(caches.device))
+    layers = torch.stack((rows.codes, rows.codes), dim=2)
+    k, v = rows.exponents.transpose(2, 3).contiguous()
+    return layers[:, :, 1], (k, v)
 
 
 def place_rows(counts: Tensor, generator: torch.Generator) -> Tensor:
@@ -179,7 +203,7 @@ def check(case: Case, step: Step, kind: str) -> None:
     """Compare with float64; tokens of no row keep what they held, rows without context are 0."""
     expected = torch.full_like(step.out, math.nan, dtype=torch.float64)
     reference = reference_attention(
-        *(tensor.double() for tensor in (step.q, step.k_cache, step.v_cache)),
+        *(step.q.double(), *step.widened()),
         step.block_table,
         *(step.slots, step.query_starts, step.query_lens, step.context_lens),
         step.scale,
@@ -335,7 +359,8 @@ def main(which: str) -> None:
         drawn = sample(kind, len(GROUPS), dtypes, SMALL)
         some = drawn[turn :: len(KINDS)]  # all groups come by
         rest = [case for case in drawn if case not in some]
-        for case in some if which == "some" else rest + edge_cases(kind):
+        fp8 = [replace(case, is_fp8=True) for case in (drawn if which == "rest" else some[:1])]
+        for case in fp8 + (some if which == "some" else rest + edge_cases(kind)):
             start = time.process_time()
             print(kind, case, flush=True)
             verify(case, kind, "cpu")
