@@ -93,7 +93,7 @@ def unpack_words(words: Tensor) -> Tensor:
     return ((blocks >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
-def quantise_blocks(values: Tensor) -> Fp8Rows:
+def quantise_blocks(values: Tensor) -> ScaledRows:
     """Round to FP8 by the largest numbers of blocks of 128 x 128; scales are repeated by row."""
     num_rows, num_in = values.shape
     padded = F.pad(values.float(), (0, -num_in % BLOCK, 0, -num_rows % BLOCK))
@@ -101,7 +101,7 @@ def quantise_blocks(values: Tensor) -> Fp8Rows:
     largest = blocks.abs().amax((1, 3)).clamp_(min=SMALLEST_LARGEST)
     codes = (blocks * (LARGEST_FP8 / largest)[:, None, :, None]).clamp_(-LARGEST_FP8, LARGEST_FP8)
     scales = (largest / LARGEST_FP8).repeat_interleave(BLOCK, 0)[:num_rows]
-    return Fp8Rows(codes.view_as(padded)[:num_rows, :num_in].to(FP8), scales)
+    return ScaledRows(codes.view_as(padded)[:num_rows, :num_in].to(FP8), scales)
 
 
 def quantise_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def quantise_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Rows:
+class ScaledRows:
     """Activations that are quantised token by token, or by token and 128 inputs."""
 
     codes: Tensor  # [rows, inputs], FP8
@@ -124,7 +124,7 @@ class Fp8Rows:
         return Fp8Weight(self.codes, self.scales).widen(torch.float32)
 
 
-def quantise_rows(x: Tensor, by_block: bool = False) -> Fp8Rows:
+def quantise_rows(x: Tensor, by_block: bool = False) -> ScaledRows:
     """Round the rows of x to FP8 by their largest numbers."""
     num_in = x.shape[1]
     padded = F.pad(x.float(), (0, -num_in % BLOCK)) if by_block else x.float()
@@ -132,7 +132,7 @@ def quantise_rows(x: Tensor, by_block: bool = False) -> Fp8Rows:
     largest = parts.abs().amax(2).clamp_(min=SMALLEST_LARGEST)
     scaled = parts * (torch.full_like(largest, LARGEST_FP8) / largest).unsqueeze(2)
     codes = scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
-    return Fp8Rows(codes.flatten(1)[:, :num_in].contiguous(), largest * (1 / LARGEST_FP8))
+    return ScaledRows(codes.flatten(1)[:, :num_in].contiguous(), largest * (1 / LARGEST_FP8))
 
 
 def quantised_product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:

@@ -16,8 +16,8 @@ from nanovllm.kernels.stored_weights import (
     FP8,
     LARGEST_FP8,
     SMALLEST_LARGEST,
-    Fp8Rows,
     Fp8Weight,
+    ScaledRows,
     num_blocks,
 )
 
@@ -58,7 +58,7 @@ def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
     return Fp8Weight(weight.codes, blocks) if is_even and capability == (9, 0) else None
 
 
-def fp8_quantise(x: Tensor, by_block: bool) -> Fp8Rows:
+def fp8_quantise(x: Tensor, by_block: bool) -> ScaledRows:
     """See quantise_rows; with blocks, rows are padded to a multiple of 16, which hold anything.
 
     Their scales then lie block by block, as the library wants them.
@@ -81,7 +81,7 @@ def fp8_quantise(x: Tensor, by_block: bool) -> Fp8Rows:
         num_warps=min(max(block // 512, 1), 16),
         **launch_options(x, num_rows),
     )
-    return Fp8Rows(codes, scales)
+    return ScaledRows(codes, scales)
 
 
 def fp8_widen(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
