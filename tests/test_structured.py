@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -452,6 +453,43 @@ def test_a_row_can_be_aborted_while_its_mask_is_computed(path: Path) -> None:
         engine.core.scheduler.check()
         is_aborted.set()
     assert [output.seq_id for output in done] == [other]
+
+
+def test_samples_wait_for_their_grammar(path: Path) -> None:
+    """As in a core of its own, which compiles in another thread what the front has compiled."""
+    is_late = threading.Event()
+    params = params_of({"regex": "[ab]{6}"}, 3, n=3)
+    with LLM(str(path), device="cpu", **OPTIONS) as llm:
+        grammars = llm.engine.core.grammars
+        assert grammars is not None
+        (wanted,) = llm.generate([[5, 6]], params, use_tqdm=False)
+        compile_it, begin = grammars.compile, grammars._begin_later
+        calls = count()
+
+        def begin_late(*args: Any) -> None:
+            if next(calls) > 0:  # not the first sample's
+                is_late.wait(60)
+            begin(*args)
+
+        with (
+            patch.object(
+                grammars, "compile", lambda asked: grammar.Grammar(compile_it(asked).text)
+            ),
+            patch.object(grammars, "_begin_later", begin_late),
+        ):
+            llm.engine.add_request([5, 6], params)
+            while (
+                len(llm.engine.core.scheduler.postponed) < 2
+            ):  # once the first one's prompt is read
+                llm.engine.step()
+            llm.engine.core.scheduler.check()
+            is_late.set()
+            done: list[RequestOutput] = []
+            while not llm.engine.is_finished():
+                done += llm.engine.step().finished
+    assert [each.token_ids for each in done[0].outputs] == [
+        each.token_ids for each in wanted.outputs
+    ]
 
 
 def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:

@@ -25,7 +25,8 @@ class Bench:
         config = llm.engine.model_config
         self.llm = llm
         self.vocab_size = config.vocab_size
-        self._has_floors = rates is not None
+        is_quantised = llm.engine.config.quantization is not None  # floors count plain weights
+        self._has_floors = rates is not None and not is_quantised
         self._rates = rates or Rates()
         itemsize = 4 if llm.engine.info.dtype == "float32" else 2
         self._cost = model_cost(config, itemsize, llm.engine.config.kv_cache_dtype)
@@ -39,7 +40,7 @@ class Bench:
     def result(
         self, case: str, unit: str, runs: list[float], floor: float, timings: Sequence[Timing]
     ) -> Result:
-        """A result; without rates there is no floor to hold it against."""
+        """A result; without rates, or of quantised weights, it has no floor."""
         first_token = statistics.median(timing.first_token_seconds for timing in timings)
         return Result(case, unit, runs, floor if self._has_floors else None, 1000 * first_token)
 

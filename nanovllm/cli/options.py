@@ -30,7 +30,7 @@ _ENGINE_HELP = {
     "max_num_batched_tokens": "most tokens in one step; longer prompts are read in chunks",
     "kvcache_block_size": "tokens per block of the KV cache, a multiple of 16",
     "num_kvcache_blocks": "blocks in the KV cache; -1 takes what memory allows",
-    "kv_cache_dtype": "'fp8' keeps keys and values in eight bits, twice as many tokens; 'auto': as "
+    "kv_cache_dtype": "'fp8' keeps keys and values in eight bits, nearly twice as many; 'auto': as "
     "the model computes them",
     "gpu_memory_utilization": "share of a GPU's memory to use",
     "attention_backend": "triton, flash_attn, sdpa (a slow reference), or 'auto': what is fastest",

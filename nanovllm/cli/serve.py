@@ -190,7 +190,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks-override", "--num-kvcache-blocks", dest="num_kvcache_blocks", type=int,
         default=-1, metavar="N", help="blocks of the KV cache (default: by memory)")  # fmt: skip
     add("--kv-cache-dtype", default="auto", metavar="NAME",
-        help="'fp8' (or fp8_e4m3) keeps keys and values in eight bits, for twice as many tokens "
+        help="'fp8' (or fp8_e4m3) keeps keys and values in eight bits, nearly twice as many tokens "
         "(default: as the model computes them)")  # fmt: skip
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="compute what prompts share once (default: on)")  # fmt: skip

@@ -100,7 +100,10 @@ class EngineCore:
             self.scheduler.finish(seq, reason)
         else:  # its counts may be half-way through a step
             seq.finish_reason = seq.finish_reason or reason
-        return self._leave(seq)
+        ending = self._leave(seq)
+        if not self._sequences and self._failure is None:
+            self._send_masks()  # or workers would wait for them until there is another request
+        return ending
 
     def raise_if_failed(self) -> None:
         if self._failure is not None:

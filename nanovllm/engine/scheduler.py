@@ -63,12 +63,7 @@ class Scheduler:
         if leader is not None and leader.num_computed < leader.num_prompt_tokens:
             leader.followers[seq.seq_id] = seq
             return
-        if seq.matcher is not None and not seq.matcher.is_ready:
-            self.postponed[seq.seq_id] = seq
-            return
-        self.waiting.add(seq)
-        if self.waiting.first() is seq:
-            self._num_free_to_admit = 0
+        self._let_wait(seq)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step: running sequences first, then as many waiting ones as fit."""
@@ -188,9 +183,17 @@ class Scheduler:
     def _let_followers_wait(self, leader: Sequence) -> None:
         """Let the other samples of a prompt enter: there is something to share now, or never."""
         for follower in reversed(leader.followers.values()):
-            self.waiting.add(follower, is_first=True)
+            self._let_wait(follower, is_first=True)
         leader.followers = {}
-        self._num_free_to_admit = 0
+
+    def _let_wait(self, seq: Sequence, is_first: bool = False) -> None:
+        """For room, or first for its grammar, which another thread may still be compiling."""
+        if seq.matcher is not None and not seq.matcher.is_ready:
+            self.postponed[seq.seq_id] = seq
+            return
+        self.waiting.add(seq, is_first=is_first)
+        if self.waiting.first() is seq:
+            self._num_free_to_admit = 0
 
     def _resume(self) -> None:
         """Let postponed sequences wait for room whose masks are there."""

@@ -151,11 +151,13 @@ class Grammars:
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
         """Return a matcher; where the grammar came from another process it is not ready at once."""
-        matcher = Matcher(stop_token_ids)
-        if grammar.compiled is not None:
-            matcher.begin(grammar.compiled)
-        else:
+        matcher, compiled = Matcher(stop_token_ids), grammar.compiled
+        if compiled is None:
             matcher.job = self._loading.submit(self._begin_later, matcher, grammar.text)
+            return matcher
+        matcher.begin(compiled)
+        if len(compiled.starts) < self._get_tools().num_threads:
+            self._loading.submit(self._add_start, compiled, grammar.text)
         return matcher
 
     def begin(self, matchers: list[Matcher | None]) -> BegunMasks:
@@ -194,18 +196,25 @@ class Grammars:
 
     def _begin_later(self, matcher: Matcher, text: str) -> None:
         try:
-            matcher.begin(self._compiled(text))
+            compiled = self._compiled(text)
+            matcher.begin(compiled)
         except BaseException:
             matcher.mask = np.zeros(self._num_words, np.int32)  # the sequence ends by it
             raise
+        self._loading.submit(self._add_start, compiled, text)
+
+    def _add_start(self, compiled: Compiled, text: str) -> None:
+        """Have one more, if there are threads for it; only one thread calls this."""
+        if len(compiled.starts) < self._get_tools().num_threads:
+            compiled.starts.append(self._parse(text))
 
     def _compiled(self, text: str) -> Compiled:
         with self._lock:
-            compiled = self._cache.pop(text, None)
-        if compiled is None:
-            compiled = self._compile(text)
-        elif len(compiled.starts) < self._get_tools().num_threads:
-            compiled.starts.append(self._parse(text))
+            compiled = self._cache.get(text)
+            if compiled is not None:
+                self._cache.move_to_end(text)
+                return compiled
+        compiled = self._compile(text)
         with self._lock:
             self._cache[text] = compiled
             if len(self._cache) > NUM_CACHED:

@@ -32,6 +32,9 @@ class Platform(Protocol):
     def in_order(self) -> AbstractContextManager[object]:
         """Queue all work of this context behind what was queued in such a context before."""
 
+    def check_fp8(self, head_dim: int) -> None:
+        """Refuse a KV cache of eight bits where no kernel reads one."""
+
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         """Resolve dtype="auto" for a checkpoint stored as `checkpoint_dtype`."""
 

@@ -39,6 +39,8 @@ class CpuPlatform:
     def in_order(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def check_fp8(self, head_dim: int) -> None: ...
+
     def choose_dtype(self, checkpoint_dtype: str) -> torch.dtype:
         return self.features.choose_dtype(checkpoint_dtype)
 

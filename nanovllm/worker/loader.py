@@ -83,7 +83,7 @@ def fill_dummy_weights(model: nn.Module, platform: Platform, seed: int) -> None:
 def _fill_randomly(
     expected: ExpectedTensor, generator: torch.Generator, platform: Platform
 ) -> None:
-    if expected.codes:
+    if expected.codes:  # each rank rounds its own share, by the largest number there
         whole = torch.empty(expected.shape, device=platform.device)
         whole.normal_(0.0, 0.02, generator=generator)
         for part, rows in zip(expected.parts, expected.codes, strict=True):
@@ -161,16 +161,17 @@ def _tell_widened(
     if not widened:
         return
     dtype = str(expected[widened[0]].parts[0].target.dtype).removeprefix("torch.")
-    which = "" if len(widened) == len(stored) else f" of {len(widened)}, such as {widened[0]},"
-    text = "Quantised weights (%s)%s are widened to %s: no kernel here reads them as they are"
-    logger.info(text, quantisation, which, dtype)
+    which = "" if len(widened) == len(stored) else f", such as {widened[0]},"
+    text = "%d of %d quantised weights (%s)%s are widened to %s: no kernel here reads them"
+    logger.info(text, len(widened), len(stored), quantisation, which, dtype)
 
 
 def _check_cuts(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
     """Refuse ranks whose share of a weight would end within a group of numbers with one scale."""
     for tensor in tensors:
         parts = expected[tensor.name].parts if tensor.cuts else ()
-        if sum(part.target.numel() for part in parts) == math.prod(tensor.shape):
+        taken = (math.prod(share.stop - share.start for share in part.source) for part in parts)
+        if sum(taken) == math.prod(tensor.shape):
             continue
         for part in parts:
             for share, unit, size in zip(part.source, tensor.cuts, tensor.shape, strict=True):

@@ -80,6 +80,8 @@ def check_model(
     check_splits(model, config.tensor_parallel_size)
     if platform is None:
         return  # each rank will look at its own device
+    if config.kv_cache_dtype != "auto":
+        platform.check_fp8(model.head_dim)
     dtype, ops = choose_dtype(config.dtype, model.dtype, platform), TorchOps()
     attention = create_attention(
         platform, ops, config.kvcache_block_size, config.attention_backend, dtype

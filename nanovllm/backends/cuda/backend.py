@@ -35,6 +35,9 @@ KERNEL_OPTIONS = (  # which kernels there are depends on
     "kv_cache_dtype",
     "attention_backend",
     "enforce_eager",
+    "model",  # whose weights may be quantised
+    "quantization",
+    "kv_cache_dtype",
 )
 MIN_PROCESSES, MAX_PROCESSES = 4, 12  # that compile; each takes a while to import what it needs
 
@@ -89,11 +92,11 @@ class CudaBackend:
         sampler, attention = self.sampler(eager.tables), self._graphed_attention()
         if attention is None:
             return ModelRunner(eager, eager, sampler, score=token_logprobs, mask=keep_allowed)
-        if self.config.kv_cache_dtype != "auto":
-            logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
         graphed = self._graphed_steps(eager, attention, sampler)
         graphed.capture_first()
         step = eager.model.step
+        if step is not None and self.config.kv_cache_dtype != "auto":
+            logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
         check = None if step is None else step.check
         return ModelRunner(
             *(eager, graphed, graphed.sample, check, graphed.note, token_logprobs, keep_allowed)

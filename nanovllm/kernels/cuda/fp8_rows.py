@@ -111,7 +111,9 @@ def as_multiplied(q_tile, scale):  # type: ignore[no-untyped-def]
     """
     if q_tile.dtype != tl.float32:
         wide = q_tile.to(tl.float32)
-        exponent = row_exponents(tl.max(tl.max(magnitude(wide), 1), 0))
+        largest = magnitude(wide)
+        largest = tl.where(largest >= INFINITY_BITS, 0, largest)  # of a row that is broken anyway
+        exponent = row_exponents(tl.max(tl.max(largest, 1), 0))
         q_tile = (wide * power_of_two(254 - exponent)).to(tl.float16)
         scale *= power_of_two(exponent)
     return split(q_tile), scale

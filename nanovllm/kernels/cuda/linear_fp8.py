@@ -47,15 +47,21 @@ def fp8_many_rows(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
     """The weight as the library's product takes it, if there is one for it."""
     num_out, num_in = weight.shape
-    multiple = 128 if weight.has_blocks else MULTIPLE
     capability = torch.cuda.get_device_capability(weight.codes.device)
-    if num_out % multiple or num_in % multiple or capability < (9, 0):
-        return None
     if not weight.has_blocks:
-        return weight
+        is_whole = num_out % MULTIPLE == num_in % MULTIPLE == 0
+        return weight if is_whole and capability >= (9, 0) else None
+    # The library reads scales of inputs four blocks at a time.
+    is_whole = num_out % 128 == num_in % 512 == 0
+    if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
+        return None
     blocks = weight.scales[::128].contiguous()
     is_even = torch.equal(blocks.repeat_interleave(128, 0), weight.scales)
-    return Fp8Weight(weight.codes, blocks) if is_even and capability == (9, 0) else None
+    return Fp8Weight(weight.codes, blocks) if is_even else None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
 def fp8_quantise(x: Tensor, by_block: bool) -> ScaledRows:

@@ -142,7 +142,7 @@ export class Engine {
     item.append(make("span", { className: "bars" }, prompt, answer), amounts);
     item.dataset.id = id;
     item.dataset.tip = "";
-    item.tip = () => describeRow(this.state.sequences.get(id));
+    item.tip = () => describeRow(this.state?.sequences.get(id));
     item.style.setProperty("--hue", hue(id));
     const choose = (id) => () => ((this.map.chosen = id), this.drawSoon());
     item.onpointerenter = item.onfocus = choose(id);
@@ -199,7 +199,9 @@ function updateRow({ bars, amounts }, { prompt, most, cached, computed, tokens }
   setText(amounts, read < prompt ? `reads ${read} / ${prompt}` : `${tokens - prompt} / ${most - prompt}`);
 }
 
-function describeRow({ prompt, most, cached, computed, tokens }) {
+function describeRow(sequence) {
+  if (!sequence) return ""; // it has just ended
+  const { prompt, most, cached, computed, tokens } = sequence;
   const hits = cached ? `, ${cached} of them from the cache (striped)` : "";
   const read = `${Math.min(computed, prompt)} of ${prompt} tokens read${hits}`;
   return `Prompt, left: ${read}. Answer, right: ${tokens - prompt} of at most ${most - prompt} tokens written.`;
