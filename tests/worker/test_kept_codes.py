@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
@@ -30,9 +31,10 @@ from tests.checkpoint.tiny_quantised import (
     packed_kind,
     write_twins,
 )
+from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU
 from tests.threaded_ranks import engines_of
-from tests.worker.test_quantised_models import SIZE_OPTIONS, source
+from tests.worker.test_quantised_models import EVEN, SIZE_OPTIONS, source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,12 +118,19 @@ def test_heads_and_merged_projections(checkpoint_root: Path, kept: list[str], ki
     assert len(kept) == 2 * 4 + 1
 
 
-@pytest.mark.parametrize("kind", ["packed-channel", "fp8-block", "fp8-channel"])
+@pytest.mark.parametrize("kind", ["packed-zeros", "packed-channel", "awq", "gptq", "fp8-channel"])
 def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: str) -> None:
-    model = "qwen3-tied" if kind != "fp8-block" else "qwen3-moe"
-    both = twins(checkpoint_root, model, kind)
-    with engines_of(1 if kind == "fp8-block" else 2):
+    config = LlamaConfig(**{**EVEN, "intermediate_size": 128})  # whole groups for both ranks
+    plain = make_checkpoint(checkpoint_root / "kept-even", config).path
+    both = write_twins(checkpoint_root / f"kept-even-{kind}", plain, KINDS[kind], {})
+    with engines_of(2):
         assert_equal(run(both.quantised), run(both.plain))
+    assert kept
+
+
+def test_blocks_beside_experts(checkpoint_root: Path, kept: list[str]) -> None:
+    both = twins(checkpoint_root, "qwen3-moe", "fp8-block")
+    assert_equal(run(both.quantised), run(both.plain))
     assert kept
 
 
@@ -189,13 +198,17 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
         for model in ("qwen3-tied", "phi3", "gemma3")
     ],
 )
-def test_on_a_gpu(checkpoint_root: Path, model: str, kind: str) -> None:
+def test_on_a_gpu(
+    checkpoint_root: Path, model: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A kept weight costs no more digits than bfloat16 does: one row, a few, and in graphs."""
     both = twins(checkpoint_root, model, kind)
     exact = score(both.plain, dtype="float32", enforce_eager=True)
     plain = score(both.plain, dtype="bfloat16", enforce_eager=True)
     for eager in (True, False):
-        kept = score(both.quantised, dtype="bfloat16", enforce_eager=eager)
+        with caplog.at_level(logging.INFO, "nanovllm"):
+            kept = score(both.quantised, dtype="bfloat16", enforce_eager=eager)
+        assert "widened" not in caplog.text
         assert error(kept, exact) < 1.5 * error(plain, exact) + 0.02
 
 
