@@ -17,6 +17,7 @@ from nanovllm.kernels.ops import (
     Hidden,
     LayerCache,
     NormWeights,
+    Ops,
     PackedExperts,
     PackedLinear,
     QKNormWeights,
@@ -84,7 +85,7 @@ class TorchOps:
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
-        return ComposedLinear(self, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
+        return compose_codes(self, weight, bias, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return ComposedExperts(
@@ -94,6 +95,13 @@ class TorchOps:
 
     def pack_step(self, weights: DecoderWeights) -> None:
         return None
+
+
+def compose_codes(
+    ops: Ops, weight: Fp8Weight | Int4Weight, bias: Tensor | None, activation: Activation | None
+) -> ComposedLinear:
+    """What a product with a kept weight means: it is widened each time."""
+    return ComposedLinear(ops, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
 
 
 def _write_rows(

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.quantised.round_to_fp8 import round_to_fp8
+from nanovllm.checkpoint.quantised.round_to_fp8 import quantise
 from nanovllm.errors import CheckpointError, ConfigError
 from tests.checkpoint.tiny_quantised import (
     PROJECTION,
@@ -169,7 +169,8 @@ def rounded(path: Path, folder: Path) -> Path:
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and name != "lm_head.weight" and PROJECTION.fullmatch(name):
-            tensors[name] = round_to_fp8(tensor)
+            rounded = quantise(tensor)
+            tensors[name] = rounded.codes.float() * rounded.scales
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -47,13 +47,8 @@ def is_projection(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and PROJECTION.fullmatch(tensor.name) is not None
 
 
-def round_to_fp8(values: Tensor) -> Tensor:
-    """Quantise each row by its largest number, then widen it again."""
-    rounded = quantise(values)
-    return rounded.codes.float().mul_(rounded.scales)
-
-
 def quantise(values: Tensor) -> Codes:
+    """Round each row by its largest number."""
     scales = values.abs().amax(1, keepdim=True) / LARGEST
     scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
     codes = (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

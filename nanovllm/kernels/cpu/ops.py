@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import widened
@@ -27,6 +26,7 @@ from nanovllm.kernels.ops import (
     Routing,
 )
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.torch_ops import compose_codes
 from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
@@ -142,7 +142,7 @@ class NumbaOps:
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
-        return ComposedLinear(self, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
+        return compose_codes(self, weight, bias, activation)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return compose_experts(self, PlainMixture(self, gate_up, down), routing)

@@ -24,17 +24,9 @@ from nanovllm.kernels.cuda.attention_tiles import (
     LOG2_E,
     PagedCache,
     begin_softmax,
-    begin_tiles,
-    end_tiles,
     kernel_shape,
     store_softmax,
-    weigh_tile,
-)
-from nanovllm.kernels.cuda.fp8_rows import (
-    add_values,
-    load_exponents,
-    multiply_keys,
-    scale_scores,
+    weigh,
 )
 
 CONFIG = PrefillConfig(q_rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
@@ -45,9 +37,7 @@ def suits_tma(q: Tensor, cache: PagedCache, max_query_len: int, window: int | No
     group, head_dim = q.shape[1] // cache.k.shape[2], q.shape[2]
     is_whole = cache.k.shape[1] % CONFIG.tile == 0  # a tile lies in one block
     is_long = len(q) * group > MAX_SMALL and max_query_len * group >= CONFIG.q_rows >= group
-    is_plain = (
-        window is None and not cache.has_codes
-    )  # of which `paged_prefill` widens more at once
+    is_plain = window is None and not cache.has_codes
     return is_whole and is_long and head_dim in (64, 128) and is_plain and q.itemsize == 2
 
 
@@ -69,11 +59,10 @@ def tma_prefill(
     if num_rows * num_tiles == 0:
         return
     _prefill_kernel[num_rows * num_kv_heads, num_tiles](
-        *(q, *(describe(part, config.tile) for part in cache.parts[:2])),
-        *(cache.parts[2:] or None, cache.block_table),
+        *(q, describe(cache.k, config.tile), describe(cache.v, config.tile), cache.block_table),
         *(rows.slots, rows.context_lens, rows.query_starts, rows.query_lens),
-        *(out, scale * LOG2_E),
-        (q.stride(0), cache.block_table.stride(0), block_stride // key_stride),
+        *(out, scale * LOG2_E, q.stride(0), cache.block_table.stride(0)),
+        block_stride // key_stride,
         **{name: shape[name] for name in ("GROUP", "KV_HEADS", "HEAD_DIM", "BLOCK_SIZE")},
         Q_ROWS=config.q_rows,
         TILE=config.tile,
@@ -97,7 +86,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q,
     k_rows,
     v_rows,
-    exponents,
     block_table,
     slots,
     context_lens,
@@ -105,7 +93,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     query_lens,
     out,
     scale,
-    strides,
+    q_stride,
+    table_stride,
+    block_stride,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -116,7 +106,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     """Some queries of one row over all their keys, for the heads of one kv head."""
     most_queries: tl.constexpr = Q_ROWS // GROUP
-    q_stride, table_stride, block_stride = strides
     row, kv_head, skipped = find_queries(most_queries, KV_HEADS, PAIRS)
     num_queries = tl.load(query_lens + row)
     if skipped >= num_queries:
@@ -131,52 +120,40 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q = q + token * q_stride + (queries * q_stride + heads * HEAD_DIM)[:, None] + dims
     q_tile = tl.load(q, mask=is_row[:, None], other=0.0)
     positions = lowest + queries
-    softmax = begin_softmax(Q_ROWS, HEAD_DIM)
-    softmax, q_tile, scale = begin_tiles(softmax, q_tile, scale, exponents is not None)
     softmax = _attend(
-        *(softmax, q_tile, k_rows, v_rows, exponents, blocks, kv_head, positions),
-        *((lowest, highest, length), block_stride, scale),
-        *(HEAD_DIM if exponents is None else HEAD_DIM // 2, KV_HEADS, BLOCK_SIZE, TILE),
+        *(q_tile, k_rows, v_rows, blocks, kv_head * HEAD_DIM, positions, lowest, highest, length),
+        *(block_stride, scale, HEAD_DIM, BLOCK_SIZE, Q_ROWS, TILE),
     )
-    softmax = end_tiles(softmax, exponents is not None)
     out_rows = (token + queries) * (KV_HEADS * GROUP) + heads
     store_softmax(out, None, out_rows, dims, softmax, is_row, HEAD_DIM, 1)
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    softmax,
     q_tile,
     k_rows,
     v_rows,
-    exponents,
     blocks,
-    kv_head,
+    column,
     positions,
-    bounds,
+    lowest,
+    highest,
+    length,
     block_stride,
     scale,
-    WIDTH: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    Q_ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Take all keys of queries at some positions into the softmax.
+    """Return the softmax of queries at some positions, as `begin_softmax` does.
 
-    The bounds are the lowest and the highest of these, and the length of the context; WIDTH is that
-    of a head, in pairs of codes if there are exponents.
+    Their head begins at a column of the cache; the positions are from lowest to highest.
     """
-    lowest, highest, length = bounds
-    column, words = kv_head * WIDTH, kv_head * (BLOCK_SIZE // 4)
-    acc, row_max, row_sum = softmax
+    acc, row_max, row_sum = begin_softmax(Q_ROWS, HEAD_DIM)
     offsets = tl.arange(0, TILE)
     cache_row = tl.load(blocks) * block_stride
-    of_tile = ()
-    if exponents is not None:
-        heads = exponents[0] + words, exponents[1] + words
-        rows = tl.load(blocks).to(tl.int64) * KV_HEADS
-        of_tile = load_exponents(heads, rows, 0, BLOCK_SIZE, TILE)
-    scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), of_tile, scale)
+    scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
     block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
     # All but the last tile of a context are whole; that one's values may be anything.
     whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
@@ -185,38 +162,19 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = _hide_later(scores, tile_start + offsets, positions)
         later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
         later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
-        weights, alpha, row_max, row_sum = weigh_tile(scores, of_tile, row_max, row_sum, scale)
+        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])
-        acc = _add_values(acc, weights, v, alpha, exponents, q_tile)
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
         cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
-        if exponents is not None:
-            rows = block_id.to(tl.int64) * KV_HEADS
-            of_tile = load_exponents(heads, rows, tile_start + TILE, BLOCK_SIZE, TILE)
-        scores = _multiply_keys(q_tile, k_rows.load([cache_row, column]), of_tile, scale)
+        scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
         block_id = later_id
     if whole <= highest:
         scores = _hide_later(scores, whole + offsets, positions)
-        weights, alpha, row_max, row_sum = weigh_tile(scores, of_tile, row_max, row_sum, scale)
+        weights, alpha, row_max, row_sum = weigh(scores, row_max, row_sum, scale)
         v = v_rows.load([cache_row, column])
-        v = tl.where((whole + offsets < length)[:, None], v, 0)
-        acc = _add_values(acc, weights, v, alpha, exponents, q_tile)
+        v = tl.where((whole + offsets < length)[:, None], v, 0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
     return acc, row_max, row_sum
-
-
-@triton.jit
-def _multiply_keys(q_tile, k, exponents, scale):  # type: ignore[no-untyped-def]
-    if len(exponents) == 0:
-        return tl.dot(q_tile, k.T)
-    else:
-        return scale_scores(multiply_keys(q_tile, k), exponents, scale)
-
-
-@triton.jit
-def _add_values(acc, weights, v, alpha, exponents, q_tile):  # type: ignore[no-untyped-def]
-    if exponents is None:
-        return tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
-    else:
-        return add_values(acc, weights, v, alpha, q_tile[0].dtype)
 
 
 @triton.jit

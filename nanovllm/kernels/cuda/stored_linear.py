@@ -23,19 +23,11 @@ NUM_PROGRAMS, MAX_SPLITS = 256, 4  # that fill a device; parts of the inputs
 
 
 class Products(Protocol):
-    """The products of a kept weight, by number of rows."""
+    """The products of a kept weight with several rows, by how many there are."""
 
     @property
     def max_rows(self) -> int:
         """How many rows `few_rows` is for."""
-
-    def one_row(
-        self,
-        hidden: Hidden,
-        norm: NormWeights | None,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[Tensor, Tensor]: ...
 
     def few_rows(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
@@ -49,15 +41,6 @@ class Fp8Products:
     weight: Fp8Weight
     library: Fp8Weight | None  # as the product of many rows takes it
     max_rows: int = MAX_FP8_ROWS
-
-    def one_row(
-        self,
-        hidden: Hidden,
-        norm: NormWeights | None,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[Tensor, Tensor]:
-        return codes_one_row(hidden, norm, self.weight, bias, activation)
 
     def few_rows(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
@@ -76,15 +59,6 @@ class Int4Products:
     weight: Int4Weight
     max_rows: int = MAX_INT4_ROWS
 
-    def one_row(
-        self,
-        hidden: Hidden,
-        norm: NormWeights | None,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> tuple[Tensor, Tensor]:
-        return codes_one_row(hidden, norm, self.weight, bias, activation)
-
     def few_rows(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None, num_splits: int
     ) -> Tensor:
@@ -99,14 +73,14 @@ class StoredLinear:
     """One row runs in one fused kernel, a few in another, more in products of the library."""
 
     ops: Ops
-    products: Products
-    shape: tuple[int, int]
+    weight: Fp8Weight | Int4Weight
+    products: Products  # of more rows than one
     bias: Tensor | None
     activation: Activation | None
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 1:
-            return self.products.one_row(Hidden(x), None, self.bias, self.activation)[0]
+            return codes_one_row(Hidden(x), None, self.weight, self.bias, self.activation)[0]
         if len(x) <= self.products.max_rows:
             return self.products.few_rows(x.contiguous(), self.bias, self.activation, 1)
         y = self.products.many_rows(x.contiguous(), self.bias)
@@ -121,7 +95,7 @@ class StoredLinear:
 
     def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         if len(hidden.residual) == 1:
-            return self.products.one_row(hidden, norm, self.bias, self.activation)
+            return codes_one_row(hidden, norm, self.weight, self.bias, self.activation)
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed), residual
 
@@ -129,7 +103,7 @@ class StoredLinear:
         """Into how many parts to split the inputs to fill the device: a power of two."""
         if not 1 < num_rows <= self.products.max_rows:
             return 1
-        num_out, num_in = self.shape
+        num_out, num_in = self.weight.shape
         num_tiles = -(-num_out // 64) * -(-num_rows // 128)
         most = max(1, min(NUM_PROGRAMS // num_tiles, MAX_SPLITS, num_in // 256))
         return 1 << (most.bit_length() - 1)
@@ -143,4 +117,4 @@ def pack_stored(
         products = Fp8Products(weight, library_weight(weight) if weight.codes.is_cuda else None)
     else:
         products = Int4Products(weight)
-    return StoredLinear(ops, products, weight.shape, bias, activation)
+    return StoredLinear(ops, weight, products, bias, activation)

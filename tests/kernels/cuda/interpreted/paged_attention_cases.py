@@ -359,7 +359,8 @@ def main(which: str) -> None:
         drawn = sample(kind, len(GROUPS), dtypes, SMALL)
         some = drawn[turn :: len(KINDS)]  # all groups come by
         rest = [case for case in drawn if case not in some]
-        fp8 = [replace(case, is_fp8=True) for case in (drawn if which == "rest" else some[:1])]
+        of_codes = () if kind == "tma" else drawn if which == "rest" else some[:1]
+        fp8 = [replace(case, is_fp8=True) for case in of_codes]
         for case in fp8 + (some if which == "some" else rest + edge_cases(kind)):
             start = time.process_time()
             print(kind, case, flush=True)
