@@ -50,9 +50,12 @@ class Tabs:
             page.wait_for_selector(LIVE)
         return page
 
+    def close(self) -> None:
+        while self._contexts:
+            self._contexts.pop().close()
+
     def check(self) -> None:
-        for context in self._contexts:
-            context.close()
+        self.close()
         unexpected = [
             fault for fault in self.faults if not any(part in fault for part in self.expected)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -49,9 +50,17 @@ def tabs(chromium: Any) -> Iterator[Tabs]:
     opened.check()
 
 
+@contextlib.contextmanager
+def served(tabs: Tabs, llm: FakeLLM, **options: Any) -> Iterator[Running]:
+    """A server whose pages are closed before it is: a page that finds it gone says so."""
+    with running(llm, **options) as server:
+        yield server
+        tabs.close()
+
+
 def test_a_chat_streams_and_survives_a_reload(tabs: Tabs) -> None:
     text = "# Title\n\nSome **bold** text\n\n```python\nprint(1 < 2)\n```\n\n1. one\n2. two"
-    with running(FakeLLM(text=text, pause=0.02)) as server:
+    with served(tabs, FakeLLM(text=text, pause=0.02)) as server:
         page = tabs.open(server.url)
         say(page, "Hello <b>you</b>")
         page.wait_for_selector(".message.assistant.busy h1")
@@ -76,7 +85,7 @@ def test_a_chat_streams_and_survives_a_reload(tabs: Tabs) -> None:
 
 def test_an_answer_can_be_stopped_and_made_anew(tabs: Tabs) -> None:
     llm = FakeLLM(text="word " * 400, pause=0.05)
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         say(page, "Go on")
         wait_for(page, "document.querySelector('.assistant .body').innerText.length > 10")
@@ -94,7 +103,7 @@ def test_an_answer_can_be_stopped_and_made_anew(tabs: Tabs) -> None:
 
 def test_an_edit_forgets_what_came_after(tabs: Tabs) -> None:
     llm = FakeLLM(text="yes")
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         for text in ("first", "second"):
             say(page, text)
@@ -110,7 +119,7 @@ def test_an_edit_forgets_what_came_after(tabs: Tabs) -> None:
 
 
 def test_hostile_output_stays_text(tabs: Tabs) -> None:
-    with running(FakeLLM(text=HOSTILE)) as server:
+    with served(tabs, FakeLLM(text=HOSTILE)) as server:
         page = tabs.open(server.url)
         say(page, HOSTILE)
         wait_for_answer(page)
@@ -130,7 +139,7 @@ def test_reasoning_is_folded_and_tool_calls_are_shown(tabs: Tabs) -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     llm = FakeLLM(text=f"<think>let me see</think>{call}")
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         page.click("#open-settings")
         page.fill("[name=tools]", "no json")
@@ -156,7 +165,7 @@ def test_reasoning_is_folded_and_tool_calls_are_shown(tabs: Tabs) -> None:
 
 def test_a_key_is_asked_for(tabs: Tabs) -> None:
     tabs.expected = ("401",)
-    with running(FakeLLM(), api_keys=("secret",)) as server:
+    with served(tabs, FakeLLM(), api_keys=("secret",)) as server:
         page = tabs.open(server.url, waits=False)
         page.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")
@@ -172,7 +181,7 @@ def test_a_key_is_asked_for(tabs: Tabs) -> None:
 def test_a_dead_engine_is_shown_as_such(tabs: Tabs) -> None:
     tabs.expected = ("503",)
     llm = FakeLLM()
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         llm.error = EngineError("the core died")
         llm.viewers.fail(llm.error)
@@ -226,7 +235,7 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
         if any(seq.status == "preempted" for seq in state.sequences):
             break
     llm = FakeLLM()
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         for news in sent:
             llm.viewers.push(news)
@@ -246,9 +255,9 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
 
 def test_one_of_several_engines_is_chosen(tabs: Tabs) -> None:
     llm = FakeLLM(others=[FakeLLM(idle=replace(IDLE, num_blocks=32))])
-    with running(FakeLLM()) as server:
+    with served(tabs, FakeLLM()) as server:
         assert tabs.open(server.url).locator("#engines").is_hidden()
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         assert page.locator("#engines option").all_inner_texts() == ["engine 0", "engine 1"]
         page.wait_for_selector("#map-size:text('64 blocks')")
@@ -315,7 +324,7 @@ def test_no_window_is_too_narrow(tabs: Tabs, scheme: str, width: int) -> None:
         + "z" * 200
         + " | 2 |"
     )
-    with running(FakeLLM(text=text)) as server:
+    with served(tabs, FakeLLM(text=text)) as server:
         size = {"width": width, "height": 780}
         page = tabs.open(server.url, viewport=size, color_scheme=scheme)
         say(page, "w" * 300)
@@ -333,7 +342,7 @@ def test_no_window_is_too_narrow(tabs: Tabs, scheme: str, width: int) -> None:
 
 def test_everything_works_by_keyboard_and_has_a_name(tabs: Tabs) -> None:
     llm = FakeLLM(text="word " * 100, pause=0.05)
-    with running(llm) as server:
+    with served(tabs, llm) as server:
         page = tabs.open(server.url)
         for _ in range(40):
             page.keyboard.press("Tab")
@@ -362,7 +371,7 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, canv
 
 def test_the_page_applies_changes_as_the_engine_means_them(tabs: Tabs) -> None:
     """What its code makes of a stream equals fresh snapshots, preemption and sharing included."""
-    with running(FakeLLM()) as server:
+    with served(tabs, FakeLLM()) as server:
         page = tabs.open(server.url)
         for seed in range(10):
             pairs = [(as_event(news), as_event(whole)) for news, whole in recorded(seed)]
