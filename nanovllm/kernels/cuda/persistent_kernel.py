@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_attention import Attention
+from nanovllm.kernels.cuda.persistent_codes import FACTORS
 from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
     NUM_BUFFERS,
@@ -24,6 +25,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
 )
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
+    gated_at_once,
     group_tiles,
     head_blocks_at_once,
     num_blocks,
@@ -32,6 +34,8 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_head_blocks,
     num_slots,
     num_splits,
+    num_tiles,
+    tile_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
     HEAD_FLYING,
@@ -99,12 +103,13 @@ def next_buffer(now):
 def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     """x -> q, k and v."""
     B: gl.constexpr = num_blocks(given.qkv.width)
-    C: gl.constexpr = num_chunks(given.x.width)
-    N: gl.constexpr = blocks_at_once(B, C)
+    C: gl.constexpr = num_tiles(given.x.width, stream.bits)
+    N: gl.constexpr = blocks_at_once(B, C, stream.bits)
     held = stream.grab_early(t, g, B, C)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps)
+    x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
+    held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, N, C, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
         y = add_up(stream.sums, sums, 0, N) * factor
         if parameters.has_bias:
             line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
@@ -113,7 +118,7 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
         given.qkv.publish(y, 0, i * N, now, N)
         t += N * C
-        g += N * C // group_tiles(N, C)
+        g += N * C // group_tiles(N, C, stream.bits)
     return t, g
 
 
@@ -121,19 +126,20 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
 def project_back(stream, t, g, source, target, residual, now, target_now):
     """Add a projection of source to the residual: o after attention, down after the gate."""
     B: gl.constexpr = num_blocks(target.width)
-    C: gl.constexpr = num_chunks(source.width)
-    N: gl.constexpr = blocks_at_once(B, C)
+    C: gl.constexpr = num_tiles(source.width, stream.bits)
+    N: gl.constexpr = blocks_at_once(B, C, stream.bits)
     held = stream.grab_early(t, g, B, C)
-    x = source.take(now)
+    x = source.take(now, stream.bits)
+    held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, N, C, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
         added = residual + add_up(stream.sums, sums, i * N, N)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
         residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
         target.publish(residual, i * N, i * N, target_now, N)
         t += N * C
-        g += N * C // group_tiles(N, C)
+        g += N * C // group_tiles(N, C, stream.bits)
     return residual, t, g
 
 
@@ -141,35 +147,36 @@ def project_back(stream, t, g, source, target, residual, now, target_now):
 def project_gate_up(stream, t, g, given, norm, parameters, now):
     """y -> the gated values: blocks of gate and up lie in turn."""
     B: gl.constexpr = num_blocks(given.gated.width)
-    C: gl.constexpr = num_chunks(given.y.width)
-    N: gl.constexpr = blocks_at_once(B, 2 * C)
+    C: gl.constexpr = num_tiles(given.y.width, stream.bits)
+    N: gl.constexpr = gated_at_once(B, C, stream.bits)
     held = stream.grab_early(t, g, 2 * B, C)
-    x, factor = given.y.take_normed(now, norm, parameters.eps)
+    x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+    held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, 2 * N, C, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, C, stream.flying, stream.bits)
         spread(stream.sums, sums, 0, 0, 2, N)
         spread(stream.more_sums, sums, 0, 1, 2, N)
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
         slope = parameters.gate_linear + parameters.gate_cubic * gate * gate
         given.gated.publish(gate / (1.0 + gl.exp(-gate * slope)) * up, 0, i * N, now, N)
         t += 2 * N * C
-        g += 2 * N * C // group_tiles(2 * N, C)
+        g += 2 * N * C // group_tiles(2 * N, C, stream.bits)
     return t, g
 
 
 @gluon.jit
 def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    C: gl.constexpr = num_chunks(given.x.width)
-    N: gl.constexpr = head_blocks_at_once(given.x.width)
+    C: gl.constexpr = given.x.size // CHUNK
+    N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps)
-    for i in range(num_head_blocks(VOCAB, given.x.width) // N):
-        sums = stream.products(t, g, (), x, N, C, HEAD_FLYING)
+    x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
+    for i in range(num_head_blocks(VOCAB, C) // N):
+        sums = stream.products(t, g, (), x, ((), ()), N, C, HEAD_FLYING, 16)
         y = add_up(stream.sums, sums, 0, N) * factor
         line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
         gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
         t += N * C
-        g += N * C // group_tiles(N, C)
+        g += N * C // group_tiles(N, C, 16)
 
 
 @gluon.jit
@@ -177,7 +184,7 @@ def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer,
     """Ask for what the next layer loads beside its weights, before they crowd memory."""
     skip = (later - layer).to(gl.int64) * stride
     attention.prefetch(k_cache + skip, v_cache + skip, place)
-    NORMS: gl.constexpr = 2 * num_chunks(given.x.width)  # elements of a thread
+    NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements of a thread
     at = parameters.norms + later * (256 * NORMS)
     prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if parameters.has_norm:
@@ -199,7 +206,7 @@ def compute(
     k_caches, v_caches, stride = caches
     now, x_now = gl.load(turns), gl.load(turns + 1)
     D: gl.constexpr = attention.dim
-    NORM: gl.constexpr = num_chunks(given.x.width) * 256  # elements of a norm's weight
+    NORM: gl.constexpr = given.x.size // 4  # elements of a norm's weight
     line = block_index() * CHUNK + stream.sm * 8 + line_index()
     residual = gl.load(embedding + line, mask=line < given.x.width, other=0.0).to(gl.float32)
     given.x.publish(residual, 0, 0, x_now, 8)
@@ -246,34 +253,39 @@ def load(
     QKV: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr,
 ):  # fmt: skip
     """What the ninth warp does: ask for tiles, across phases and layers, as slots come free."""
-    H: gl.constexpr = num_chunks(HIDDEN)
-    A: gl.constexpr = num_chunks(Q)
-    M: gl.constexpr = num_chunks(MLP)
+    BITS: gl.constexpr = stream.bits
+    H: gl.constexpr = num_tiles(HIDDEN, BITS)
+    A: gl.constexpr = num_tiles(Q, BITS)
+    M: gl.constexpr = num_tiles(MLP, BITS)
+    V: gl.constexpr = num_chunks(HIDDEN, BITS)
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
     BM: gl.constexpr = num_blocks(MLP)
-    BV: gl.constexpr = num_head_blocks(VOCAB, HIDDEN)
+    BV: gl.constexpr = num_head_blocks(VOCAB, V)
     # tiles in a group
-    GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
-    GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
-    GG: gl.constexpr = group_tiles(2 * blocks_at_once(BM, 2 * H), H)
-    GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
-    GV: gl.constexpr = group_tiles(head_blocks_at_once(HIDDEN), H)
+    GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H, BITS), H, BITS)
+    GO: gl.constexpr = group_tiles(blocks_at_once(B, A, BITS), A, BITS)
+    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, BITS), H, BITS)
+    GD: gl.constexpr = group_tiles(blocks_at_once(B, M, BITS), M, BITS)
+    GV: gl.constexpr = group_tiles(head_blocks_at_once(V), V, 16)
     F: gl.constexpr = stream.flying
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)
     for layer in range(num_layers):
-        t, g, owners = stream.fetch(qkv, t, g, owners, layer, QKV, BQ, H, 1, GQ, F)
-        t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F)
-        t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F)
-        t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F)
-    stream.fetch(head, t, g, owners, 0, VOCAB, BV, H, 1, GV, HEAD_FLYING)
+        t, g, owners = stream.fetch(qkv, t, g, owners, layer, QKV, BQ, H, 1, GQ, F, BITS)
+        t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F, BITS)
+        t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F, BITS)
+        t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F, BITS)
+    stream.fetch((head, head), t, g, owners, 0, VOCAB, BV, V, 1, GV, HEAD_FLYING, 16)
 
 
 @gluon.jit
-def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr):
+def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexpr):
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
+    factors = ring
+    if BITS < 16:
+        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, 8 * tile_groups(BITS)], FACTORS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [NUM_USED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -282,7 +294,7 @@ def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr):
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    return Stream(ring, words, full, used, sums, more_sums, sm, SLOTS, FLYING)
+    return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
 
 
 @gluon.jit
@@ -307,7 +319,7 @@ def persistent_step(
     qkv, o, gate_up, down, head, vectors, caches, tables, signals, memories, outputs, numbers,
     HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ACTIVATION: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold."""
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
@@ -319,14 +331,14 @@ def persistent_step(
     sm = gl.program_id(0)
     Q: gl.constexpr = NUM_HEADS * DIM
     QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    SLOTS: gl.constexpr = num_slots(HIDDEN, NUM_HEADS, NUM_KV_HEADS, DIM, MLP)
-    stream = make_stream(sm, SLOTS, num_flying(HIDDEN))
+    SLOTS: gl.constexpr = num_slots(HIDDEN, NUM_HEADS, NUM_KV_HEADS, DIM, MLP, BITS)
+    stream = make_stream(sm, SLOTS, num_flying(HIDDEN), BITS)
     given = Exchanges(
-        Exchange(x_memory, flag, sm, HIDDEN),
-        Exchange(qkv_memory, flag, sm, QKV),
-        Exchange(attended_memory, flag, sm, Q),
-        Exchange(y_memory, flag, sm, HIDDEN),
-        Exchange(gated_memory, flag, sm, MLP),
+        Exchange(x_memory, flag, sm, HIDDEN, BITS),
+        Exchange(qkv_memory, flag, sm, QKV, 16),
+        Exchange(attended_memory, flag, sm, Q, BITS),
+        Exchange(y_memory, flag, sm, HIDDEN, BITS),
+        Exchange(gated_memory, flag, sm, MLP, BITS),
     )
     # A length of 0 is padding: its result is not used, and its key must go nowhere.
     slot = gl.load(slot)

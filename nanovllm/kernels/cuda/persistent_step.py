@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.errors import EngineError
+from nanovllm.kernels.cuda.persistent_codes import FACTORS
 from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.kernels.cuda.persistent_kernel import persistent_step
 from nanovllm.kernels.cuda.persistent_sizes import (
@@ -19,10 +20,12 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_partials,
     num_slots,
     num_splits,
+    num_tiles,
     power_of_two,
+    tile_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import RING
-from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
+from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
 
 LOG2_E = 1.4426950408889634
 MIN_SLOTS = 7  # a group of tiles
@@ -40,6 +43,7 @@ class StepShape:
     head_dim: int
     mlp: int
     vocab: int
+    bits: int = 16  # of all weights but the head's
 
     @property
     def q(self) -> int:
@@ -59,9 +63,10 @@ class StepShape:
             return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
         if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
             return f"a kv head for every {group} of {self.head_dim}"
-        if self.hidden % 64 or self.mlp % 64 or self.hidden > 8192:
+        part = 64 if self.bits == 16 else 128  # what shares a scale
+        if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
-        sizes = self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp
+        sizes = self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp, self.bits
         return None if num_slots(*sizes) >= MIN_SLOTS else "too little shared memory"
 
 
@@ -80,23 +85,25 @@ class PersistentStep:
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
         self.shape, self.tensors, self.constants = shape, tensors, constants
-        self.num_layers = len(tensors.qkv)
+        self.num_layers = len(tensors.norms)
         # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
         self.max_context = 16384 if shape.hidden >= 4096 else 8192
-        device = tensors.qkv.device
-        weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
-        self._weights = [describe(weight) for weight in weights]
+        device = tensors.head.device
+        weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down
+        self._weights = [describe_both(weight) for weight in weights]
+        self._head = describe(tensors.head)
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
             tensors.embedding,
-            four_in_one(tensors.norms),
-            four_in_one(tensors.final_norm),
+            four_in_one(tensors.norms, shape.bits),
+            four_in_one(tensors.final_norm, shape.bits),
             None if norms is None else norms.contiguous().view(torch.int32),
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        widths = shape.hidden, shape.qkv, shape.q, shape.hidden, shape.mlp
-        x, qkv, attended, y, gated = (empty_exchange(width, device) for width in widths)
+        widths = shape.hidden, shape.q, shape.hidden, shape.mlp
+        x, attended, y, gated = (empty_exchange(width, device, shape.bits) for width in widths)
+        qkv = empty_exchange(shape.qkv, device)
         partials = empty_partials(shape, device)
         self._exchanges = x, qkv, partials, attended, y, gated
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
@@ -131,6 +138,7 @@ class PersistentStep:
         stride = 0 if self.num_layers == 1 else k_caches[1].data_ptr() - k_caches[0].data_ptr()
         persistent_step[(NUM_PROGRAMS.value,)](
             *self._weights,
+            self._head,
             self._vectors,
             (k, v),
             (slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
@@ -146,6 +154,7 @@ class PersistentStep:
             VOCAB=shape.vocab,
             BLOCK_SIZE=k.shape[1],
             ACTIVATION=constants.activation,
+            BITS=shape.bits,
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
         )
@@ -159,22 +168,41 @@ class PersistentStep:
             )
 
 
+def describe_both(weight: Tensor | StackedCodes) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Tell the copy engine of codes and their factors; what is no code has only the first."""
+    if isinstance(weight, Tensor):
+        return describe(weight), describe(weight)
+    factors = by_tile(weight.factors, weight.bits)
+    size = 8 * tile_groups(weight.bits)
+    codes = weight.codes.view(torch.bfloat16)
+    return describe(codes), TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
+
+
 def describe(weight: Tensor) -> TensorDescriptor:
     """Tell the copy engine of lines [..., width] in tiles of 8 lines and 1,024 columns."""
     width = weight.shape[-1]
-    shape = [width // 64, weight.numel() // width, 64]
+    shape = [-(-width // 64), weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [16, 8, 64], RING.value)
 
 
-def four_in_one(norms: Tensor) -> Tensor:
+def by_tile(factors: Tensor, bits: int) -> Tensor:
+    """Lay factors [layers, out, groups] out tile by tile: 8 lines of the groups of one each."""
+    groups, width = tile_groups(bits), factors.shape[-1]
+    tiles = num_tiles(width * 128, bits)
+    padded = torch.nn.functional.pad(factors, (0, tiles * groups - width))
+    lines = padded.view(-1, 8, tiles, groups)
+    return lines.transpose(1, 2).contiguous().flatten()
+
+
+def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
     """Pad norm weights [..., hidden] to whole chunks, and view four of them as one element."""
-    padding = num_chunks(norms.shape[-1]) * 1024 - norms.shape[-1]
+    padding = num_chunks(norms.shape[-1], bits) * 1024 - norms.shape[-1]
     padded: Tensor = torch.nn.functional.pad(norms, (0, padding))
     return padded.contiguous().view(torch.int64)
 
 
-def empty_exchange(width: int, device: torch.device) -> Tensor:
-    size = num_chunks(width) * 1024
+def empty_exchange(width: int, device: torch.device, bits: int = 16) -> Tensor:
+    size = num_chunks(width, bits) * 1024
     memory = torch.zeros(NUM_BUFFERS.value, 2, size, dtype=torch.int16, device=device)
     memory[..., :width] = -1
     return memory

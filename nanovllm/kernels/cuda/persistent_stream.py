@@ -8,8 +8,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from nanovllm.kernels.cuda.persistent_codes import (
+    ONE,
+    both_blocks,
+    load_factors,
+    load_x,
+    multiply_codes,
+    sixteen,
+    sum_of,
+)
 from nanovllm.kernels.cuda.persistent_exchange import CHUNK, LINES, S2, SUMS
-from nanovllm.kernels.cuda.persistent_sizes import TILE_BYTES, group_chunks, is_held
+from nanovllm.kernels.cuda.persistent_sizes import (
+    TILE_BYTES,
+    group_chunks,
+    is_held,
+    is_wide,
+    tile_groups,
+)
 
 HEAD_FLYING = gl.constexpr(4)  # tiles of the head on their way at once
 NUM_USED = gl.constexpr(16)  # barriers of groups: more than a ring has slots
@@ -18,7 +33,6 @@ RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 # A tile as words of two weights, [16, 8 lines, 32]: the layout that the tensor cores want of B
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
-ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
 
 
 @gluon.constexpr_function
@@ -44,33 +58,10 @@ def product_registers(words):
 
 
 @gluon.jit
-def halves(t, N: gl.constexpr):
-    return gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
-
-
-@gluon.jit
-def quarters(t, N: gl.constexpr):
-    even, odd = halves(t, N)
-    first, third = halves(even, N // 2)
-    second, fourth = halves(odd, N // 2)
-    return first, second, third, fourth
-
-
-@gluon.jit
 def words_of(tile):
     """The 16 words that each thread has of a tile, as tensors of one word."""
     t = gl.permute(gl.reshape(tile, [2, 8, 8, 4, 8]), [1, 2, 3, 0, 4])
-    a = quarters(gl.reshape(t, [8, 8, 4, 16]), 16)  # word m is in a[m % 4], at m // 4
-    b0, b1, b2, b3 = quarters(a[0], 4), quarters(a[1], 4), quarters(a[2], 4), quarters(a[3], 4)
-    words = ()
-    for k in gl.static_range(4):
-        words = words + (one(b0[k]), one(b1[k]), one(b2[k]), one(b3[k]))
-    return words
-
-
-@gluon.jit
-def one(t):
-    return gl.convert_layout(gl.reshape(t, [8, 8, 4]), ONE, assert_trivial=True)
+    return sixteen(gl.reshape(t, [8, 8, 4, 16]))
 
 
 @gluon.jit
@@ -125,11 +116,12 @@ class Stream:
     """This program's tiles of all weights, in the order of their use.
 
     Tiles of a group are used, and their slots come free, together. Where in the stream who loads or
-    multiplies is, t says in tiles and g in groups.
+    multiplies is, t says in tiles and g in groups. BITS are those of a weight.
     """
 
     ring: gl.shared_memory_descriptor
     words: gl.shared_memory_descriptor  # the same memory
+    factors: gl.shared_memory_descriptor  # of codes, for each slot
     full: gl.shared_memory_descriptor  # a barrier for each slot
     used: gl.shared_memory_descriptor  # and for groups, in rotation
     sums: gl.shared_memory_descriptor  # what warps add up
@@ -137,35 +129,47 @@ class Stream:
     sm: gl.tensor
     slots: gl.constexpr
     flying: gl.constexpr  # tiles on their way at once: more of them slow the exchanges down
+    bits: gl.constexpr  # of all weights but the head's
 
     @gluon.constexpr_function
-    def __init__(self, ring, words, full, used, sums, more_sums, sm, slots, flying):
-        self.ring, self.words, self.full, self.used = ring, words, full, used
+    def __init__(self, ring, words, factors, full, used, sums, more_sums, sm, slots, flying, bits):
+        self.ring, self.words, self.factors = ring, words, factors
+        self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
         self.sm, self.slots, self.flying = sm, gl.constexpr(slots), gl.constexpr(flying)
+        self.bits = gl.constexpr(bits)
 
     @gluon.jit
     def fetch(
         self, weights, t, g, owners, layer, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        CHUNKS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        TILES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        BITS: gl.constexpr,
     ):  # fmt: skip
         """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate."""
-        for i in range(BLOCKS * PARTS * CHUNKS):
-            block, chunk = i // CHUNKS, i % CHUNKS
+        codes, factors = weights
+        FACTORS: gl.constexpr = 8 * tile_groups(BITS)
+        for i in range(BLOCKS * PARTS * TILES):
+            block, tile = i // TILES, i % TILES
             line = block // PARTS * CHUNK + self.sm * 8
             # Beyond the last line of all the copy engine writes zeros, and reads nothing.
-            line = gl.where(line < LINES, (layer * PARTS + block % PARTS) * LINES + line, 1 << 30)
+            is_there = line < LINES
+            line = gl.where(is_there, (layer * PARTS + block % PARTS) * LINES + line, 1 << 30)
             owners = self.take_slot(t, g + i // GROUP, owners)
             if t >= FLYING:
                 before = t - FLYING
                 mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
             full = self.full.index(t % self.slots)
-            mbarrier.expect(full, TILE_BYTES)
+            mbarrier.expect(full, TILE_BYTES + 4 * FACTORS)
             tma.async_copy_global_to_shared(
-                weights, [chunk * 16, line, 0], full, self.ring.index(t % self.slots)
+                codes, [tile * 16, line, 0], full, self.ring.index(t % self.slots)
             )
+            if BITS < 16:
+                place = gl.where(is_there, (line // 8 * TILES + tile) * FACTORS, 1 << 30)
+                tma.async_copy_global_to_shared(
+                    factors, [place], full, self.factors.index(t % self.slots)
+                )
             t += 1
-        return t, g + BLOCKS * PARTS * CHUNKS // GROUP, owners
+        return t, g + BLOCKS * PARTS * TILES // GROUP, owners
 
     @gluon.jit
     def take_slot(self, t, g, owners):
@@ -191,67 +195,150 @@ class Stream:
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, FLYING: gl.constexpr):
-        """Move a group of N tiles into registers."""
+    def words_at(self, t):
+        """A thread's words of the tile at a place of the stream."""
+        return words_of(self.words.index(t % self.slots).load(TILE))
+
+    @gluon.jit
+    def grab(self, t, g, N: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexpr):
+        """Move a group of N tiles into registers, with the factors of each."""
         self.wait(t, N, FLYING)
         w = ()
         for k in gl.static_range(N):
-            w = w + words_of(self.words.index((t + k) % self.slots).load(TILE))
+            w = w + self.words_at(t + k)
+            if BITS < 16:
+                w = w + load_factors(self.factors.index((t + k) % self.slots), BITS)
         self.release(g)
         return w
 
     @gluon.jit
-    def grab_early(self, t, g, BLOCKS: gl.constexpr, CHUNKS: gl.constexpr):
+    def grab_early(self, t, g, BLOCKS: gl.constexpr, TILES: gl.constexpr):
         """Move a projection's tiles into registers before x comes, if they fit."""
         w = ()
-        if is_held(BLOCKS, CHUNKS):
-            w = self.grab(t, g, BLOCKS * CHUNKS, self.flying)
+        if is_held(BLOCKS, TILES, self.bits):
+            w = self.grab(t, g, BLOCKS * TILES, self.flying, self.bits)
         return w
 
     @gluon.jit
+    def hold_x(self, x, TILES: gl.constexpr):
+        """What products with codes need of x for all blocks, moved into registers if it fits."""
+        parts, totals = (), ()
+        if self.bits < 16:
+            for k in gl.static_range(2 * TILES):
+                if self.bits == 4 or not is_wide(TILES, self.bits):
+                    part = load_x(x[k], self.bits)
+                    if self.bits == 4:
+                        totals = totals + (sum_of(part),)
+                    if not is_wide(TILES, self.bits):
+                        parts = parts + (part,)
+        return parts, totals
+
+    @gluon.jit
     def products(
-        self, t, g, held, x, COUNT: gl.constexpr, CHUNKS: gl.constexpr, FLYING: gl.constexpr
-    ):
+        self, t, g, held, x, held_x, COUNT: gl.constexpr, TILES: gl.constexpr,
+        FLYING: gl.constexpr, BITS: gl.constexpr,
+    ):  # fmt: skip
         """Multiply COUNT blocks of lines with x: this warp's part of each, two lines a thread."""
         sums = ()
-        if len(held) > 0:
-            sums = self.products_of_held(held, x, COUNT, CHUNKS)
-        elif CHUNKS <= 3:
-            w = self.grab(t, g, COUNT * CHUNKS, FLYING)
-            sums = self.products_of_held(w, x, COUNT, CHUNKS)
+        if BITS < 16:
+            if is_wide(TILES, BITS):
+                sums = self.products_of_codes(t, g, x, held_x[1], COUNT, TILES)
+            else:
+                if len(held) == 0:
+                    held = self.grab(t, g, COUNT * TILES, FLYING, BITS)
+                sums = self.products_of_held_codes(held, held_x, COUNT, TILES)
+        elif len(held) > 0:
+            sums = self.products_of_held(held, x, COUNT, TILES)
+        elif not is_wide(TILES, BITS):
+            w = self.grab(t, g, COUNT * TILES, FLYING, BITS)
+            sums = self.products_of_held(w, x, COUNT, TILES)
         else:
-            sums = self.products_by_chunk(t, g, x, COUNT, CHUNKS, FLYING)
+            sums = self.products_by_tile(t, g, x, COUNT, TILES, FLYING)
         return sums
 
     @gluon.jit
-    def products_of_held(self, w, x, COUNT: gl.constexpr, CHUNKS: gl.constexpr):
+    def products_of_held(self, w, x, COUNT: gl.constexpr, TILES: gl.constexpr):
         parts, sums = (), ()
-        for c in gl.static_range(CHUNKS):
+        for c in gl.static_range(TILES):
             parts = parts + (words_of_x(x[c]),)
         for r in gl.static_range(COUNT):
             c0 = gl.zeros([8, 8, 4], gl.float32, ONE)
             c1 = c0
-            for c in gl.static_range(CHUNKS):
-                c0, c1 = multiply(w, (r * CHUNKS + c) * 16, parts[c], c0, c1)
+            for c in gl.static_range(TILES):
+                c0, c1 = multiply(w, (r * TILES + c) * 16, parts[c], c0, c1)
             sums = sums + (c0, c1)
         return sums
 
     @gluon.jit
-    def products_by_chunk(
-        self, t, g, x, COUNT: gl.constexpr, CHUNKS: gl.constexpr, FLYING: gl.constexpr
+    def products_by_tile(
+        self, t, g, x, COUNT: gl.constexpr, TILES: gl.constexpr, FLYING: gl.constexpr
     ):
-        N: gl.constexpr = group_chunks(CHUNKS)
+        N: gl.constexpr = group_chunks(TILES)
         sums = ()
         for _ in gl.static_range(COUNT):
             c0 = gl.zeros([8, 8, 4], gl.float32, ONE)
             c1 = c0
-            for i in gl.static_range(CHUNKS // N):
+            for i in gl.static_range(TILES // N):
                 self.wait(t, N, FLYING)
                 for c in gl.static_range(N):
-                    tile = words_of(self.words.index((t + c) % self.slots).load(TILE))
+                    tile = self.words_at(t + c)
                     c0, c1 = multiply(tile, 0, words_of_x(x[i * N + c]), c0, c1)
                 self.release(g)
                 t += N
                 g += 1
             sums = sums + (c0, c1)
         return sums
+
+    @gluon.jit
+    def products_of_held_codes(self, w, held_x, COUNT: gl.constexpr, TILES: gl.constexpr):
+        sums = ()
+        for r in gl.static_range(COUNT):
+            pair = (gl.zeros([8, 8, 4], gl.float32, ONE), gl.zeros([8, 8, 4], gl.float32, ONE))
+            for c in gl.static_range(TILES):
+                pair = self.add_tile(w, (r * TILES + c) * 20, held_x[0], held_x[1], c, pair)
+            sums = sums + self.whole(pair)
+        return sums
+
+    @gluon.jit
+    def products_of_codes(self, t, g, x, totals, COUNT: gl.constexpr, TILES: gl.constexpr):
+        N: gl.constexpr = group_chunks(TILES)
+        sums = ()
+        for _ in gl.static_range(COUNT):
+            pair = (gl.zeros([8, 8, 4], gl.float32, ONE), gl.zeros([8, 8, 4], gl.float32, ONE))
+            for i in gl.static_range(TILES // N):
+                self.wait(t, N, self.flying)
+                for c in gl.static_range(N):
+                    pair = self.add_next(t + c, x, totals, 2 * (i * N + c), pair)
+                self.release(g)
+                t += N
+                g += 1
+            sums = sums + self.whole(pair)
+        return sums
+
+    @gluon.jit
+    def add_next(self, t, x, totals, k: gl.constexpr, pair):
+        """Add the products of a tile that has come with pieces k and k + 1 of x."""
+        w = self.words_at(t) + load_factors(self.factors.index(t % self.slots), self.bits)
+        parts = (load_x(x[k], self.bits), load_x(x[k + 1], self.bits))
+        own = ()
+        if self.bits == 4:
+            own = (totals[k], totals[k + 1])
+        return self.add_tile(w, 0, parts, own, 0, pair)
+
+    @gluon.jit
+    def add_tile(self, w, i: gl.constexpr, parts, totals, c: gl.constexpr, pair):
+        """Add the products of a tile, whose 16 words and 4 of factors begin at i, with x."""
+        for a in gl.static_range(2):
+            total = pair[0]
+            if self.bits == 4:
+                total = totals[2 * c + a]
+            first, second = w[i + 16 + 2 * a], w[i + 17 + 2 * a]
+            x = parts[2 * c + a]
+            pair = multiply_codes(w, i + 8 * a, x, total, first, second, pair, self.bits)
+        return pair
+
+    @gluon.jit
+    def whole(self, pair):
+        if self.bits == 4:
+            pair = both_blocks(pair)
+        return pair

@@ -13,17 +13,26 @@ from nanovllm.kernels.torch_ops import TorchOps, rms_norm, rotate
 
 
 @dataclass(frozen=True, slots=True)
+class StackedCodes:
+    """Weights of all layers that stay codes; what they mean is in stored_weights.py."""
+
+    bits: int  # of a code: 8 or 4
+    codes: Tensor  # [layers, out, in], FP8; or [layers, out, in / 8], int32
+    factors: Tensor  # int32 [layers, out, in / 128]: see the persistent step
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
     """All of a model's weights, every kind of them stacked by layer."""
 
     embedding: Tensor  # [vocab, hidden]
     norms: Tensor  # [layers, 2, hidden]
-    qkv: Tensor  # [layers, q + k + v, hidden]
+    qkv: Tensor | StackedCodes  # [layers, q + k + v, hidden]
     qkv_bias: Tensor | None  # [layers, q + k + v]
     qk_norms: Tensor | None  # [layers, 2, head_dim]
-    o: Tensor  # [layers, hidden, q]
-    gate_up: Tensor  # [layers, 2 * mlp, hidden]
-    down: Tensor  # [layers, hidden, mlp]
+    o: Tensor | StackedCodes  # [layers, hidden, q]
+    gate_up: Tensor | StackedCodes  # [layers, 2 * mlp, hidden]
+    down: Tensor | StackedCodes  # [layers, hidden, mlp]
     final_norm: Tensor  # [hidden]
     head: Tensor  # [vocab, hidden]
     rope: Tensor  # [positions, 2, head_dim / 2], float32
