@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.fp8 import ScaledCodes, round_rows, round_to_codes
+
 BLOCK = 128  # inputs whose codes lie together; a group is one such, or a half or a quarter of it
 WORDS = 16  # of a block: the word w has in its bits 4 * n the code of input 16 * n + w
 INT4_GROUPS = (32, 64, BLOCK)
 MIDDLE = 8  # the zero point of 4 bits where none is stored
-LARGEST_FP8 = 448.0
-SMALLEST_LARGEST = 1e-30  # what stands for the largest number of a row of zeros
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +92,14 @@ def unpack_words(words: Tensor) -> Tensor:
     return ((blocks >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
-def quantise_blocks(values: Tensor) -> ScaledRows:
+def quantise_blocks(values: Tensor) -> ScaledCodes:
     """Round to FP8 by the largest numbers of blocks of 128 x 128; scales are repeated by row."""
     num_rows, num_in = values.shape
     padded = F.pad(values.float(), (0, -num_in % BLOCK, 0, -num_rows % BLOCK))
     blocks = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK)
-    largest = blocks.abs().amax((1, 3)).clamp_(min=SMALLEST_LARGEST)
-    codes = (blocks * (LARGEST_FP8 / largest)[:, None, :, None]).clamp_(-LARGEST_FP8, LARGEST_FP8)
-    scales = (largest / LARGEST_FP8).repeat_interleave(BLOCK, 0)[:num_rows]
-    return ScaledRows(codes.view_as(padded)[:num_rows, :num_in].to(FP8), scales)
+    rounded = round_to_codes(blocks, blocks.abs().amax((1, 3), keepdim=True))
+    scales = rounded.scales[:, 0, :, 0].repeat_interleave(BLOCK, 0)[:num_rows]
+    return ScaledCodes(rounded.codes.view_as(padded)[:num_rows, :num_in], scales)
 
 
 def quantise_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -113,30 +111,20 @@ def quantise_int4(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, :num_in].to(torch.uint8), scales
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledRows:
-    """Activations that are quantised token by token, or by token and 128 inputs."""
-
-    codes: Tensor  # [rows, inputs], FP8
-    scales: Tensor  # float32 [rows, 1] or [rows, blocks]
-
-    def widen(self) -> Tensor:
-        return Fp8Weight(self.codes, self.scales).widen(torch.float32)
-
-
-def quantise_rows(x: Tensor, by_block: bool = False) -> ScaledRows:
-    """Round the rows of x to FP8 by their largest numbers."""
+def quantise_rows(x: Tensor, by_block: bool = False) -> ScaledCodes:
+    """Round the rows of x to FP8 by their largest numbers, or those of every 128 inputs."""
+    if not by_block:
+        return round_rows(x.float())
     num_in = x.shape[1]
-    padded = F.pad(x.float(), (0, -num_in % BLOCK)) if by_block else x.float()
-    parts = padded.view(len(x), -1, BLOCK) if by_block else padded.unsqueeze(1)
-    largest = parts.abs().amax(2).clamp_(min=SMALLEST_LARGEST)
-    scaled = parts * (torch.full_like(largest, LARGEST_FP8) / largest).unsqueeze(2)
-    codes = scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
-    return ScaledRows(codes.flatten(1)[:, :num_in].contiguous(), largest * (1 / LARGEST_FP8))
+    parts = F.pad(x.float(), (0, -num_in % BLOCK)).view(-1, BLOCK)
+    rounded = round_rows(parts)
+    codes = rounded.codes.view(len(x), -1)[:, :num_in].contiguous()
+    return ScaledCodes(codes, rounded.scales.view(len(x), -1))
 
 
 def quantised_product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """What a product with quantised activations means: both sides are rounded to FP8."""
     rows = quantise_rows(x, weight.has_blocks)
-    y = F.linear(rows.widen(), weight.widen(torch.float32))
+    wide = Fp8Weight(rows.codes, rows.scales).widen(torch.float32)
+    y = F.linear(wide, weight.widen(torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.code_rows import CodeRows
+from nanovllm.fp8 import FP8
 from nanovllm.kernels.ops import Activation, Ops, PackedLinear
 from nanovllm.kernels.stored_weights import (
     BLOCK,
-    FP8,
     INT4_GROUPS,
     WORDS,
     Fp8Weight,
     Int4Weight,
     num_blocks,
 )
+from nanovllm.kernels.weight_rows import WeightRows
 from nanovllm.layers.plain_experts import PlainExperts
 from nanovllm.layers.plain_format import PLAIN, PlainLinear
 from nanovllm.layers.shards import ExpectedTensor, Share, expect_shares, num_outputs
@@ -74,7 +74,7 @@ class CodeLinear(nn.Module):
             expected = expect_shares(rows[first:], shares, self.inputs)
             parts = []
             for share, part in zip(shares, expected.parts, strict=True):
-                parts.append(CodeRows(weight, first, len(part.target), layout.group))
+                parts.append(WeightRows(weight, first, len(part.target), layout.group))
                 first += share.count
             tensors[f"{parent}{name}.weight"] = ExpectedTensor(
                 expected.shape, expected.parts, codes=tuple(parts)

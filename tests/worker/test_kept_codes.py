@@ -15,6 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
+from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
 from nanovllm.platforms.cpu import CpuPlatform
@@ -212,10 +213,35 @@ def test_on_a_gpu(
         assert error(kept, exact) < 1.5 * error(plain, exact) + 0.02
 
 
-def score(path: Path, **options: Any) -> list[float]:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in ("fp8-channel", "fp8-tensor")]
+)
+def test_many_rows_on_a_gpu(
+    checkpoint_root: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations of a long prompt are rounded to FP8, as plain torch rounds them."""
+    path = twins(checkpoint_root, "llama", kind).quantised
+    stored_linear = pytest.importorskip("nanovllm.kernels.cuda.stored_linear")
+    options: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True, "lengths": (90, 120)}
+    got = score(path, **options)
+    rows: list[int] = []
+
+    def multiply(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(x))
+        return quantised_product(x, weight, bias)
+
+    monkeypatch.setattr(stored_linear, "fp8_many_rows", multiply)
+    want = score(path, **options)
+    assert len(rows) >= 4 * 2, "every projection of two layers"
+    assert min(rows) > stored_linear.MAX_FP8_ROWS
+    assert error(got, want) < 0.02
+
+
+def score(path: Path, lengths: tuple[int, ...] = (2, 17, 60), **options: Any) -> list[float]:
     """Log-probabilities of prompts' tokens, and of what follows one token at a time."""
-    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (2, 17, 60)]
-    sizes: dict[str, Any] = {**SIZE_OPTIONS, "max_model_len": 128, "max_num_batched_tokens": 64}
+    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in lengths]
+    sizes: dict[str, Any] = {**SIZE_OPTIONS, "max_model_len": 128}
+    sizes["max_num_batched_tokens"] = 64 if max(lengths) <= 64 else 128
     asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     forced = SamplingParams(
         temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, allowed_token_ids=[5]

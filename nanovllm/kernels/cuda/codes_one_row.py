@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda.elementwise import activate
 from nanovllm.kernels.cuda.linear_one_row import add_update
+from nanovllm.kernels.cuda.linear_tiles import num_processors, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
@@ -91,30 +92,12 @@ def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConf
     return OneRowConfig(4, block_in, 8, 4) if is_whole else OneRowConfig(8, 2048, 2, 8)
 
 
-def num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@triton.jit
-def _rows_of(tile, num_out, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of the weight that a tile has, gate's and then up's, and which of them there are."""
-    if IS_GATED:
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        out = tile * BLOCK_OUT + both % BLOCK_OUT
-        return out + both // BLOCK_OUT * num_out, out < num_out
-    else:
-        out = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        return out, out < num_out
-
-
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
     y, sums, bias, tile, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
 ):
     """Add the bias, apply the gate and store what a tile gives."""
-    rows, is_row = _rows_of(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
+    rows, is_row = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
     if bias is not None:
         sums += tl.load(bias + rows, mask=is_row, other=0.0)
     if ACTIVATION is not None:
@@ -161,7 +144,7 @@ def _fp8(  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK_WORDS)
     first, step = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(num_out, BLOCK_OUT)
-    rows, is_row = _rows_of(first, num_out, BLOCK_OUT, GATED)
+    rows, is_row = tile_rows(first, num_out, BLOCK_OUT, GATED)
     tile = _load_words(words, rows, is_row, lanes, NUM_WORDS)
     wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     inputs = tl.arange(0, 4 * BLOCK_WORDS)
@@ -174,7 +157,7 @@ def _fp8(  # type: ignore[no-untyped-def]
     sums = tl.zeros((rows.shape[0],), tl.float32)
     for turn in tl.range(0, tl.cdiv(num_tiles - first, step) * CHUNKS):
         place, chunk = first + turn // CHUNKS * step, turn % CHUNKS
-        next_rows, is_next = _rows_of(
+        next_rows, is_next = tile_rows(
             first + (turn + 1) // CHUNKS * step, num_out, BLOCK_OUT, GATED
         )
         next_words = (turn + 1) % CHUNKS * BLOCK_WORDS + lanes
@@ -183,7 +166,7 @@ def _fp8(  # type: ignore[no-untyped-def]
             i = chunk * (4 * BLOCK_WORDS) + inputs
             values, _ = _input(total_out, residual, None, None, i, NUM_IN)
             x0, x1, x2, x3 = _by_byte(values)
-        rows, is_row = _rows_of(place, num_out, BLOCK_OUT, GATED)
+        rows, is_row = tile_rows(place, num_out, BLOCK_OUT, GATED)
         w0, w1, w2, w3 = _widen(tile, COMPILED)
         products = w0 * x0[None, :] + w1 * x1[None, :] + w2 * x2[None, :] + w3 * x3[None, :]
         begin = chunk * (BLOCK_WORDS // 32)
@@ -280,7 +263,7 @@ def _int4(  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK_WORDS)
     first, step = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(num_out, BLOCK_OUT)
-    rows, is_row = _rows_of(first, num_out, BLOCK_OUT, GATED)
+    rows, is_row = tile_rows(first, num_out, BLOCK_OUT, GATED)
     tile = _load_words(words, rows, is_row, lanes, NUM_WORDS)
     wait_for_inputs(OVERLAP)
     values, totals, squares = _inputs(total_out, residual, update, norms, lanes, NUM_IN, GROUP)
@@ -291,7 +274,7 @@ def _int4(  # type: ignore[no-untyped-def]
     sums = tl.zeros((rows.shape[0],), tl.float32)
     for turn in tl.range(0, tl.cdiv(num_tiles - first, step) * CHUNKS):
         place, chunk = first + turn // CHUNKS * step, turn % CHUNKS
-        next_rows, is_next = _rows_of(
+        next_rows, is_next = tile_rows(
             first + (turn + 1) // CHUNKS * step, num_out, BLOCK_OUT, GATED
         )
         next_words = (turn + 1) % CHUNKS * BLOCK_WORDS + lanes
@@ -299,7 +282,7 @@ def _int4(  # type: ignore[no-untyped-def]
         word = chunk * BLOCK_WORDS + lanes
         if CHUNKS > 1:
             values, totals, _ = _inputs(total_out, residual, None, None, word, NUM_IN, GROUP)
-        rows, is_row = _rows_of(place, num_out, BLOCK_OUT, GATED)
+        rows, is_row = tile_rows(place, num_out, BLOCK_OUT, GATED)
         for part in tl.static_range(128 // GROUP):
             products = _codes(tile, part * (GROUP // 16)) * values[part * (GROUP // 16)][None, :]
             for n in tl.static_range(part * (GROUP // 16) + 1, (part + 1) * (GROUP // 16)):

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.elementwise import activate
 from nanovllm.kernels.cuda.experts_pairs import route
-from nanovllm.kernels.cuda.linear_few_rows import shared_bytes
+from nanovllm.kernels.cuda.linear_tiles import shared_bytes, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Routing
 
@@ -109,8 +108,8 @@ def _multiply(
     Gated: from the rows of tokens to those of pairs, sorted by expert; else from these to the rows
     of pairs as they were.
     """
-    _, num_out, num_in = weight.shape
-    num_out = num_out // 2 if is_gated else num_out
+    _, num_rows, num_in = weight.shape
+    num_out = num_rows // 2 if is_gated else num_rows
     block_out = config.block_out // 2 if is_gated else config.block_out
     _grouped[(triton.cdiv(num_out, block_out), len(tiles))](
         y,
@@ -119,12 +118,13 @@ def _multiply(
         order,
         tiles,
         num_out,
+        NUM_ROWS=num_rows,
         NUM_IN=num_in,
         TOP_K=top_k,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
         BLOCK_IN=config.block_in,
-        IS_GATED=is_gated,
+        ACTIVATION="silu" if is_gated else None,
         IS_EVEN=num_out % block_out == 0 and num_in % config.block_in == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -180,36 +180,29 @@ def _grouped(  # type: ignore[no-untyped-def]
     order,
     tiles,
     num_out,
+    NUM_ROWS: tl.constexpr,
     NUM_IN: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weight is the left operand: its rows fill the tensor cores, however few the pairs."""
+    """The grid is (outputs, tiles)."""
     wait_for_inputs(OVERLAP)
     tile = tiles + 3 * tl.program_id(1)
     expert, begin, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if begin >= end:
         return
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    w_rows = outs
-    if IS_GATED:  # rows of gate, then the same rows of up
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
-        w_rows = outs + both // BLOCK_OUT * num_out
-        weight += expert * 2 * num_out * NUM_IN
-    else:
-        weight += expert * num_out * NUM_IN
-    w_start = weight + w_rows[:, None] * NUM_IN
-    is_out = (outs < num_out)[:, None]
+    w_rows, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, ACTIVATION is not None)
+    w_start = weight + (expert * NUM_ROWS + w_rows[:, None]) * NUM_IN
+    is_out = is_out[:, None]
     rows = begin + tl.arange(0, BLOCK_ROWS)
     is_row = rows < end
     pairs = tl.load(order + rows, mask=is_row, other=0).to(tl.int64)
-    sources = pairs // TOP_K if IS_GATED else rows.to(tl.int64)
+    sources = rows.to(tl.int64) if ACTIVATION is None else pairs // TOP_K
     x_start = x + sources[None, :] * NUM_IN
     inputs = tl.arange(0, BLOCK_IN)
     sums = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
@@ -224,13 +217,8 @@ def _grouped(  # type: ignore[no-untyped-def]
             mask = is_row[None, :] & is_in[:, None]
             x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
         sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
-    if IS_GATED:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
-        sums = activate(gate, "silu") * up
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    targets = rows.to(tl.int64) if IS_GATED else pairs
-    y_tile = y + targets[None, :] * num_out + outs[:, None]
-    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row[None, :] & (outs < num_out)[:, None])
+    targets = pairs if ACTIVATION is None else rows.to(tl.int64)
+    store_tile(y, sums, targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
 
 
 @triton.jit

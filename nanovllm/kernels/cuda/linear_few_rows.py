@@ -8,14 +8,13 @@ which the RMSNorm that follows adds up. A weight in FP8 is widened in registers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.linear_tiles import add_bias, shared_bytes, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, prefetch, wait_for_inputs
 from nanovllm.kernels.ops import Activation
 
@@ -47,14 +46,6 @@ def few_rows_config(num_rows: int, num_in: int, x: Tensor, weight: Tensor) -> Fe
     most = 8 if weight.itemsize > 1 else 6 if block_rows == 16 else 4
     num_stages = min(most, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
     return FewRowsConfig(block_rows, block_in, num_stages)
-
-
-def shared_bytes(device: torch.device) -> int:
-    """The shared memory that one program may take."""
-    if device.type != "cuda":
-        return 1 << 16
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) - 8192
 
 
 def has_few_rows(num_rows: int, weight: Tensor) -> bool:
@@ -122,7 +113,9 @@ def _load(w_start, x_start, i, is_out, is_row, num_in, IS_EVEN: tl.constexpr):  
         w_tile = tl.load(w_start + i[None, :])
         x_tile = tl.load(x_start + i[:, None], mask=is_row, other=0.0)
     else:
-        w_tile = tl.load(w_start + i[None, :], mask=is_out & (i < num_in)[None, :], other=0.0)
+        w_tile = tl.load(
+            w_start + i[None, :], mask=is_out[:, None] & (i < num_in)[None, :], other=0.0
+        )
         x_tile = tl.load(x_start + i[:, None], mask=is_row & (i < num_in)[:, None], other=0.0)
     return w_tile, x_tile
 
@@ -135,7 +128,7 @@ def _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES: 
         return tl.dot(wide, x_tile, sums, input_precision="ieee")
     else:
         pointers = scales + w_rows.to(tl.int64)[:, None] * NUM_SCALES + block
-        scale = tl.load(pointers, mask=is_out & (block < NUM_SCALES), other=0.0)
+        scale = tl.load(pointers, mask=is_out[:, None] & (block < NUM_SCALES), other=0.0)
         return sums + tl.dot(wide, x_tile, input_precision="ieee") * scale
 
 
@@ -196,19 +189,10 @@ def _few_rows(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (outputs, rows, splits). The weight is the left operand of the products.
-
-    So its rows, of which there are many, fill the tensor cores however few rows x has.
-    """
+    """The grid is (outputs, rows, splits), of which the first adds the bias."""
     first_in = tl.program_id(2) * SPLIT_IN
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    w_rows = outs
-    if ACTIVATION is not None:  # rows of gate, then the same rows of up
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
-        w_rows = outs + both // BLOCK_OUT * num_out
+    w_rows, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, ACTIVATION is not None)
     w_start = weight + first_in + w_rows.to(tl.int64)[:, None] * NUM_IN
-    is_out = (outs < num_out)[:, None]
     if OVERLAP and IS_EVEN:  # the kernels before this one do not write the weight
         for begin in tl.range(0, min(SPLIT_IN, NUM_PREFETCHED), CACHE_LINE):
             prefetch(w_start + begin)
@@ -226,13 +210,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
             block = (first_in + begin) // BLOCK_IN
             sums = _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES)
     if NUM_SCALES == 1:
-        sums *= tl.load(scales + w_rows[:, None], mask=is_out, other=0.0)
-    if bias is not None:  # which the first split adds
-        mask = is_out & (first_in + 0 * w_rows == 0)[:, None]
-        sums += tl.load(bias + w_rows[:, None], mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
-        sums = activate(gate, ACTIVATION) * up
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    y_tile = y + (tl.program_id(2) * num_rows + rows)[None, :] * num_out + outs[:, None]
-    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row & (outs < num_out)[:, None])
+        sums *= tl.load(scales + w_rows[:, None], mask=is_out[:, None], other=0.0)
+    sums = add_bias(sums, bias, w_rows, is_out, first_in == 0)
+    targets = tl.program_id(2) * num_rows + rows
+    store_tile(y, sums, targets, rows < num_rows, num_out, BLOCK_OUT, ACTIVATION)

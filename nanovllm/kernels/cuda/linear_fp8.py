@@ -11,18 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.stored_weights import (
-    FP8,
-    LARGEST_FP8,
-    SMALLEST_LARGEST,
-    Fp8Weight,
-    ScaledRows,
-    num_blocks,
-)
+from nanovllm.kernels.stored_weights import Fp8Weight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
-SMALLEST = tl.constexpr(SMALLEST_LARGEST)
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
 MULTIPLE = 16  # of inputs, outputs and, with blocks, rows, which the library's product needs
 
 
@@ -64,7 +58,7 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
-def fp8_quantise(x: Tensor, by_block: bool) -> ScaledRows:
+def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
     """See quantise_rows; with blocks, rows are padded to a multiple of 16, which hold anything.
 
     Their scales then lie block by block, as the library wants them.
@@ -87,7 +81,7 @@ def fp8_quantise(x: Tensor, by_block: bool) -> ScaledRows:
         num_warps=min(max(block // 512, 1), 16),
         **launch_options(x, num_rows),
     )
-    return ScaledRows(codes, scales)
+    return ScaledCodes(codes, scales)
 
 
 def fp8_widen(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -120,10 +114,11 @@ def _quantise(  # type: ignore[no-untyped-def]
     i = part[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
     wait_for_inputs(OVERLAP)
     values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST)
-    limit = tl.zeros_like(largest) + LARGEST
-    tl.store(scales + part * num_rows + row, largest * (1 / LARGEST), mask=part < NUM_SCALES)
-    scaled = tl.clamp(values * tl.div_rn(limit, largest)[:, None], -LARGEST, LARGEST)
+    largest = tl.max(tl.abs(values), 1)
+    scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), SMALLEST)
+    tl.store(scales + part * num_rows + row, scale, mask=part < NUM_SCALES)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    scaled = tl.clamp(values * inverse[:, None], -LARGEST, LARGEST)
     tl.store(codes + row * NUM_IN + i, scaled.to(codes.dtype.element_ty), mask=i < NUM_IN)
 
 

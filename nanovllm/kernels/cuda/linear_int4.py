@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.linear_tiles import add_bias, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Activation
 from nanovllm.kernels.stored_weights import Int4Weight
@@ -99,15 +99,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (outputs, rows, splits). The weight is the left operand of the products."""
+    """The grid is (outputs, rows, splits), of which the first adds the bias."""
     first_word = tl.program_id(2) * SPLIT_WORDS
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    w_rows = outs
-    if ACTIVATION is not None:  # rows of gate, then the same rows of up
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
-        w_rows = outs + both // BLOCK_OUT * num_out
-    is_out = outs < num_out
+    w_rows, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, ACTIVATION is not None)
     w_start = words + w_rows.to(tl.int64)[:, None] * NUM_WORDS
     wait_for_inputs(OVERLAP)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -131,15 +125,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
             if zeros is not None:
                 products -= (zero - 8.0)[:, None] * inputs[None, :]
             sums += products * scale[:, None]
-    if bias is not None:  # which the first split adds
-        mask = is_out & (first_word + 0 * outs == 0)
-        sums += tl.load(bias + w_rows, mask=mask, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION is not None:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
-        sums = activate(gate, ACTIVATION) * up
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    y_tile = y + (tl.program_id(2) * num_rows + rows)[None, :] * num_out + outs[:, None]
-    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row & (outs < num_out)[:, None])
+    sums = add_bias(sums, bias, w_rows, is_out, first_word == 0)
+    targets = tl.program_id(2) * num_rows + rows
+    store_tile(y, sums, targets, rows < num_rows, num_out, BLOCK_OUT, ACTIVATION)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.fp8 import FP8, LARGEST_FP8
 from nanovllm.kernels.cuda.linear_fp8 import (
     fp8_quantise,
     fp8_widen,
@@ -19,7 +20,6 @@ from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.cuda.stored_linear import pack_stored
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
 from nanovllm.kernels.stored_weights import (
-    FP8,
     Fp8Weight,
     Int4Weight,
     num_blocks,
@@ -62,7 +62,11 @@ LARGE_SHAPES: list[Shape] = [
 def make_weight(kind: str, num_out: int, num_in: int, device: str) -> StoredWeight:
     generator = torch.Generator().manual_seed(num_out + num_in)
     if kind.startswith("fp8"):
-        codes = (100 * torch.randn(num_out, num_in, generator=generator)).clamp(-448, 448).to(FP8)
+        codes = (
+            (100 * torch.randn(num_out, num_in, generator=generator))
+            .clamp(-LARGEST_FP8, LARGEST_FP8)
+            .to(FP8)
+        )
         num_scales = 1 if kind == "fp8" else num_blocks(num_in)
         scales = (1 + torch.rand(num_out, num_scales, generator=generator)) / 150 / num_in**0.5
         return Fp8Weight(codes.to(device), scales.to(device))
@@ -99,7 +103,7 @@ def check_blocks(device: str) -> None:
     assert torch.equal(scales[:128], scales[:1].expand(128, 3))
     assert torch.equal(scales[128:], scales[128:129].expand(72, 3))
     # Of four bits of a number FP8 rounds off at most half of the last, or of the least there is.
-    error = (made.widen() - values).abs()
+    error = (Fp8Weight(made.codes, scales).widen(torch.float32) - values).abs()
     assert bool((error <= values.abs() / 16 + scales.max() / 512).all())
 
 

@@ -24,7 +24,7 @@ Fill = Callable[[Tensor, Tensor], object]  # copies rows to where they belong, a
 
 
 @dataclass(frozen=True, slots=True)
-class CodeRows:
+class WeightRows:
     """Some rows of a kept weight, to be filled with what a checkpoint stores."""
 
     weight: Fp8Weight | Int4Weight
@@ -56,7 +56,7 @@ class CodeRows:
             fill(self.weight.scales[self.first : self.first + self.count], rounded.scales)
             return
         codes, scales = quantise_int4(values, self.weight.group)
-        kept = CodeRows(self.weight, self.first, self.count, self.weight.group)
+        kept = WeightRows(self.weight, self.first, self.count, self.weight.group)
         kept.put(0, codes, scales, None, fill)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
