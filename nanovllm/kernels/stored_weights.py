@@ -1,6 +1,10 @@
 """Weights kept as quantised codes: how they lie in memory, and what they mean in plain torch.
 
 A weight is (code - zero) * scale. The inputs of an output share a scale, or 128 or fewer do.
+
+Inputs are cut into blocks of 128, the last of which is padded. A block is so many words of 32 bits
+that hold one code each in every of their places, and the word w has in place n the code of input
+n * words + w: what is in one place of the words of a block are inputs side by side.
 """
 
 from __future__ import annotations
@@ -11,41 +15,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.fp8 import ScaledCodes, round_rows, round_to_codes
+from nanovllm.fp8 import FP8, ScaledCodes, round_rows, round_to_codes
 
-BLOCK = 128  # inputs whose codes lie together; a group is one such, or a half or a quarter of it
-WORDS = 16  # of a block: the word w has in its bits 4 * n the code of input 16 * n + w
+BLOCK = 128
+INT4_WORDS, FP8_WORDS = 16, 32  # of a block
 INT4_GROUPS = (32, 64, BLOCK)
 MIDDLE = 8  # the zero point of 4 bits where none is stored
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    codes: Tensor  # [outputs, inputs], FP8
+    codes: Tensor  # FP8 [outputs, blocks * BLOCK], as `order_codes` lays them out
     scales: Tensor  # float32 [outputs, 1], or of every 128 inputs: [outputs, blocks]
+    num_in: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.codes.shape[0], self.num_in
 
     @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+    def words(self) -> Tensor:
+        return self.codes.view(torch.int32)  # [outputs, blocks * FP8_WORDS]
+
+    @property
+    def zeros(self) -> None:
+        return None
 
     @property
     def has_blocks(self) -> bool:
         return self.scales.shape[1] > 1
 
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0: all of an output's."""
+        return BLOCK if self.has_blocks else 0
+
     def widen(self, dtype: torch.dtype) -> Tensor:
-        scales = self.scales
-        if self.has_blocks:
-            scales = scales.repeat_interleave(BLOCK, 1)[:, : self.codes.shape[1]]
-        return (self.codes.float() * scales).to(dtype)
+        codes = self.codes.view(len(self.codes), -1, FP8_WORDS, BLOCK // FP8_WORDS)
+        values = codes.float().transpose(2, 3).reshape(*self.scales.shape, -1)
+        return (values * self.scales.unsqueeze(2)).flatten(1)[:, : self.num_in].to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    words: Tensor  # int32 [outputs, blocks * WORDS], whose inputs are padded to whole blocks
+    words: Tensor  # int32 [outputs, blocks * INT4_WORDS]
     scales: Tensor  # [outputs, groups]
     zeros: Tensor | None  # uint8 [outputs, groups]; None: MIDDLE
     num_in: int
@@ -55,13 +68,8 @@ class Int4Weight:
         return self.words.shape[0], self.num_in
 
     @property
-    def nbytes(self) -> int:
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.words.nbytes + self.scales.nbytes + zeros
-
-    @property
     def group(self) -> int:
-        return BLOCK * (self.words.shape[1] // WORDS) // self.scales.shape[1]
+        return BLOCK * (self.words.shape[1] // INT4_WORDS) // self.scales.shape[1]
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         codes = unpack_words(self.words).float()
@@ -71,23 +79,34 @@ class Int4Weight:
         return values.flatten(1)[:, : self.num_in].to(dtype)
 
 
+StoredWeight = Fp8Weight | Int4Weight
+
+
 def num_blocks(num_in: int) -> int:
     return -(-num_in // BLOCK)
+
+
+def order_codes(codes: Tensor) -> Tensor:
+    """Lay codes of FP8 [outputs, inputs] out as Fp8Weight has them."""
+    padded = F.pad(codes.view(torch.uint8), (0, -codes.shape[1] % BLOCK))
+    blocks = padded.view(len(codes), -1, BLOCK // FP8_WORDS, FP8_WORDS)
+    return blocks.transpose(2, 3).flatten(1).view(FP8)
 
 
 def pack_words(codes: Tensor) -> Tensor:
     """Pack codes of 4 bits [outputs, inputs], in bytes, as Int4Weight has them."""
     padded = F.pad(codes, (0, -codes.shape[1] % BLOCK))
-    nibbles = padded.view(len(codes), -1, BLOCK // WORDS, WORDS)
-    words = torch.zeros(len(codes), nibbles.shape[1], WORDS, dtype=torch.int32, device=codes.device)
-    for n in range(BLOCK // WORDS):
-        words |= nibbles[:, :, n].int() << 4 * n
+    places = padded.view(len(codes), -1, BLOCK // INT4_WORDS, INT4_WORDS)
+    shape = len(codes), places.shape[1], INT4_WORDS
+    words = torch.zeros(shape, dtype=torch.int32, device=codes.device)
+    for n in range(BLOCK // INT4_WORDS):
+        words |= places[:, :, n].int() << 4 * n
     return words.flatten(1)
 
 
 def unpack_words(words: Tensor) -> Tensor:
     """Return the codes [outputs, blocks * 128] as bytes."""
-    blocks = words.view(len(words), -1, 1, WORDS)
+    blocks = words.view(len(words), -1, 1, INT4_WORDS)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).view(-1, 1)
     return ((blocks >> shifts) & 15).to(torch.uint8).flatten(1)
 
@@ -125,6 +144,6 @@ def quantise_rows(x: Tensor, by_block: bool = False) -> ScaledCodes:
 def quantised_product(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """What a product with quantised activations means: both sides are rounded to FP8."""
     rows = quantise_rows(x, weight.has_blocks)
-    wide = Fp8Weight(rows.codes, rows.scales).widen(torch.float32)
+    wide = Fp8Weight(order_codes(rows.codes), rows.scales, x.shape[1]).widen(torch.float32)
     y = F.linear(wide, weight.widen(torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)

@@ -16,7 +16,7 @@ from nanovllm.kernels.ops import Activation, Ops, PackedLinear
 from nanovllm.kernels.stored_weights import (
     BLOCK,
     INT4_GROUPS,
-    WORDS,
+    INT4_WORDS,
     Fp8Weight,
     Int4Weight,
     num_blocks,
@@ -97,7 +97,6 @@ class CodeLinear(nn.Module):
         kind, group = layouts[0].kind, layouts[0].group
         group = -1 if group >= self.inputs.size else group
         is_read = group == -1 or group % BLOCK == 0 or (kind == "int4" and group in INT4_GROUPS)
-        is_read &= kind == "int4" or self.inputs.count % 4 == 0  # which are read as words
         dtypes = {layout.scale_dtype for layout in layouts}
         has_zeros = any(layout.has_zeros for layout in layouts)
         scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -107,11 +106,11 @@ class CodeLinear(nn.Module):
         num_out, num_in, make = num_outputs(self.outputs), self.inputs.count, self.build.parameter
         blocks = num_blocks(num_in)
         if layout.kind == "fp8":
-            self.codes = make(num_out, num_in, dtype=FP8)
+            self.codes = make(num_out, blocks * BLOCK, dtype=FP8)
             self.scales = make(num_out, 1 if layout.group == -1 else blocks, dtype=torch.float32)
             return
         num_groups = blocks * (BLOCK // layout.group if 0 < layout.group < BLOCK else 1)
-        self.codes = make(num_out, blocks * WORDS, dtype=torch.int32)
+        self.codes = make(num_out, blocks * INT4_WORDS, dtype=torch.int32)
         self.scales = make(num_out, num_groups, dtype=getattr(torch, layout.scale_dtype))
         if layout.has_zeros:
             self.zeros = make(num_out, num_groups, dtype=torch.uint8)
@@ -120,6 +119,6 @@ class CodeLinear(nn.Module):
         assert self.codes is not None
         assert self.scales is not None
         if self.codes.dtype == FP8:
-            return Fp8Weight(self.codes.data, self.scales.data)
+            return Fp8Weight(self.codes.data, self.scales.data, self.inputs.count)
         zeros = None if self.zeros is None else self.zeros.data
         return Int4Weight(self.codes.data, self.scales.data, zeros, self.inputs.count)

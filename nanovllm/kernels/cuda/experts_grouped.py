@@ -218,7 +218,7 @@ def _grouped(  # type: ignore[no-untyped-def]
             x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
         sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
     targets = pairs if ACTIVATION is None else rows.to(tl.int64)
-    store_tile(y, sums, targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
+    store_tile(y, sums, tl.program_id(0), targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
 
 
 @triton.jit

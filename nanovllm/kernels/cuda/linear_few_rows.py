@@ -2,7 +2,7 @@
 
 A program computes 64 outputs of up to 128 rows. Where that makes too few programs to fill the
 device, the product is split along the inputs (split-K): each split gives partial sums in float32,
-which the RMSNorm that follows adds up. A weight in FP8 is widened in registers.
+which the RMSNorm that follows adds up.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def few_rows_config(num_rows: int, num_in: int, x: Tensor, weight: Tensor) -> Fe
     block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
     block_in = 128 // weight.itemsize  # a cache line
     stage_bytes = (BLOCK_OUT * weight.itemsize + block_rows * x.itemsize) * block_in
-    # What is widened in registers takes longer than it is loaded.
-    most = 8 if weight.itemsize > 1 else 6 if block_rows == 16 else 4
-    num_stages = min(most, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
+    num_stages = min(8, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
     return FewRowsConfig(block_rows, block_in, num_stages)
 
 
@@ -71,7 +69,6 @@ def few_rows_linear(
     activation: Activation | None,
     num_splits: int = 1,
     config: FewRowsConfig | None = None,
-    scales: Tensor | None = None,  # of an Fp8Weight, whose codes are then the weight
 ) -> Tensor:
     """Project x to [rows, out]; with splits, to partial sums: float32 [splits, rows, out]."""
     num_rows, num_in = x.shape
@@ -90,9 +87,7 @@ def few_rows_linear(
         bias,
         num_rows,
         num_out,
-        scales,
         NUM_IN=num_in,
-        NUM_SCALES=0 if scales is None else scales.shape[1],
         SPLIT_IN=triton.cdiv(num_in, num_splits * config.block_in) * config.block_in,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
@@ -120,56 +115,6 @@ def _load(w_start, x_start, i, is_out, is_row, num_in, IS_EVEN: tl.constexpr):  
     return w_tile, x_tile
 
 
-@triton.jit
-def _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the product of codes; where blocks of inputs have scales, a tile is one."""
-    wide = _widen(w_tile, x_tile.dtype)
-    if NUM_SCALES == 1:
-        return tl.dot(wide, x_tile, sums, input_precision="ieee")
-    else:
-        pointers = scales + w_rows.to(tl.int64)[:, None] * NUM_SCALES + block
-        scale = tl.load(pointers, mask=is_out[:, None] & (block < NUM_SCALES), other=0.0)
-        return sums + tl.dot(wide, x_tile, input_precision="ieee") * scale
-
-
-@triton.jit
-def _widen(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Widen FP8; to bfloat16 by moving bits, which is faster than the two conversions it takes."""
-    if dtype == tl.bfloat16:
-        return _widen_to_bfloat16(tile)
-    else:
-        return tile.to(dtype)
-
-
-@triton.jit
-def _widen_to_bfloat16(tile):  # type: ignore[no-untyped-def]
-    # Sign, exponent and fraction have their places; then the exponents' biases differ by 120.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        and.b32 c, a, 0x7F007F00;
-        and.b32 d, b, 0x7F007F00;
-        shr.b32 c, c, 4;
-        shr.b32 d, d, 4;
-        lop3.b32 a, a, 0x80008000, c, 0xEA;
-        lop3.b32 b, b, 0x80008000, d, 0xEA;
-        mov.b32 c, 0x7B807B80;
-        mov.b32 d, 0x80008000;
-        fma.rn.bf16x2 $0, a, c, d;
-        fma.rn.bf16x2 $1, b, c, d;
-        }
-        """,
-        "=r,=r,r",
-        [tile],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
 @triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
 def _few_rows(  # type: ignore[no-untyped-def]
     y,
@@ -178,9 +123,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     bias,
     num_rows,
     num_out,
-    scales,
     NUM_IN: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
     SPLIT_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -204,13 +147,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
     for begin in tl.range(0, SPLIT_IN, BLOCK_IN):
         i = begin + tl.arange(0, BLOCK_IN)
         w_tile, x_tile = _load(w_start, x_start, i, is_out, is_row, NUM_IN - first_in, IS_EVEN)
-        if NUM_SCALES == 0:
-            sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
-        else:
-            block = (first_in + begin) // BLOCK_IN
-            sums = _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES)
-    if NUM_SCALES == 1:
-        sums *= tl.load(scales + w_rows[:, None], mask=is_out[:, None], other=0.0)
+        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
     sums = add_bias(sums, bias, w_rows, is_out, first_in == 0)
     targets = tl.program_id(2) * num_rows + rows
-    store_tile(y, sums, targets, rows < num_rows, num_out, BLOCK_OUT, ACTIVATION)
+    tile, is_row = tl.program_id(0), rows < num_rows
+    store_tile(y, sums, tile, targets, is_row, num_out, BLOCK_OUT, ACTIVATION)

@@ -52,13 +52,13 @@ def add_bias(sums, bias, rows, is_row, is_added):  # type: ignore[no-untyped-def
 
 @triton.jit
 def store_tile(  # type: ignore[no-untyped-def]
-    y, sums, targets, is_target, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
+    y, sums, tile, targets, is_target, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """Apply the gate, if any, and store sums as some outputs of rows of y [rows, num_out]."""
+    """Apply the gate, if any, and store sums as a tile's outputs of rows of y [rows, num_out]."""
     if ACTIVATION is not None:
         gate, up = tl.split(sums.reshape(2, BLOCK_OUT, sums.shape[1]).permute(1, 2, 0))
         sums = activate(gate, ACTIVATION) * up
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    outs = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     places = y + targets[None, :] * num_out + outs[:, None]
     mask = is_target[None, :] & (outs < num_out)[:, None]
     tl.store(places, sums.to(y.dtype.element_ty), mask=mask)
