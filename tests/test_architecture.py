@@ -122,6 +122,7 @@ NOT_CORE = {
     "worker/memory.py",
     "worker/stored_weights.py",
     "layers/code_format.py",
+    "layers/code_tensors.py",
     "layers/gguf_format.py",
     "layers/moe.py",
     "layers/plain_experts.py",

@@ -50,6 +50,11 @@ class Fp8Weight:
         """Inputs that share a scale; 0: all of an output's."""
         return BLOCK if self.has_blocks else 0
 
+    def part(self, index: int, count: int) -> Fp8Weight:
+        """One of so many equal parts of the outputs."""
+        codes, scales = self.codes.chunk(count)[index], self.scales.chunk(count)[index]
+        return Fp8Weight(codes, scales, self.num_in)
+
     def widen(self, dtype: torch.dtype) -> Tensor:
         codes = self.codes.view(len(self.codes), -1, FP8_WORDS, BLOCK // FP8_WORDS)
         values = codes.float().transpose(2, 3).reshape(*self.scales.shape, -1)
@@ -70,6 +75,12 @@ class Int4Weight:
     @property
     def group(self) -> int:
         return BLOCK * (self.words.shape[1] // INT4_WORDS) // self.scales.shape[1]
+
+    def part(self, index: int, count: int) -> Int4Weight:
+        """One of so many equal parts of the outputs."""
+        zeros = None if self.zeros is None else self.zeros.chunk(count)[index]
+        words, scales = self.words.chunk(count)[index], self.scales.chunk(count)[index]
+        return Int4Weight(words, scales, zeros, self.num_in)
 
     def widen(self, dtype: torch.dtype) -> Tensor:
         codes = unpack_words(self.words).float()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.fp8 import FP8, LARGEST_FP8
+from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.codes_widen import widen_codes
 from nanovllm.kernels.cuda.linear_fp8 import (
     fp8_quantise,
@@ -31,6 +33,7 @@ from nanovllm.kernels.stored_weights import (
 )
 from nanovllm.kernels.torch_ops import TorchOps
 from tests.kernels.cuda.interpreted.fused_cases import assert_close, make
+from tests.kernels.expert_layers import Layer
 
 StoredWeight = Fp8Weight | Int4Weight
 # Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
@@ -79,6 +82,30 @@ def make_weight(kind: str, num_out: int, num_in: int, device: str) -> StoredWeig
     zeros = torch.randint(0, 16, (num_out, num_groups), generator=generator, dtype=torch.uint8)
     kept = zeros.to(device) if kind.endswith("zeros") else None
     return Int4Weight(pack_words(codes).to(device), scales.half().to(device), kept, num_in)
+
+
+# More experts than are loaded together, inputs in two blocks, more tokens than run as pairs.
+EXPERT_LAYERS = (Layer(1, 6, 5, 24, 16), Layer(2, 3, 1, 16, 136), Layer(7, 3, 2, 136, 12))
+LARGE_LAYERS = (Layer(1, 32, 8, 2048, 768), Layer(3, 8, 2, 5000, 500), Layer(300, 8, 3, 512, 384))
+
+
+def check_experts(
+    dtype: torch.dtype, device: str, kinds: tuple[str, ...] = KINDS, large: bool = False
+) -> None:
+    """Experts that stay quantised equal plain torch with widened ones, as pairs and sorted."""
+    for kind, layer in itertools.product(kinds, LARGE_LAYERS if large else EXPERT_LAYERS):
+        count = layer.num_experts
+        gate_up = make_weight(kind, 2 * layer.size * count, layer.hidden, device)
+        down = make_weight(kind, layer.hidden * count, layer.size, device)
+        x, logits = layer.inputs(dtype, device)
+        want, got = (
+            ops.pack_code_experts(gate_up, down, layer.routing)(x, logits)
+            for ops in (TorchOps(), TritonOps())
+        )
+        assert_close(got, want)
+        with patch.object(cuda_ops, "MAX_PAIR_TOKENS", 0):
+            sorted_pairs = TritonOps().pack_code_experts(gate_up, down, layer.routing)
+            assert_close(sorted_pairs(x, logits), want)
 
 
 def check_packing(device: str) -> None:
@@ -227,6 +254,7 @@ def main(which: str) -> None:
     for i, kind in enumerate(KINDS):  # every second shape
         check_products(dtype, "cpu", kinds=(kind,), shapes=SHAPES[i % 2 :: 2])
     check_partial_sums(dtype, "cpu")
+    check_experts(dtype, "cpu", KINDS if which == "rest" else (KINDS[0],))
 
 
 if __name__ == "__main__":
