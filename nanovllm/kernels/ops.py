@@ -243,6 +243,14 @@ class Ops(Protocol):
         Each is down(silu(gate(x)) * up(x)), and gate_up holds its gate, then its up.
         """
 
+    def pack_code_experts(
+        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+    ) -> PackedExperts:
+        """Make a layer of experts whose weights stay quantised, as `pack_experts` does.
+
+        The rows of all experts are those of one weight, one expert's after another's.
+        """
+
     def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
         """Pack the whole step of one sequence, if there is a way faster than layer by layer.
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import read_part
 from nanovllm.checkpoint.weights import Codes, StoredTensor
+from nanovllm.fp8 import round_rows
 from nanovllm.quantisation import CodeLayout
 
-LARGEST = 448.0  # of FP8 with four bits of exponent
 # Projections of layers; a router decides by small differences and stays as it is.
 PROJECTION = re.compile(r"model\.layers\..*(?<!\.gate)\.weight")
 
@@ -39,17 +38,9 @@ class RoundedWeight:
 
     def codes_of(self, rows: slice, columns: slice) -> Codes:
         # All inputs of an output share its scale, those of other ranks too.
-        whole = quantise(read_part(self.floats, rows).float())
+        whole = round_rows(read_part(self.floats, rows).float())
         return Codes(whole.codes[:, columns], whole.scales, None)
 
 
 def is_projection(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and PROJECTION.fullmatch(tensor.name) is not None
-
-
-def quantise(values: Tensor) -> Codes:
-    """Round each row by its largest number."""
-    scales = values.abs().amax(1, keepdim=True) / LARGEST
-    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
-    codes = (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return Codes(codes, scales, None)
