@@ -1,6 +1,7 @@
 """The whole decode step of one sequence as one kernel: its time, beside its error.
 
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
+        [--bits 8]
 
 Weights and cache are random. The time is that of a replayed graph of ten steps, the median of three
 times ten replays; the error is that of the logits against float32 on the same device, with that of
@@ -31,11 +32,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
+    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="of a weight")
     args = parser.parse_args()
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    shape = StepShape(config.hidden_size, *heads, config.intermediate_size, config.vocab_size)
+    sizes = config.hidden_size, *heads, config.intermediate_size, config.vocab_size
+    shape = StepShape(*sizes, args.bits)
     has_norm = config.architecture == "Qwen3ForCausalLM"
     variant = Variant(config.num_layers, has_norm, config.qkv_bias, block_size=256)
     step = RandomStep(shape, variant, max(args.contexts) + 1)
@@ -44,8 +47,8 @@ def main() -> int:
         step.run()
         return step.logits
 
-    tensors = step.tensors
-    weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
+    given = step.given
+    weights = given.qkv, given.o, given.gate_up, given.down, given.head
     num_bytes = sum(weight.nbytes for weight in weights)
     key_bytes = config.num_layers * 4 * config.num_kv_heads * config.head_dim
     print(args.model)

@@ -316,12 +316,13 @@ def make_attention(
 
 @gluon.jit
 def persistent_step(
-    qkv, o, gate_up, down, head, vectors, caches, tables, signals, memories, outputs, numbers,
+    weights, head, vectors, caches, tables, signals, memories, outputs, numbers,
     HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold."""
+    qkv, o, gate_up, down = weights
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slot, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.cuda.ops import CudaLinear
+from nanovllm.kernels.cuda.persistent_codes import LOWER, MIDDLE
 from nanovllm.kernels.cuda.persistent_step import PersistentStep, StepShape, device_problem
-from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
+from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
+from nanovllm.kernels.cuda.stored_linear import StoredLinear
 from nanovllm.kernels.ops import DecoderWeights, PackedLinear
+from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, StoredWeight, num_blocks
+from nanovllm.kernels.stored_weights import MIDDLE as MIDDLE_CODE
 
 logger = logging.getLogger(__name__)
+
+Linear = CudaLinear | StoredLinear
 
 
 def pack_step(weights: DecoderWeights) -> PersistentStep | None:
@@ -26,6 +32,8 @@ def pack_step(weights: DecoderWeights) -> PersistentStep | None:
 def pack_tensors(weights: DecoderWeights) -> StepTensors:
     layers = weights.layers
     qkv = [_linear(layer.qkv) for layer in layers]
+    head = weights.head
+    assert isinstance(head, CudaLinear)
     return StepTensors(
         embedding=weights.embedding,
         norms=_stack_pairs([(layer.norm.weight, layer.mlp_norm.weight) for layer in layers]),
@@ -36,7 +44,7 @@ def pack_tensors(weights: DecoderWeights) -> StepTensors:
         gate_up=_move_together([_linear(layer.gate_up) for layer in layers]),
         down=_move_together([_linear(layer.down) for layer in layers]),
         final_norm=weights.norm.weight.bfloat16(),
-        head=_linear(weights.head).weight,
+        head=head.weight,
         rope=layers[0].rope,
     )
 
@@ -50,10 +58,16 @@ def pack_constants(weights: DecoderWeights) -> StepConstants:
 
 def _problem(weights: DecoderWeights) -> str | None:
     linears = [linear for layer in _linears(weights) for linear in layer]
-    if any(not isinstance(linear, CudaLinear) for linear in linears):
-        return "its weights are not plain matrices in 16 bits"
-    if _linear(weights.head).weight.dtype != torch.bfloat16:
+    if not isinstance(weights.head, CudaLinear) or any(
+        not isinstance(linear, CudaLinear | StoredLinear) for linear in linears
+    ):
+        return "its weights are not plain matrices in 16 bits, or codes"
+    if weights.head.weight.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
+    if len({_bits(_linear(linear)) for linear in linears}) > 1:
+        return "its weights are not all of as many bits"
+    if any(_is_unusual(_linear(linear)) for linear in linears):
+        return "its codes have other groups than of 128, or scales of more digits than bfloat16"
     if problem := device_problem(weights.embedding.device):
         return problem
     if problem := _shape(weights).problem:
@@ -61,10 +75,24 @@ def _problem(weights: DecoderWeights) -> str | None:
     return _odd_layers(weights) or _lack_of_room(weights)
 
 
+def _bits(linear: Linear) -> int:
+    if isinstance(linear, CudaLinear):
+        return 16
+    return 8 if isinstance(linear.weight, Fp8Weight) else 4
+
+
+def _is_unusual(linear: Linear) -> bool:
+    if not isinstance(linear, StoredLinear) or isinstance(linear.weight, Fp8Weight):
+        return False
+    return linear.weight.group != BLOCK or not _is_bfloat16(linear.weight.scales)
+
+
 def _odd_layers(weights: DecoderWeights) -> str | None:
     """Why the kernel cannot do what some of the layers do."""
     layers = weights.layers
-    if weights.embedding_scale != 1 or _linear(weights.head).bias is not None:
+    head = weights.head
+    assert isinstance(head, CudaLinear)
+    if weights.embedding_scale != 1 or head.bias is not None:
         return "it scales embeddings, or its head has a bias"
     others = [
         _linear(linear) for layer in layers for linear in (layer.o, layer.gate_up, layer.down)
@@ -85,7 +113,7 @@ def _odd_layers(weights: DecoderWeights) -> str | None:
 def _lack_of_room(weights: DecoderWeights) -> str | None:
     """While the weights of one kind move, they are there twice."""
     kinds = zip(*_linears(weights), strict=True)
-    largest = max(sum(_linear(linear).weight.nbytes for linear in kind) for kind in kinds)
+    largest = max(sum(_codes(_linear(linear)).nbytes for linear in kind) for kind in kinds)
     device = weights.embedding.device
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -97,32 +125,46 @@ def _lack_of_room(weights: DecoderWeights) -> str | None:
 
 def _shape(weights: DecoderWeights) -> StepShape:
     layer, dim = weights.layers[0], weights.head_dim
-    num_kv_heads = (len(_linear(layer.qkv).weight) // dim - weights.num_heads) // 2
-    vocab, hidden = _linear(weights.head).weight.shape
-    mlp = _linear(layer.down).weight.shape[1]
-    return StepShape(hidden, weights.num_heads, num_kv_heads, dim, mlp, vocab)
+    qkv, down = _linear(layer.qkv), _linear(layer.down)
+    num_kv_heads = (qkv.weight.shape[0] // dim - weights.num_heads) // 2
+    assert isinstance(weights.head, CudaLinear)
+    vocab, hidden = weights.head.weight.shape
+    sizes = hidden, weights.num_heads, num_kv_heads, dim, down.weight.shape[1], vocab
+    return StepShape(*sizes, _bits(qkv))
 
 
 def _linears(weights: DecoderWeights) -> list[tuple[PackedLinear, ...]]:
     return [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in weights.layers]
 
 
-def _linear(packed: PackedLinear) -> CudaLinear:
-    assert isinstance(packed, CudaLinear)
+def _linear(packed: PackedLinear) -> Linear:
+    assert isinstance(packed, CudaLinear | StoredLinear)
     return packed
 
 
-def _move_together(linears: list[CudaLinear]) -> Tensor:
+def _codes(linear: Linear) -> Tensor:
+    """A weight's own tensor, which everybody who reads it shares."""
+    weight = linear.weight
+    return weight if isinstance(weight, Tensor) else weight.words
+
+
+def _move_together(linears: list[Linear]) -> Tensor | StackedCodes:
     """Make the weights of all layers views of one tensor, so that none is held twice."""
-    first = linears[0].weight
+    first = _codes(linears[0])
     stacked = first.new_empty(len(linears), *first.shape)
     for i, linear in enumerate(linears):
-        stacked[i].copy_(linear.weight)
-        linear.weight = stacked[i]
-    return stacked
+        stacked[i].copy_(_codes(linear))
+        if isinstance(linear, CudaLinear):
+            linear.weight = stacked[i]
+        else:
+            linear.weight.move_to(stacked[i])
+    if isinstance(linears[0], CudaLinear):
+        return stacked
+    stored = [linear.weight for linear in linears if isinstance(linear, StoredLinear)]
+    return StackedCodes(_bits(linears[0]), stacked, torch.stack(list(map(factors_of, stored))))
 
 
-def _stack_biases(linears: list[CudaLinear]) -> Tensor | None:
+def _stack_biases(linears: list[Linear]) -> Tensor | None:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return torch.stack(biases) if biases else None
 
@@ -138,3 +180,13 @@ def _stack_pairs(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _is_bfloat16(values: Tensor) -> bool:
     return bool((values.bfloat16() == values).all())
+
+
+def factors_of(weight: StoredWeight) -> Tensor:
+    """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
+    if isinstance(weight, Fp8Weight):
+        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
+        return scales.contiguous().view(torch.int32)
+    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if weight.zeros is None else weight.zeros
+    halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
+    return torch.stack(halves, -1).view(torch.int32).squeeze(-1)

@@ -63,7 +63,7 @@ class StepShape:
             return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
         if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
             return f"a kv head for every {group} of {self.head_dim}"
-        part = 64 if self.bits == 16 else 128  # what shares a scale
+        part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
         sizes = self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp, self.bits
@@ -90,7 +90,7 @@ class PersistentStep:
         self.max_context = 16384 if shape.hidden >= 4096 else 8192
         device = tensors.head.device
         weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down
-        self._weights = [describe_both(weight) for weight in weights]
+        self._weights = tuple(map(describe_both, weights))
         self._head = describe(tensors.head)
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
@@ -137,7 +137,7 @@ class PersistentStep:
         window = NO_WINDOW if constants.window is None else constants.window
         stride = 0 if self.num_layers == 1 else k_caches[1].data_ptr() - k_caches[0].data_ptr()
         persistent_step[(NUM_PROGRAMS.value,)](
-            *self._weights,
+            self._weights,
             self._head,
             self._vectors,
             (k, v),
@@ -174,14 +174,14 @@ def describe_both(weight: Tensor | StackedCodes) -> tuple[TensorDescriptor, Tens
         return describe(weight), describe(weight)
     factors = by_tile(weight.factors, weight.bits)
     size = 8 * tile_groups(weight.bits)
-    codes = weight.codes.view(torch.bfloat16)
+    codes = weight.words.view(torch.bfloat16)
     return describe(codes), TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
 
 
 def describe(weight: Tensor) -> TensorDescriptor:
     """Tell the copy engine of lines [..., width] in tiles of 8 lines and 1,024 columns."""
     width = weight.shape[-1]
-    shape = [-(-width // 64), weight.numel() // width, 64]
+    shape = [width // 64, weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [16, 8, 64], RING.value)
 
 

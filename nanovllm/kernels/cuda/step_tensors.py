@@ -17,8 +17,12 @@ class StackedCodes:
     """Weights of all layers that stay codes; what they mean is in stored_weights.py."""
 
     bits: int  # of a code: 8 or 4
-    codes: Tensor  # [layers, out, in], FP8; or [layers, out, in / 8], int32
-    factors: Tensor  # int32 [layers, out, in / 128]: see the persistent step
+    words: Tensor  # int32 [layers, out, in * bits / 32]
+    factors: Tensor  # int32 [layers, out, in / 128]: see `factors_of`
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.factors.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +64,25 @@ def reference_step(
     `offsets` are where the context's keys are in caches [tokens, kv_heads, head_dim].
     """
     x = tensors.embedding[token].to(dtype)
-    for layer in range(len(tensors.qkv)):
+    for layer in range(len(tensors.norms)):
         norm, mlp_norm = tensors.norms[layer]
         bias = None if tensors.qkv_bias is None else tensors.qkv_bias[layer].to(dtype)
-        qkv = F.linear(rms_norm(x, norm, constants.eps), tensors.qkv[layer].to(dtype), bias)
+        qkv = F.linear(rms_norm(x, norm, constants.eps), _plain(tensors.qkv)[layer].to(dtype), bias)
         k_cache, v_cache = k_caches[layer], v_caches[layer]
         qk_norms = None if tensors.qk_norms is None else tensors.qk_norms[layer]
         angles = tensors.rope[len(offsets) - 1]
         output = _attend(qkv, qk_norms, angles, offsets, k_cache, v_cache, constants)
-        x = x + F.linear(output, tensors.o[layer].to(dtype))
+        x = x + F.linear(output, _plain(tensors.o)[layer].to(dtype))
         normed = rms_norm(x, mlp_norm, constants.eps)
-        gate_up = F.linear(normed, tensors.gate_up[layer].to(dtype))
+        gate_up = F.linear(normed, _plain(tensors.gate_up)[layer].to(dtype))
         gated = TorchOps().gate(gate_up, constants.activation)
-        x = x + F.linear(gated, tensors.down[layer].to(dtype))
+        x = x + F.linear(gated, _plain(tensors.down)[layer].to(dtype))
     return F.linear(rms_norm(x, tensors.final_norm, constants.eps), tensors.head.to(dtype))
+
+
+def _plain(weight: Tensor | StackedCodes) -> Tensor:
+    assert isinstance(weight, Tensor), "the reference takes codes as they are widened"
+    return weight
 
 
 def _attend(

@@ -48,6 +48,19 @@ def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
         assert cache < 0.01, context
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "tiny"])
+def test_weights_that_stay_codes(name: str, bits: int) -> None:
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES[name], bits), Variant(), 700)
+    for context in (1, 33, 514, 650):
+        kernel, plain, cache = step.errors(context, context)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
@@ -15,12 +18,16 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.bench.models import model_path
 from nanovllm.kernels.cuda import persistent_pack
 from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps
-from nanovllm.kernels.ops import DecoderWeights, PackedStep
+from nanovllm.kernels.cuda.step_tensors import StackedCodes
+from nanovllm.kernels.cuda.stored_linear import StoredLinear, pack_stored
+from nanovllm.kernels.ops import DecoderWeights, LayerWeights, PackedStep
+from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.loader import fill_dummy_weights
+from tests.kernels.cuda.random_steps import make_fp8, make_int4
 
 SIZES = {
     "vocab_size": 200,
@@ -114,6 +121,41 @@ def test_weights_move_and_are_not_copied() -> None:
     for i, (linear, weight) in enumerate(zip(linears, before, strict=True)):
         assert torch.equal(linear.weight, weight)
         assert linear.weight.data_ptr() == stacked[i].data_ptr()
+
+
+@pytest.mark.parametrize("make", [make_fp8, make_int4])
+def test_codes_move_and_are_not_copied(make: Callable[[Tensor], StoredWeight]) -> None:
+    model, ops = packed_model("qwen3-0.6b")
+    model.pack_step()
+    assert ops.weights is not None
+    weights = replace(ops.weights, layers=[with_codes(layer, make) for layer in ops.weights.layers])
+    assert persistent_pack._problem(weights) is None
+    stored = [layer.gate_up for layer in weights.layers]
+    before = [linear.weight.widen(torch.float32) for linear in stored]
+    stacked = persistent_pack.pack_tensors(weights).gate_up
+    assert isinstance(stacked, StackedCodes)
+    for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
+        assert linear.weight.words.data_ptr() == stacked.words[i].data_ptr()
+        assert torch.equal(linear.weight.widen(torch.float32), values)
+
+
+def test_codes_beside_plain_weights_are_not_served() -> None:
+    model, ops = packed_model("qwen3-0.6b")
+    model.pack_step()
+    assert ops.weights is not None
+    layers = ops.weights.layers
+    mixed = [with_codes(layers[0], make_fp8), *layers[1:]]
+    assert "as many bits" in str(persistent_pack._problem(replace(ops.weights, layers=mixed)))
+    coarse = [with_codes(layer, lambda w: make_int4(w, group=32)) for layer in layers]
+    assert "groups" in str(persistent_pack._problem(replace(ops.weights, layers=coarse)))
+
+
+def with_codes(layer: LayerWeights, make: Callable[[Tensor], StoredWeight]) -> Any:
+    def stored(linear: Any) -> StoredLinear:
+        return pack_stored(TritonOps(), make(linear.weight), linear.bias, linear.activation)
+
+    names = "qkv", "o", "gate_up", "down"
+    return replace(layer, **{name: stored(getattr(layer, name)) for name in names})
 
 
 def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
