@@ -109,9 +109,9 @@ def codes_few_rows(
         parts = torch.empty(size, device=x.device, dtype=torch.float32), arrived
     _few_rows[grid](
         *(y, x, weight.words, weight.scales, weight.zeros, bias, parts, num_rows, num_out),
+        triton.cdiv(num_words, num_splits * lanes) * lanes,
         NUM_IN=num_in,
         NUM_WORDS=num_words,
-        SPLIT_WORDS=triton.cdiv(num_words, num_splits * lanes) * lanes,
         LANES=lanes,
         GROUP=weight.group,
         BLOCK_ROWS=config.block_rows,
@@ -136,9 +136,9 @@ def _few_rows(  # type: ignore[no-untyped-def]
     parts,
     num_rows,
     num_out,
+    split_words,
     NUM_IN: tl.constexpr,
     NUM_WORDS: tl.constexpr,
-    SPLIT_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -148,14 +148,14 @@ def _few_rows(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     """The grid is (rows, outputs, splits): programs of the same outputs run at the same time."""
-    first, tile = tl.program_id(2) * SPLIT_WORDS, tl.program_id(1)
+    first, tile = tl.program_id(2) * split_words, tl.program_id(1)
     w_rows, is_out = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
     wait_for_inputs(OVERLAP)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     sums = multiply_codes(
         *(words, w_rows, is_out, (scales, zeros), x + rows[None, :] * NUM_IN, is_row),
-        *(first, tl.minimum(first + SPLIT_WORDS, NUM_WORDS)),
+        *(first, tl.minimum(first + split_words, NUM_WORDS)),
         *(NUM_IN, NUM_WORDS, LANES, GROUP, IS_EVEN),
     )
     if parts is None:
