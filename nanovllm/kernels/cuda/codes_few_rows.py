@@ -24,12 +24,14 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda.code_words import as_operands, raised_by
 from nanovllm.kernels.cuda.linear_tiles import add_bias, num_processors, store_tile, tile_rows
-from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
+from nanovllm.kernels.cuda.pdl import launch_options, prefetch, wait_for_inputs
 from nanovllm.kernels.ops import Activation
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
 
 MAX_SPLITS = 8
 MAX_HELD = 4  # programs on a processor at a time
+NUM_PREFETCHED = tl.constexpr(128)  # words of each output, prefetched before x is there
+CACHE_LINE = tl.constexpr(32)  # words
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +156,17 @@ def _few_rows(  # type: ignore[no-untyped-def]
 ):
     """The grid is (rows, outputs, splits): programs of the same outputs run at the same time."""
     first, tile = tl.program_id(2) * split_words, tl.program_id(1)
+    end = tl.minimum(first + split_words, NUM_WORDS)
     w_rows, is_out = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
+    if OVERLAP and IS_EVEN:  # the kernels before this one do not write the weight
+        for word in tl.range(first, tl.minimum(end, first + NUM_PREFETCHED), CACHE_LINE):
+            prefetch(words + w_rows.to(tl.int64) * NUM_WORDS + word)
     wait_for_inputs(OVERLAP)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     sums = multiply_codes(
         *(words, w_rows, is_out, (scales, zeros), x + rows[None, :] * NUM_IN, is_row),
-        *(first, tl.minimum(first + split_words, NUM_WORDS)),
-        *(NUM_IN, NUM_WORDS, LANES, GROUP, IS_EVEN),
+        *(first, end, NUM_IN, NUM_WORDS, LANES, GROUP, IS_EVEN),
     )
     if parts is None:
         sums = add_bias(sums, bias, w_rows, is_out, first == 0)
