@@ -9,6 +9,7 @@ each takes tell the same where other programs disturb the clock (Linux alone).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -32,37 +33,16 @@ from nanovllm.server.run import listen, make_server
 
 def main() -> None:
     args = stream_parser(__doc__).parse_args()
-    rng = random.Random(0)
-    prompts = [[rng.randrange(10_000) for _ in range(64)] for _ in range(args.streams)]
     params = SamplingParams(temperature=0.6, max_tokens=args.max_tokens, ignore_eos=True)
-    llm = AsyncLLM(model_path(args.model), max_model_len=1024, max_num_seqs=args.streams)
-    server = make_server(llm, ServerOptions(("model",)))
-    listener = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    client = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.engine.http_streams", "--client"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    port = listener.getsockname()[1]
-    task = json.dumps([port, prompts, args.max_tokens])
-
-    def post_all() -> None:
-        assert client.stdin is not None
-        assert client.stdout is not None
-        print(task, file=client.stdin, flush=True)
-        client.stdout.readline()
-
     rounds = []
-    for _ in range(args.rounds + 1):
-        alone = measure(lambda: asyncio.run(stream_all(llm, prompts, params)))
-        unwatched = measure(post_all)
-        with watcher(port):
-            watched = measure(post_all)
-        rounds.append(Round(alone, unwatched, watched))
-        print(rounds[-1].describe(args.streams * args.max_tokens), flush=True)
+    with served(args) as (llm, streams):
+        for _ in range(args.rounds + 1):
+            alone = measure(lambda: asyncio.run(stream_all(llm, streams.prompts, params)))
+            unwatched = measure(streams.post_all)
+            with watcher(streams.port):
+                watched = measure(streams.post_all)
+            rounds.append(Round(alone, unwatched, watched))
+            print(rounds[-1].describe(args.streams * args.max_tokens), flush=True)
     for name in ("seconds", "core_seconds"):
         http = statistics.median(
             getattr(each.alone, name) / getattr(each.unwatched, name) for each in rounds[1:]
@@ -71,11 +51,49 @@ def main() -> None:
             getattr(each.unwatched, name) / getattr(each.watched, name) for each in rounds[1:]
         )
         print(f"by {name}: HTTP / AsyncLLM {http:.3f}, watched / not {watched_share:.3f}")
-    assert client.stdin is not None
-    client.stdin.close()
-    server.should_exit = True
-    thread.join()
-    llm.close()
+
+
+class Streams:
+    """Clients of a server at a port, in a process of their own; each sends one prompt."""
+
+    def __init__(self, port: int, prompts: list[list[int]], max_tokens: int) -> None:
+        self.port, self.prompts = port, prompts
+        self._task = json.dumps([port, prompts, max_tokens])
+        command = [sys.executable, "-m", "benchmarks.engine.http_streams", "--client"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def post_all(self) -> None:
+        """Return when every stream has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(self._task, file=self._process.stdin, flush=True)
+        self._process.stdout.readline()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def served(args: argparse.Namespace) -> Iterator[tuple[AsyncLLM, Streams]]:
+    """An engine behind a server of this process, and the clients."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10_000) for _ in range(64)] for _ in range(args.streams)]
+    llm = AsyncLLM(model_path(args.model), max_model_len=1024, max_num_seqs=args.streams)
+    server = make_server(llm, ServerOptions(("model",)))
+    listener = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    streams = Streams(listener.getsockname()[1], prompts, args.max_tokens)
+    try:
+        yield llm, streams
+    finally:
+        streams.close()
+        server.should_exit = True
+        thread.join()
+        llm.close()
 
 
 class Cost(NamedTuple):

@@ -4,6 +4,7 @@ import { ApiFailure, events } from "./api.js";
 import { BlockMap } from "./blockmap.js";
 import { Sparkline, Timeline } from "./charts.js";
 import { find, make, setText } from "./elements.js";
+import { Pace } from "./pace.js";
 import { apply, counts, holders, hue, running } from "./state.js";
 
 const MAX_ROWS = 64;
@@ -23,13 +24,13 @@ export class Engine {
     };
     this.rows = new Map(); // of running sequences, by id
     this.totals = []; // answer tokens, one entry a sample
-    this.isDrawn = true;
+    this.pace = new Pace(() => this.draw());
     this.isSampled = false; // since the lines were drawn
     this.query = ""; // any engine that answers, until one is chosen
     find("engines").onchange = () => ((this.query = `?engine=${find("engines").value}`), this.watch());
     setInterval(() => this.sample(), SAMPLE_MS);
     document.addEventListener("visibilitychange", () => this.watch());
-    new ResizeObserver(() => this.drawSoon()).observe(find("engine"));
+    new ResizeObserver(() => this.state && this.pace.askNow()).observe(find("engine"));
   }
 
   /** Look while the page is visible; a hidden one costs the engine nothing. */
@@ -83,9 +84,7 @@ export class Engine {
   }
 
   drawSoon() {
-    if (!this.isDrawn || !this.state) return;
-    this.isDrawn = false;
-    requestAnimationFrame(() => ((this.isDrawn = true), this.draw()));
+    if (this.state) this.pace.ask();
   }
 
   draw() {
@@ -144,7 +143,7 @@ export class Engine {
     item.dataset.tip = "";
     item.tip = () => describeRow(this.state?.sequences.get(id));
     item.style.setProperty("--hue", hue(id));
-    const choose = (id) => () => ((this.map.chosen = id), this.drawSoon());
+    const choose = (id) => () => ((this.map.chosen = id), this.pace.askNow());
     item.onpointerenter = item.onfocus = choose(id);
     item.onpointerleave = item.onblur = choose(null);
     return { item, bars, amounts };
