@@ -15,7 +15,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
+from nanovllm.kernels.ops import Hidden, NormWeights
 from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
 from nanovllm.platforms.cpu import CpuPlatform
@@ -249,7 +251,15 @@ def test_many_rows_on_a_gpu(
         rows.append(len(x))
         return quantised_product(x, weight, bias)
 
+    def after_norm(
+        hidden: Hidden, norm: NormWeights, weight: Fp8Weight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        normed, residual = TorchOps().norm(hidden, norm)
+        hidden.residual.copy_(residual)
+        return multiply(normed, weight, bias)
+
     monkeypatch.setattr(stored_linear, "fp8_many_rows", multiply)
+    monkeypatch.setattr(stored_linear, "fp8_after_norm", after_norm)
     want = score(path, **options)
     assert len(rows) >= 4 * 2, "every projection of two layers"
     assert min(rows) > stored_linear.MAX_FP8_ROWS

@@ -2,7 +2,8 @@
 
 Codes of 4 bits and of FP8 differ in how many a word has, 8 or 4, and in what they are as numbers.
 The codes of one place of all words of a block are a tile of their own, whose inputs lie side by
-side: an operand of tensor cores that takes no exchange between threads.
+side, and those of the next place lie beside them: an operand of tensor cores is made of words
+without an exchange between threads.
 """
 
 from __future__ import annotations
@@ -75,6 +76,31 @@ def as_operands(tile, PLACES: tl.constexpr, dtype: tl.constexpr):  # type: ignor
         return _fp8_operands(tile, dtype)
     else:
         return _int4_operands(tile, dtype)
+
+
+@triton.jit
+def join_places(codes, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lay the codes of some places side by side: a thread that has them all moves none."""
+    if COUNT == 8:
+        return _beside(_four_beside(codes, 0), _four_beside(codes, 4))
+    elif COUNT == 4:
+        return _four_beside(codes, FIRST)
+    elif COUNT == 2:
+        return _beside(codes[FIRST], codes[FIRST + 1])
+    else:
+        return codes[FIRST]
+
+
+@triton.jit
+def _four_beside(codes, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = _beside(codes[FIRST], codes[FIRST + 1])
+    return _beside(first, _beside(codes[FIRST + 2], codes[FIRST + 3]))
+
+
+@triton.jit
+def _beside(first, second):  # type: ignore[no-untyped-def]
+    both = tl.join(first, second).permute(0, 2, 1)
+    return both.reshape(first.shape[0], 2 * first.shape[1])
 
 
 @triton.jit

@@ -32,9 +32,6 @@ def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
     """Return the norm of residual + update; the residual becomes that sum."""
     residual, update = hidden.residual, hidden.update
     num_rows, dim = residual.shape
-    num_splits = 0
-    if update is not None:
-        num_splits = len(update) if update.dim() == 3 else 1
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(dim)
     # Few rows are a matter of latency, many of bandwidth, which wants 16 bytes in each access.
@@ -47,11 +44,18 @@ def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
         norm.eps,
         dim,
         BLOCK=block,
-        NUM_SPLITS=num_splits,
+        NUM_SPLITS=count_splits(update),
         num_warps=min(max(block // (32 * per_thread), 1), 8),
         **launch_options(residual, num_rows),
     )
     return out
+
+
+def count_splits(update: Tensor | None) -> int:
+    """How many partial sums an update has; 0: there is none."""
+    if update is None:
+        return 0
+    return len(update) if update.dim() == 3 else 1
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -110,9 +114,20 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     NUM_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """NUM_SPLITS counts the partial sums of the update; 0: there is none."""
-    base = tl.program_id(0).to(tl.int64) * dim
     i = tl.arange(0, BLOCK)
+    normed = add_and_norm(residual, update, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    tl.store(out + tl.program_id(0).to(tl.int64) * dim + i, normed, mask=i < dim)
+
+
+@triton.jit
+def add_and_norm(  # type: ignore[no-untyped-def]
+    residual, update, weight, eps, i, dim, NUM_SPLITS: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Add the update to the row of a program, store that, and return its norm.
+
+    `i` are all columns in any order. NUM_SPLITS counts the partial sums of the update.
+    """
+    base = tl.program_id(0).to(tl.int64) * dim
     mask = i < dim
     factor = tl.load(weight + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
@@ -126,8 +141,8 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         tl.store(residual + base + i, total, mask=mask)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
-    normed = (value * scale).to(out.dtype.element_ty)
-    tl.store(out + base + i, (normed * factor).to(out.dtype.element_ty), mask=mask)
+    normed = (value * scale).to(residual.dtype.element_ty)
+    return (normed * factor).to(residual.dtype.element_ty)
 
 
 @triton.jit

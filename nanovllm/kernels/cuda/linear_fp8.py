@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
+from nanovllm.kernels.cuda.elementwise import add_and_norm, count_splits
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
+from nanovllm.kernels.ops import Hidden, NormWeights
 from nanovllm.kernels.stored_weights import Fp8Weight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
@@ -26,17 +28,33 @@ def fp8_many_rows(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
     Scales of the weight are those of outputs, or those of blocks [outputs / 128, blocks].
     """
-    rows = fp8_quantise(x, weight.has_blocks)
+    return _multiply(fp8_quantise(x, weight.has_blocks), weight, bias, x.dtype)[: len(x)]
+
+
+def fp8_after_norm(
+    hidden: Hidden, norm: NormWeights, weight: Fp8Weight, bias: Tensor | None
+) -> Tensor:
+    """Like fp8_many_rows, of the norm of residual + update; the residual becomes that sum.
+
+    The weight has no blocks.
+    """
+    dtype = hidden.residual.dtype
+    return _multiply(fp8_norm(hidden, norm), weight, bias, dtype)
+
+
+def _multiply(
+    rows: ScaledCodes, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     y: Tensor = torch._scaled_mm(
         rows.codes,
         weight.codes.t(),
         scale_a=rows.scales,
         scale_b=weight.scales.t(),
         bias=bias,
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         use_fast_accum=not weight.has_blocks,
     )
-    return y[: len(x)]
+    return y
 
 
 def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
@@ -86,6 +104,25 @@ def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
     return ScaledCodes(codes, scales)
 
 
+def fp8_norm(hidden: Hidden, norm: NormWeights) -> ScaledCodes:
+    """The rows of the norm, each with a scale; see rms_norm and fp8_quantise."""
+    residual, update = hidden.residual, hidden.update
+    num_rows, dim = residual.shape
+    num_codes = num_blocks(dim) * 128
+    codes = torch.empty(num_rows, num_codes, device=residual.device, dtype=FP8)
+    scales = torch.empty(num_rows, 1, device=residual.device, dtype=torch.float32)
+    block = triton.next_power_of_2(num_codes)
+    _norm[(num_rows,)](
+        *(codes, scales, residual, update, norm.weight, norm.eps, dim),
+        NUM_CODES=num_codes,
+        BLOCK=block,
+        NUM_SPLITS=count_splits(update),
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(residual, num_rows),
+    )
+    return ScaledCodes(codes, scales)
+
+
 @triton.jit(do_not_specialize=("num_rows",))
 def _quantise(  # type: ignore[no-untyped-def]
     codes,
@@ -104,13 +141,50 @@ def _quantise(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr = BLOCK // 128 if BY_BLOCK else 1
     part = tl.arange(0, PARTS)
     place = part[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
-    i = place // 128 * 128 + place % 4 * 32 + place % 128 // 4  # the input of each place
+    i = _input_of(place)
     wait_for_inputs(OVERLAP)
     values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), SMALLEST)
+    scaled, scale = _scale(values)
     tl.store(scales + part * num_rows + row, scale, mask=part < NUM_SCALES)
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    scaled = tl.clamp(values * inverse[:, None], -LARGEST, LARGEST)
     mask = place < NUM_CODES
     tl.store(codes + row * NUM_CODES + place, scaled.to(codes.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    residual,
+    update,
+    weight,
+    eps,
+    dim,
+    NUM_CODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program has one row."""
+    place = tl.arange(0, BLOCK)
+    i = _input_of(place)
+    normed = add_and_norm(residual, update, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    scaled, scale = _scale(normed.to(tl.float32)[None, :])
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    places = codes + row * NUM_CODES + place
+    tl.store(places[None, :], scaled.to(codes.dtype.element_ty), mask=(place < NUM_CODES)[None, :])
+
+
+@triton.jit
+def _input_of(place):  # type: ignore[no-untyped-def]
+    """The input whose code is at a place: see order_codes."""
+    return place // 128 * 128 + place % 4 * 32 + place % 128 // 4
+
+
+@triton.jit
+def _scale(values):  # type: ignore[no-untyped-def]
+    """Scale rows [rows, columns] to the range of codes; return also the scales."""
+    largest = tl.max(tl.abs(values), 1)
+    scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), SMALLEST)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return tl.clamp(values * inverse[:, None], -LARGEST, LARGEST), scale

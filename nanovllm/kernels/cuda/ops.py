@@ -130,7 +130,7 @@ class CudaExperts:
         if len(x) > MAX_PAIR_TOKENS:
             return run_grouped(x, logits, self.gate_up, self.down, self.routing)
         ids, weights, _ = route(logits, self.routing)
-        return self._run_pairs(x, ids, weights)
+        return self.run_pairs(x, ids, weights)
 
     def after_norm(
         self, hidden: Hidden, norm: NormWeights, router: PackedLinear
@@ -139,11 +139,12 @@ class CudaExperts:
             logits, residual = router.after_norm(hidden, norm)
             normed = torch.empty_like(residual)
             ids, weights, _ = route(logits, self.routing, x=residual, norm=norm, normed=normed)
-            return self._run_pairs(normed, ids, weights), residual
+            return self.run_pairs(normed, ids, weights), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed, router(normed)), residual
 
-    def _run_pairs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def run_pairs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Run the experts of each token, which it reads for itself."""
         gate_up, down = self.gate_up, self.down
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             return run_pairs(x, ids, weights, gate_up, down)

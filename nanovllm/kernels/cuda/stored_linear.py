@@ -11,13 +11,14 @@ from torch import Tensor
 from nanovllm.kernels.cuda.codes_few_rows import codes_config, codes_few_rows, make_counters
 from nanovllm.kernels.cuda.codes_one_row import codes_one_row
 from nanovllm.kernels.cuda.codes_widen import widen_codes
-from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, library_weight
+from nanovllm.kernels.cuda.linear_fp8 import fp8_after_norm, fp8_many_rows, library_weight
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 
 # Up to here reading the weight takes the time, and activations are not rounded.
 MAX_FP8_ROWS = 64
-MAX_INT4_ROWS = 1024  # beyond, the weight is widened first, which takes as long as 1000 rows do
+# Beyond, the weight is widened first: written and read again, nine times the bytes that it has.
+MAX_INT4_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,7 @@ class StoredLinear:
         x = x.contiguous()
         if self._has_few(len(x)):
             return codes_few_rows(x, self.weight, self.bias, self.activation, self.counters)
-        y = self._multiply_many(x)
-        return y if self.activation is None else self.ops.gate(y, self.activation)
+        return self._gate(self._multiply_many(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
         assert self.activation is None
@@ -51,6 +51,9 @@ class StoredLinear:
     def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         if len(hidden.residual) == 1:
             return codes_one_row(hidden, norm, self.weight, self.bias, self.activation)
+        library, residual = self._library_of(hidden.residual), hidden.residual
+        if library is not None and not library.has_blocks and not self._has_few(len(residual)):
+            return self._gate(fp8_after_norm(hidden, norm, library, self.bias)), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed), residual
 
@@ -58,9 +61,16 @@ class StoredLinear:
         most = MAX_FP8_ROWS if isinstance(self.weight, Fp8Weight) else MAX_INT4_ROWS
         return num_rows <= most
 
+    def _library_of(self, x: Tensor) -> Fp8Weight | None:
+        return self.library if x.dtype == torch.bfloat16 else None
+
+    def _gate(self, y: Tensor) -> Tensor:
+        return y if self.activation is None else self.ops.gate(y, self.activation)
+
     def _multiply_many(self, x: Tensor) -> Tensor:
-        if self.library is not None and x.dtype == torch.bfloat16:
-            return fp8_many_rows(x, self.library, self.bias)
+        library = self._library_of(x)
+        if library is not None:
+            return fp8_many_rows(x, library, self.bias)
         return F.linear(x, widen_codes(self.weight, x.dtype), self.bias)
 
 

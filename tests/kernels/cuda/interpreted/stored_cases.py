@@ -14,6 +14,7 @@ from nanovllm.fp8 import FP8, LARGEST_FP8
 from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.codes_widen import widen_codes
 from nanovllm.kernels.cuda.linear_fp8 import (
+    fp8_norm,
     fp8_quantise,
     library_weight,
 )
@@ -195,6 +196,25 @@ def check_quantised_rows(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(got.codes[:5].view(torch.uint8), wanted)
 
 
+def check_normed_rows(dtype: torch.dtype, device: str) -> None:
+    """The codes of what the norm writes, and the same new residual."""
+    for dim, num_splits in itertools.product((128, 300), (0, 1, 3)):
+        residual = make(4, dim, dtype=dtype, device=device)
+        update = make(num_splits, 4, dim, dtype=torch.float32, device=device, seed=3)
+        norm = NormWeights(make(dim, dtype=torch.float32, device=device, seed=8), 1e-6)
+        hidden = Hidden(residual, update if num_splits else None)
+        copied = Hidden(residual.clone(), hidden.update)
+        got = fp8_norm(hidden, norm)
+        normed, total = TritonOps().norm(copied, norm)
+        want = fp8_quantise(normed, by_block=False)
+        assert torch.equal(residual, total)
+        assert_close(got.scales, want.scales)
+        # Squares are added in another order, which may round a number of the norm differently.
+        steps = got.codes.view(torch.uint8).int() - want.codes.view(torch.uint8).int()
+        assert int(steps.abs().max()) <= 1
+        assert int(steps.count_nonzero()) <= steps.numel() // 50
+
+
 def check_every_fp8_code(device: str) -> None:
     """Each is what torch widens it to, in the kernel of one row and in that of a few."""
     codes = torch.arange(256, dtype=torch.uint8)
@@ -223,6 +243,11 @@ def check_quantised_products(device: str) -> None:
             assert_near(pack_stored(TritonOps(), weight, bias, None)(x), want)
             packed = pack_stored(TritonOps(), weight, bias, "silu")
             assert_near(packed(x), TorchOps().gate(want, "silu"))
+            norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
+            normed, _ = TorchOps().norm(Hidden(x), norm)
+            got, residual = packed.after_norm(Hidden(x), norm)
+            assert torch.equal(residual, x)
+            assert_near(got, TorchOps().gate(quantised_product(normed, weight, bias), "silu"))
 
 
 def check_uneven_blocks(device: str) -> None:
@@ -247,6 +272,7 @@ def main(which: str) -> None:
     check_blocks("cpu")
     check_widening(dtype, "cpu")
     check_quantised_rows(dtype, "cpu")
+    check_normed_rows(dtype, "cpu")
     if which == "rest":
         check_products(dtype, "cpu")
         check_products(dtype, "cpu", shapes=LONG_SHAPES)
