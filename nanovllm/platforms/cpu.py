@@ -92,12 +92,17 @@ class CpuPlatform:
         return Pending(lambda: [tensor.numpy() for tensor in tensors])
 
     def release(self) -> None:
-        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc's
-            libc.malloc_trim(0)
+        trim_heap()
 
     def has_room_for_copy(self, num_bytes: int) -> bool:
         # By the memory there is, not by what is free: answers must not change between runs.
         return num_bytes * self.num_ranks <= total_memory() // 8
+
+
+def trim_heap() -> None:
+    """Give back what was freed: steps and loading leave tens of megabytes in malloc's hands."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc's
+        libc.malloc_trim(0)
 
 
 def total_memory() -> int:
