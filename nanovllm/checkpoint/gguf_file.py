@@ -107,7 +107,7 @@ def _check_tensors(reader: GGUFReader) -> None:
 def _read_strings(
     data: npt.NDArray[np.uint8], offset: int, count: int, is_kept: bool
 ) -> tuple[list[npt.NDArray[Any]], int]:
-    """Each is a length and its bytes; returns those that are kept, and the offset of what follows."""
+    """Each is a length and its bytes; returns them, if kept, and the offset of what follows."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
     view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):
