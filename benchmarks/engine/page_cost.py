@@ -34,12 +34,12 @@ def main() -> None:
     path = shutil.which(args.browser)
     if path is None:
         raise SystemExit(f"no browser is found under the name {args.browser}")
-    before = children()
-    with served(args) as (_, streams), sync_playwright() as playwright:
-        theirs = children() - before
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        ratios = compare(browser.new_page(), streams, args.rounds, theirs)
-        browser.close()
+    with served(args) as (_, streams):
+        servers = children()
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+            ratios = compare(browser.new_page(), streams, args.rounds, servers)
+            browser.close()
     error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))
     print(f"median {statistics.median(ratios):.3f}, standard error {error:.3f}")
 
