@@ -158,15 +158,6 @@ def test_the_same_memory_holds_more_tokens(
     assert sizes[1] == sizes[2]
 
 
-@pytest.mark.slow
-def test_perplexity_of_the_built_in_model() -> None:
-    pytest.importorskip("numba")
-    from benchmarks.engine.kv_cache_quality import MAX_LOSS, perplexity
-
-    exact, rounded = (perplexity("smollm2", "bfloat16", name) for name in ("auto", "fp8"))
-    assert abs(rounded / exact - 1) < MAX_LOSS
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,10 +1,12 @@
-"""How much memory quantised weights take while they are widened, and how fast that is.
+"""How much memory quantised weights take while they are loaded on a CPU, and how fast that is.
 
-    python -m benchmarks.engine.loading_quantised [--gigabytes 1] [--kinds fp8 packed awq gptq]
+    python -m benchmarks.engine.loading_quantised [--gigabytes 1]
+        [--kinds gguf fp8 packed awq gptq]
 
 Writes checkpoints of random codes, so large that their weights in bfloat16 take about so many
-bytes, and loads each in a fresh process. The peak may be a tenth more than the widened weights,
-plus 1 GB; the process itself, with torch, has about a third of that.
+bytes, and loads each in a fresh process. A GGUF file's stay as they are stored, others are widened.
+The peak may be a tenth more than the weights as they are kept, plus 1 GB; the process itself, with
+torch, has about a third of that.
 """
 
 from __future__ import annotations
@@ -13,20 +15,39 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.engine.loading import CONFIG, GB, LAYER_BYTES, OTHER_BYTES, load_in_process
+from benchmarks.engine.loading import (
+    CONFIG,
+    GB,
+    HIDDEN,
+    LAYER_BYTES,
+    OTHER_BYTES,
+    VOCAB,
+    Load,
+    load_in_process,
+    resident_bytes,
+)
+from nanovllm.backends.create import create_backend
+from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION
+from nanovllm.config import EngineConfig
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
-from nanovllm.worker.loader import UnpackedLayers
+from nanovllm.worker.loader import UnpackedLayers, load_weights
+from nanovllm.worker.stored_weights import choose_weight_format
 
 GROUP = 128
 Parts = dict[str, Tensor]
@@ -38,16 +59,75 @@ def main() -> int:
     is_within = True
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as name:
-            write_checkpoint(Path(name), kind, args.gigabytes)
-            load = load_in_process(Path(name), "bfloat16", "cpu")
+            load = load_one(Path(name), kind, args.gigabytes)
         limit = 1.1 * load.weight_bytes + GB
         is_within &= load.peak_bytes <= limit
         print(f"{kind}: {load}; allowed {limit / GB:.2f} GB", flush=True)
     return 0 if is_within else 1
 
 
-def write_checkpoint(folder: Path, kind: str, gigabytes: float) -> None:
+def load_one(folder: Path, kind: str, gigabytes: float) -> Load:
     num_layers = max(round((gigabytes * GB - OTHER_BYTES) / LAYER_BYTES), 1)
+    if kind != "gguf":
+        write_checkpoint(folder, kind, num_layers)
+        return load_in_process(folder, "bfloat16", "cpu")
+    write_gguf(folder / "model.gguf", num_layers)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure_stored, folder / "model.gguf").result()
+
+
+def measure_stored(file: Path) -> Load:
+    """Load weights that stay as they are stored, as an engine does; their size is the file's."""
+    checkpoint = find_checkpoint(str(file), need_tokenizer=False)
+    config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
+    backend = create_backend(config, model_config)
+    stored = choose_weight_format(config, checkpoint, backend.platform, backend.dtype)
+    device, dtype, group = backend.platform.device, backend.dtype, backend.group
+    build = Build(device, dtype, backend.attention, backend.ops, group, stored)
+    held_bytes = resident_bytes("VmRSS")
+    with torch.inference_mode():
+        model = build_model(model_config, 64, build)
+        start = time.perf_counter()
+        load_weights(model, checkpoint, backend.platform)
+        seconds = time.perf_counter() - start
+    num_bytes = file.stat().st_size
+    return Load(num_bytes, num_bytes, seconds, held_bytes, resident_bytes("VmHWM"))
+
+
+def write_gguf(file: Path, num_layers: int) -> None:
+    """Write a model in Q4_0, its embedding in Q8_0."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(num_layers)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(4 * HIDDEN)
+    writer.add_head_count(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    shapes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (HIDDEN, HIDDEN))
+    shapes |= dict.fromkeys(("ffn_gate", "ffn_up"), (4 * HIDDEN, HIDDEN))
+    shapes["ffn_down"] = HIDDEN, 4 * HIDDEN
+    for name in ("token_embd", "output"):
+        writer.add_tensor(f"{name}.weight", *random_blocks(VOCAB, HIDDEN, "Q8_0"))
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for layer in range(num_layers):
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, np.float32))
+        for name, shape in shapes.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", *random_blocks(*shape, "Q4_0"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_blocks(rows: int, columns: int, name: str) -> tuple[np.ndarray, Any, Any]:
+    kind = gguf.GGMLQuantizationType[name]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    shape = rows, columns // size * num_bytes
+    return np.random.default_rng(0).integers(0, 64, shape, np.uint8), None, kind
+
+
+def write_checkpoint(folder: Path, kind: str, num_layers: int) -> None:
     quantisation, make = KINDS[kind]
     config = {**CONFIG, "num_hidden_layers": num_layers, "quantization_config": quantisation}
     (folder / "config.json").write_text(json.dumps(config))
@@ -119,8 +199,16 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Parts]]] = {
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--gigabytes", type=float, default=1.0, help="of widened weights (default: 1)")
-    add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of weights (default: all)")
+    add(
+        "--gigabytes", type=float, default=1.0, help="of weights, if they were widened (default: 1)"
+    )
+    add(
+        "--kinds",
+        nargs="+",
+        default=["gguf", *KINDS],
+        choices=["gguf", *KINDS],
+        help="of weights (default: all)",
+    )
     return parser.parse_args()
 
 

@@ -1,71 +1,80 @@
 """What the page in a browser costs the engine that it shows, where both share the cores.
 
-    python -m benchmarks.engine.page_cost [--streams 64] [--rounds 8] [--browser chromium]
+    python -m benchmarks.engine.page_cost [--streams 64] [--max-tokens 8] [--rounds 20]
 
-Streams of one server run in turns with the page open and with a blank page; the order changes from
-round to round, so that a machine that slows down speaks for neither. The bar is 98%.
+Streams of one server run in turns with the page open and with a blank one, in an order that changes
+from round to round: a machine that slows down speaks for neither. Printed are the ratio of each
+round, the median of all with its standard error, and what the browser took of the cores. The bar
+is 98%.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 import shutil
 import statistics
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
 
 from benchmarks.engine.async_streams import stream_parser
-from benchmarks.engine.http_streams import Streams, core_seconds, measure, served
+from benchmarks.engine.http_streams import Streams, core_seconds, served
 
-SETTLING_SECONDS = 4.0  # until a browser has started and drawn its page
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
+SETTLING_SECONDS = 1.5  # until a page is loaded and drawn
 
 
 def main() -> None:
     parser = stream_parser(__doc__)
     parser.add_argument("--browser", default="chromium")
+    parser.set_defaults(max_tokens=8, rounds=20)
     args = parser.parse_args()
     path = shutil.which(args.browser)
     if path is None:
         raise SystemExit(f"no browser is found under the name {args.browser}")
-    ratios = []
     with served(args) as (_, streams):
-        for number in range(args.rounds + 1):
-            pages = ["about:blank", f"http://127.0.0.1:{streams.port}/"]
-            order = pages if number % 2 else pages[::-1]
-            taken = {page: seconds(path, page, streams) for page in order}
-            alone, watched = (taken[page] for page in pages)
-            print(
-                f"a blank page {alone[0]:.2f} s, the engine's {watched[0]:.2f} s:"
-                f" {alone[0] / watched[0]:.3f}; browsers took {alone[1]:.2f} and"
-                f" {watched[1]:.2f} s of the cores",
-                flush=True,
-            )
-            ratios.append(alone[0] / watched[0])
-    print(f"median of {args.rounds}, without the first: {statistics.median(ratios[1:]):.3f}")
+        servers = children()
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+            ratios = compare(browser.new_page(), streams, args.rounds, servers)
+            browser.close()
+    error = 1.25 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    print(f"median {statistics.median(ratios):.3f}, standard error {error:.3f}")
 
 
-def seconds(browser: str, page: str, streams: Streams) -> tuple[float, float]:
-    """How long all streams take while the browser shows a page, and its own time of the cores."""
-    with shown(browser, page) as process:
-        before = core_seconds(process.pid)
-        taken = measure(streams.post_all).seconds
-        return taken, core_seconds(process.pid) - before
+def compare(page: Any, streams: Streams, num_rounds: int, servers: set[int]) -> list[float]:
+    """Return how many times as long the streams take without the page as with it."""
+    places = {"blank": "about:blank", "engine": f"http://127.0.0.1:{streams.port}/"}
+    ratios = []
+    streams.post_all()
+    for number in range(num_rounds):
+        taken, used = {}, {}
+        for name in sorted(places, reverse=number % 2 == 0):
+            page.goto(places[name])
+            time.sleep(SETTLING_SECONDS)
+            start, cores = time.perf_counter(), browser_seconds(servers)
+            streams.post_all()
+            taken[name] = time.perf_counter() - start
+            used[name] = browser_seconds(servers) - cores
+        ratios.append(taken["blank"] / taken["engine"])
+        print(
+            f"{ratios[-1]:.3f}: {taken['blank']:.2f} s with a blank page, {taken['engine']:.2f} s;"
+            f" the browser took {used['blank']:.2f} and {used['engine']:.2f} s of the cores",
+            flush=True,
+        )
+    return ratios
 
 
-@contextlib.contextmanager
-def shown(browser: str, page: str) -> Iterator[subprocess.Popen[bytes]]:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        flags = ["--headless", "--no-sandbox", "--disable-dev-shm-usage", "--no-first-run"]
-        size = ["--window-size=1280,800", f"--user-data-dir={folder}", "--remote-debugging-port=0"]
-        process = subprocess.Popen([browser, *flags, *size, page], stderr=subprocess.DEVNULL)
-        time.sleep(SETTLING_SECONDS)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait()
+def children() -> set[int]:
+    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    return set(map(int, " ".join(lists).split()))
+
+
+def browser_seconds(servers: set[int]) -> float:
+    """Of all processes that this one has started beside the server's and its clients'."""
+    return sum(core_seconds(pid) for pid in children() - servers)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class GGUFTensor:
 
 
 def list_tensors(path: Path) -> list[GGUFTensor]:
-    metadata = _Metadata.of(path, open_gguf(path))
+    metadata = _Metadata.of(path, open_gguf(path, has_lists=False))
     architecture = ARCHITECTURES[metadata.architecture]
     heads = metadata.number("attention.head_count")
     num_heads = {"attn_q": heads, "attn_k": metadata.number("attention.head_count_kv", heads)}

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, GGUFValueType
 
 
-def open_gguf(path: Path) -> GGUFReader:
-    """Return the `gguf` package's reader over one whole file."""
+def open_gguf(path: Path, has_lists: bool = True) -> GGUFReader:
+    """Return the `gguf` package's reader over one whole file.
+
+    Without lists of texts, a vocabulary's, it takes some ten megabytes less.
+    """
     try:
         with np.errstate(over="raise"):  # offsets past 2**64 would come round to the beginning
-            reader = _reader_class()(path)
+            reader = _reader_class(has_lists)(path)
         _check_tensors(reader)
     except NanovllmError:
         raise
@@ -65,7 +68,7 @@ def release_pages(reader: GGUFReader) -> None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _reader_class() -> type[GGUFReader]:
+def _reader_class(has_lists: bool) -> type[GGUFReader]:
     import gguf
 
     class Reader(gguf.GGUFReader):
@@ -83,8 +86,8 @@ def _reader_class() -> type[GGUFReader]:
             item_type, count = struct.unpack_from("<IQ", self.data.data, orig_offs)
             types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item_type)]
             if types[1] == gguf.GGUFValueType.STRING:
-                strings, end = _read_strings(self.data, orig_offs + 12, count)
-                return end - orig_offs, strings, list(range(count)), types
+                strings, end = _read_strings(self.data, orig_offs + 12, count, has_lists)
+                return end - orig_offs, strings, list(range(len(strings))), types
             items = self._get(orig_offs + 12, self.gguf_scalar_to_np[types[1]], count)
             if len(items) < count:
                 raise ValueError(f"an array of {count} items goes on after the end of the file")
@@ -102,13 +105,14 @@ def _check_tensors(reader: GGUFReader) -> None:
 
 
 def _read_strings(
-    data: npt.NDArray[np.uint8], offset: int, count: int
+    data: npt.NDArray[np.uint8], offset: int, count: int, is_kept: bool
 ) -> tuple[list[npt.NDArray[Any]], int]:
-    """Each is a length and its bytes; returns them with the offset of what follows."""
+    """Each is a length and its bytes; returns them, if kept, and the offset of what follows."""
     plain, strings = data.view(np.ndarray), []  # slicing a memmap is slow
     view, read_length = plain.data, struct.Struct("<Q").unpack_from
     for _ in range(count):
         start = offset + 8
         offset = start + read_length(view, offset)[0]
-        strings.append(plain[start:offset])
+        if is_kept:
+            strings.append(plain[start:offset])
     return strings, offset

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 
 class PlainTokenizer:
     """Stands in for the transformers tokenizer of the same parts.
 
-    What an engine asks for is answered here; anything else makes that tokenizer and asks it.
+    What engines and servers ask for is answered here; anything else makes that tokenizer, which
+    imports torch, and asks it.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class PlainTokenizer:
     ) -> None:
         self.special_tokens_map = special_tokens
         self.chat_template = chat_template
-        self._backend = backend
+        self._backend = self.backend_tokenizer = backend
         self._make_transformers = make_transformers
         self._transformers: PreTrainedTokenizerBase | None = None
 
@@ -33,6 +34,14 @@ class PlainTokenizer:
     def eos_token_id(self) -> int | None:
         eos = self.special_tokens_map.get("eos_token")
         return None if eos is None else self._backend.token_to_id(eos)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        tokens: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
+        return tokens
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        return [self._backend.id_to_token(id) for id in ids]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -18,6 +18,7 @@ from nanovllm.executor.base import Executor
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, run_child
 from nanovllm.pending import Pending
+from nanovllm.platforms.cpu import give_back
 from nanovllm.platforms.shares import take_share
 from nanovllm.serving.core_records import (
     Add,
@@ -118,7 +119,7 @@ class CoreLoop:
         self.core, self.clock, self.inbox, self.send = core, clock, inbox, send
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # while somebody watches
-        self._is_over = False
+        self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
@@ -138,6 +139,7 @@ class CoreLoop:
             try:
                 command = self.inbox.get(block=is_idle, timeout=self._idle_seconds())
             except Empty:
+                self._rest(is_idle)
                 return endings
             if command is None:  # the parent closed its end
                 self._is_over = True
@@ -154,6 +156,12 @@ class CoreLoop:
                 if command.is_wanted:
                     endings += ended
         return endings
+
+    def _rest(self, is_idle: bool) -> None:
+        """After work, while nobody waits, give back the memory that it took."""
+        if is_idle and not self._is_at_rest:
+            give_back()
+        self._is_at_rest = is_idle
 
     def _step(self) -> CoreStep:
         observer = self._observer

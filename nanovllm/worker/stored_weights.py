@@ -10,12 +10,13 @@ import torch
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.quantised.modules import widen_all
-from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION
+from nanovllm.checkpoint.quantised.round_to_fp8 import is_rounded
 from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.layers.code_format import CodeFormat
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.weight_format import WeightFormat
+from nanovllm.models.registry import read_config
 from nanovllm.platforms.base import Platform
 from nanovllm.quantisation import CodeLayout, choose_quantisation
 
@@ -44,8 +45,12 @@ def choose_weight_format(
     if isinstance(checkpoint, Checkpoint) and config.load_format != "dummy":
         return CodeFormat(_stored_layouts(checkpoint).get)
 
+    # A checkpoint that is quantised already may have all of them so.
+    is_chosen_here = quantisation.scheme == "round_to_fp8"
+    num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
+
     def expected_layout(module: str) -> CodeLayout | None:
-        is_projection = PROJECTION.fullmatch(f"{module}.weight") is not None
+        is_projection = is_rounded(f"{module}.weight", num_layers)
         return layout if is_projection and not quantisation.ignores(module) else None
 
     return CodeFormat(expected_layout)

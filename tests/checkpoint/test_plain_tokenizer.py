@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import random
 import subprocess
@@ -54,6 +55,13 @@ def test_equals_transformers(tmp_path: Path, metadata: dict[str, Any]) -> None:
     assert plain.special_tokens_map == other.special_tokens_map
     assert plain.eos_token_id == other.eos_token_id
     assert len(plain) == len(other)
+    assert plain.added_tokens_decoder == other.added_tokens_decoder
+    backends = [json.loads(each.backend_tokenizer.to_str()) for each in (plain, other)]
+    # What surrounds texts is written in two ways; both are compared below, by what they do.
+    assert backends[0] | {"post_processor": None} == backends[1] | {"post_processor": None}
+    ids = range(len(metadata["tokens"]))
+    assert plain.convert_ids_to_tokens(ids) == other.convert_ids_to_tokens(ids)
+    assert plain._transformers is None  # nothing of this asked for one
     rng = random.Random(0)
     marks = ["<|im_start|>", "<|im_end|>", "<think>", "</s>", "<s>", "<|end|>", "<unk>", " hello "]
     texts = [*TEXTS, *("".join(rng.choices([*marks, *"helo é1\n"], k=12)) for _ in range(200))]
@@ -72,7 +80,7 @@ def test_equals_transformers(tmp_path: Path, metadata: dict[str, Any]) -> None:
 def test_everything_else_is_transformers_own(tmp_path: Path) -> None:
     plain = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **CASES["bytes, bos"]))
     assert plain("hello")["input_ids"] == [269, 260]
-    assert plain.convert_ids_to_tokens([260]) == ["hello"]
+    assert plain.tokenize("hello") == ["hello"]
     with pytest.raises(AttributeError, match="no_such"):
         plain.no_such  # noqa: B018
     with pytest.raises(ValueError, match="clean_up"):
@@ -98,6 +106,8 @@ tokenizer = load_tokenizer(find_checkpoint("smollm2", need_weights=False))
 template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens_map)
 ids = tokenizer.encode(template.render([{{"role": "user", "content": "Hi"}}]))
 print(tokenizer.decode(ids) == {smollm2_prompt()!r})
+tokens = tokenizer.added_tokens_decoder, tokenizer.convert_ids_to_tokens(ids)
+text = tokenizer.backend_tokenizer.to_str()
 """
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

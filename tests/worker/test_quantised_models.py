@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -167,8 +168,10 @@ def rounded(path: Path, folder: Path) -> Path:
     """The twin of a checkpoint that is rounded to FP8 while it loads."""
     shutil.copytree(path, folder)
     tensors = load_file(path / "model.safetensors")
+    num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    kept = "lm_head.weight", f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     for name, tensor in tensors.items():
-        if tensor.dim() == 2 and name != "lm_head.weight" and PROJECTION.fullmatch(name):
+        if tensor.dim() == 2 and name not in kept and PROJECTION.fullmatch(name):
             rounded = round_rows(tensor.float())
             tensors[name] = rounded.codes.float() * rounded.scales
     save_file(tensors, folder / "model.safetensors")

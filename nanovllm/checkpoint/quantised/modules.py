@@ -13,7 +13,7 @@ from nanovllm.checkpoint.quantised.fp8_block import open_fp8_block
 from nanovllm.checkpoint.quantised.fp8_scaled import open_fp8_scaled
 from nanovllm.checkpoint.quantised.gptq import open_gptq
 from nanovllm.checkpoint.quantised.packed_int import open_packed_int
-from nanovllm.checkpoint.quantised.round_to_fp8 import RoundedWeight, is_projection
+from nanovllm.checkpoint.quantised.round_to_fp8 import RoundedWeight, names_to_round
 from nanovllm.checkpoint.quantised.stored_weight import Format, as_tensor, read_part
 from nanovllm.checkpoint.weights import FLOATS, StoredTensor
 from nanovllm.errors import CheckpointError
@@ -41,9 +41,10 @@ def widen_all(
 ) -> list[StoredTensor]:
     """Put one tensor in place of the parts of each quantised weight."""
     if quantisation.scheme == "round_to_fp8":
+        names = names_to_round(tensors)
         return [
             as_tensor(tensor.name, tensor.file, RoundedWeight(tensor))
-            if is_projection(tensor)
+            if tensor.name in names
             else tensor
             for tensor in tensors
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from nanovllm.fp8 import round_rows
 from nanovllm.quantisation import CodeLayout
 
 # Projections of layers; a router decides by small differences and stays as it is.
-PROJECTION = re.compile(r"model\.layers\..*(?<!\.gate)\.weight")
+PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +43,17 @@ class RoundedWeight:
         return Codes(whole.codes[:, columns], whole.scales, None)
 
 
-def is_projection(tensor: StoredTensor) -> bool:
-    return len(tensor.shape) == 2 and PROJECTION.fullmatch(tensor.name) is not None
+def names_to_round(tensors: Sequence[StoredTensor]) -> set[str]:
+    matrices = [tensor.name for tensor in tensors if len(tensor.shape) == 2]
+    layers = [int(match[1]) for name in matrices if (match := PROJECTION.fullmatch(name))]
+    return {name for name in matrices if is_rounded(name, 1 + max(layers, default=0))}
+
+
+def is_rounded(name: str, num_layers: int) -> bool:
+    """Whether a weight is rounded: the projections of layers, but for the last of the last MLP.
+
+    Nothing but the head comes after it, and alone it would cost more quality than all others
+    (benchmarks/engine/quality.py).
+    """
+    is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
+    return not is_last and PROJECTION.fullmatch(name) is not None

@@ -5,6 +5,7 @@ Each is compiled for one block type, when a model first has it; programs call th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.ir as ir
@@ -96,26 +97,35 @@ def _add_group(
     num_parts = max(4 // len(rows), 1)  # an addition takes four cycles, so four run at a time
     index = builder.sdiv(column, I64(kind.group_size))
     x_sums: list[Any] = []
-    if group.low is not None or group.offset:
+    values, scale, offset = _to_multiply(builder, group)
+    if group.low is not None or offset:
         addresses = [builder.gep(b, [builder.add(base, index)]) for base in sums]
         x_sums = [spread(builder, builder.load(address)) for address in addresses]
     parts = [[splat(FLOATS, 0.0)] * num_parts for _ in rows]
-    if group.offset:
+    if offset:
         for part, x_sum in zip(parts, x_sums, strict=True):
-            part[0] = builder.fmul(x_sum, splat(FLOATS, -group.offset))
+            part[0] = builder.fmul(x_sum, splat(FLOATS, -offset))
     for i in range(kind.group_size):
-        values = builder.sitofp(group.integer(i), FLOATS)
+        column_values = values(i)
         for part, base in zip(parts, rows, strict=True):
             address = builder.gep(b, [builder.add(builder.add(base, column), I64(i))])
             x = spread(builder, builder.load(address))
-            part[i % num_parts] = _multiply_add(builder, values, x, part[i % num_parts])
+            part[i % num_parts] = _multiply_add(builder, column_values, x, part[i % num_parts])
     for row, (part, total) in enumerate(zip(parts, totals, strict=True)):
         while len(part) > 1:
             part[:] = [builder.fadd(*pair) for pair in zip(part[::2], part[1::2], strict=True)]
-        new = _multiply_add(builder, group.scale, part[0], builder.load(total))
+        new = _multiply_add(builder, scale, part[0], builder.load(total))
         if group.low is not None:
             new = _multiply_add(builder, group.low, x_sums[row], new)
         builder.store(new, total)
+
+
+def _to_multiply(builder: Any, group: Group) -> tuple[Callable[[int], Any], Any, float]:
+    """What emits a column, and the scale and offset of that: scale * (column - offset)."""
+    if group.fraction is None:
+        return lambda i: builder.sitofp(group.integer(i), FLOATS), group.scale, group.offset
+    scale = builder.fmul(group.scale, splat(FLOATS, 16.0))
+    return group.fraction, scale, 1 + group.offset / 16
 
 
 @intrinsic(prefer_literal=True)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 PANEL_ROWS = 16
+FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # of a float32: where its fraction's first 4 bits are; 1
 I32, I64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, PANEL_ROWS), ir.VectorType(FLOAT, PANEL_ROWS)
 
@@ -29,6 +30,8 @@ class Group:
     low: Any | None
     offset: int
     integer: Callable[[int], Any]  # emits a column's
+    # Of four bits: emits 1 + integer / 16, which takes no conversion. They are its first ones.
+    fraction: Callable[[int], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,11 @@ class Block:
             word = self.builder.shl(word, splat(WORDS, -shift))
         return self.builder.and_(word, splat(WORDS, mask))
 
+    def fraction(self, word: Any, shift: int) -> Any:
+        """A float32 from 1 to 2 whose first four bits after the point are (word >> shift) & 15."""
+        bits = self.bits(word, shift - FRACTION_SHIFT, 15 << FRACTION_SHIFT)
+        return self.builder.bitcast(self.builder.or_(bits, splat(WORDS, ONE_BITS)), FLOATS)
+
     def signed_byte(self, word: Any, index: int) -> Any:
         word = self.builder.shl(word, splat(WORDS, 24 - 8 * index)) if index < 3 else word
         return self.builder.ashr(word, splat(WORDS, 24))
@@ -167,14 +175,21 @@ def _of_nibbles(has_low: bool, has_fifth: bool) -> Callable[[Block, Any], list[G
         fifths = block.word(first - 1) if has_fifth else None
         words = [block.word(first + i) for i in range(4)]
 
-        def integer(column: int) -> Any:
+        def nibble(column: int) -> tuple[Any, int]:
             half, i = divmod(column, 16)
-            nibble = block.bits(words[i // 4], 8 * (i % 4) + 4 * half, 15)
-            if fifths is None:
-                return nibble
-            return block.builder.or_(nibble, block.bits(fifths, column - 4, 16))
+            return words[i // 4], 8 * (i % 4) + 4 * half
 
-        return [Group(scale, low, 0 if has_low else 16 if has_fifth else 8, integer)]
+        def integer(column: int) -> Any:
+            four = block.bits(*nibble(column), 15)
+            if fifths is None:
+                return four
+            return block.builder.or_(four, block.bits(fifths, column - 4, 16))
+
+        def fraction(column: int) -> Any:
+            return block.fraction(*nibble(column))
+
+        offset = 0 if has_low else 16 if has_fifth else 8
+        return [Group(scale, low, offset, integer, None if has_fifth else fraction)]
 
     return groups
 

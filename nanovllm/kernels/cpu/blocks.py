@@ -38,6 +38,10 @@ class Panels:
         data = self.data[expert * num_panels : (expert + 1) * num_panels]
         return Panels(self.kind, data, self.num_out, self.num_in)
 
+    def rows(self, first: int, num_panels: int) -> Panels:
+        num_out = min(num_panels * PANEL_ROWS, self.num_out - first * PANEL_ROWS)
+        return Panels(self.kind, self.data[first : first + num_panels], num_out, self.num_in)
+
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
     """Lay out rows of blocks, [rows, bytes] or [experts, rows, bytes]."""
@@ -62,6 +66,7 @@ class BlockKernels:
         self._products: dict[str, int] = {}  # addresses
         self._widenings: dict[str, int] = {}
         self._compiled: list[object] = []  # what they are addresses of
+        self._piece = torch.empty(0, dtype=ops.product_dtype)  # of a weight
 
     def pack_linear(
         self, parts: Sequence[Panels], bias: Tensor | None, activation: Activation | None
@@ -150,25 +155,37 @@ class BlockKernels:
     def multiply_many(
         self, x: Tensor, parts: Sequence[Panels], bias: Tensor | None = None
     ) -> Tensor:
-        """Multiply many rows with parts that lie one below another, each widened piece by piece."""
-        num_out, dtype = sum(part.num_out for part in parts), self._ops.product_dtype
-        wide, y, column = x.to(dtype), x.new_empty(len(x), num_out), 0
+        """Multiply many rows with parts that lie one below another, widened piece by piece."""
+        wide, num_out = x.to(self._ops.product_dtype), sum(part.num_out for part in parts)
+        wide_bias = None if bias is None else bias.to(wide.dtype)
+        if num_out * x.shape[1] <= widened.PIECE_SIZE:  # one product, of which nothing is copied
+            return F.linear(wide, self._widen(parts), wide_bias).to(x.dtype)
+        y, column = x.new_empty(len(x), num_out), 0
         for part in parts:
-            step = max(widened.PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
-            for first in range(0, len(part.data), step):
-                panels = part.data[first : first + step]
-                weight = torch.empty(len(panels) * PANEL_ROWS, part.num_in, dtype=dtype)
-                sizes = part.num_in, len(panels), 0, 0, 0
-                address = self._widenings[part.kind]
-                self._launcher.launch(
-                    kernels.CALL, address, weight.data_ptr(), panels.data_ptr(), *sizes
-                )
-                count = min(len(weight), part.num_out - first * PANEL_ROWS)
-                columns = slice(column, column + count)
-                part_bias = None if bias is None else bias[columns].to(dtype)
-                y[:, columns] = F.linear(wide, weight[:count], part_bias)
-                column += count
+            num_panels = max(widened.PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
+            for first in range(0, len(part.data), num_panels):
+                weight = self._widen([part.rows(first, num_panels)])
+                columns = slice(column, column + len(weight))
+                part_bias = None if wide_bias is None else wide_bias[columns]
+                y[:, columns] = F.linear(wide, weight, part_bias)
+                column += len(weight)
         return y
+
+    def _widen(self, parts: Sequence[Panels]) -> Tensor:
+        """Return rows in the dtype of products, in memory that the next call writes again."""
+        num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
+        size = (num_rows + PANEL_ROWS) * num_in
+        if len(self._piece) < size:
+            self._piece = torch.empty(size, dtype=self._ops.product_dtype)
+        weight, first = self._piece[: num_rows * num_in].view(num_rows, num_in), 0
+        for part in parts:
+            # The last panel may go on after its part: the next one begins there.
+            address = self._piece[first * num_in :].data_ptr()
+            sizes = num_in, len(part.data), 0, 0, 0
+            kernel = self._widenings[part.kind]
+            self._launcher.launch(kernels.CALL, kernel, address, part.data.data_ptr(), *sizes)
+            first += part.num_out
+        return weight
 
     def _compile(self, kind: str) -> None:
         if kind in self._products:

@@ -16,6 +16,7 @@ import gguf
 import llvmlite.ir as ir
 
 from nanovllm.checkpoint.gguf import BLOCK_TYPES
+from nanovllm.kernels import widened
 from nanovllm.kernels.cpu import block_types
 from nanovllm.kernels.cpu.block_types import TYPES
 from nanovllm.kernels.cpu.blocks import Panels, to_panels
@@ -109,7 +110,11 @@ def test_products_equal_those_of_dequantised_weights(kind: str, dtype: torch.dty
 
 
 @pytest.mark.slow
-def test_parts_of_several_types_lie_one_below_another() -> None:
+@pytest.mark.parametrize("piece_size", [widened.PIECE_SIZE, 1])  # all parts, or a panel
+def test_parts_of_several_types_lie_one_below_another(
+    piece_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widened, "PIECE_SIZE", piece_size)
     blocks = make_ops(torch.float32, 1).blocks
     weights = [make_weight(kind, num_out) for kind, num_out in (("Q4_1", 33), ("Q6_K", 20))]
     parts, values = zip(*weights, strict=True)

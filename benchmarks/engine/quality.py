@@ -1,0 +1,172 @@
+"""What rounding weights, keys and values costs: perplexity of a fixed text, on the CPU.
+
+    python -m benchmarks.engine.quality [--model smollm2] [--dtypes bfloat16 float32]
+
+The model is a GGUF file; "dequantised" is its twin of plain floats, and the checkpoints in FP8 are
+made of that, with the same projections in FP8 as `quantization="fp8"` rounds. The text is prose of
+this project as it once was. Each of its tokens but the first is predicted from all before it, whose
+keys and values come from the cache. "fp8 KV, not spread" rounds keys as they are, without the
+Hadamard matrix that spreads their outliers. Fails if more is lost than CASES allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
+from nanovllm.checkpoint.quantised.round_to_fp8 import names_to_round
+from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.checkpoint.weights import list_tensors
+from nanovllm.fp8 import round_rows
+from nanovllm.kernels import fp8_rows
+from nanovllm.kernels.cpu.ops import NumbaOps
+from nanovllm.kernels.ops import LayerCache
+from nanovllm.kernels.stored_weights import BLOCK, quantise_blocks
+
+TEXT = Path(__file__).with_name("perplexity.txt")
+# What each case is held against, and how much it may lose, if there is a limit.
+CASES: dict[str, tuple[str, float]] = {
+    "as stored": ("dequantised", 0.001),
+    "fp8 KV": ("as stored", 0.005),
+    "fp8 KV, not spread": ("as stored", math.inf),
+    "fp8 weights": ("dequantised", 0.01),
+    "fp8 by output": ("dequantised", 0.01),
+    "fp8 by block": ("dequantised", math.inf),
+}
+BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+BY_OUTPUT = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+}
+Parts = dict[str, Tensor]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="a GGUF file")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    args = parser.parse_args()
+    is_within = True
+    for dtype in args.dtypes:
+        found = measure(args.model, dtype, list(CASES))
+        print(f"{args.model}, {dtype}: {found['dequantised']:.4f} dequantised")
+        for name, (other, limit) in CASES.items():
+            loss = found[name] / found[other] - 1
+            is_within &= abs(loss) <= limit
+            print(f"  {name:<20}{found[name]:9.4f}  {100 * loss:+.3f}% of {other}", flush=True)
+    return 0 if is_within else 1
+
+
+def measure(model: str, dtype: str, names: Sequence[str]) -> dict[str, float]:
+    """Return the perplexity of these cases and of those that they are held against."""
+    wanted = dict.fromkeys(other for name in names for other in _needed(name))
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: _measure_one(model, dtype, name, Path(folder)) for name in wanted}
+
+
+def _needed(name: str) -> list[str]:
+    return [*_needed(CASES[name][0]), name] if name in CASES else [name]
+
+
+def _measure_one(model: str, dtype: str, name: str, folder: Path) -> float:
+    ids = load_tokenizer(find_checkpoint(model)).encode(TEXT.read_text())
+    if name == "fp8 KV, not spread":
+        with rounding_as_they_are():
+            return perplexity(model, ids, dtype, enforce_eager=True)
+    if name in ("as stored", "fp8 KV"):
+        return perplexity(model, ids, dtype, kv_cache_dtype="fp8" if "KV" in name else "auto")
+    config, make = MADE[name]
+    write_floats(model, folder, config, make)
+    return perplexity(
+        str(folder), ids, dtype, quantization="fp8" if name == "fp8 weights" else None
+    )
+
+
+def perplexity(model: str, ids: list[int], dtype: str, **options: Any) -> float:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(model, device="cpu", dtype=dtype, skip_tokenizer_init=True, **options) as llm:
+        (output,) = llm.generate([ids], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    pairs = zip(ids, output.prompt_logprobs, strict=True)
+    logprobs = [known[token].logprob for token, known in pairs if known is not None]
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def write_floats(
+    model: str, folder: Path, config: dict[str, Any], make: Callable[[Tensor], Parts] | None
+) -> None:
+    """Write a GGUF file as safetensors: float32, but for projections that `make` makes parts of."""
+    checkpoint = find_checkpoint(model)
+    plain = {key: value for key, value in checkpoint.config.items() if key != BLOCK_TYPES_KEY}
+    (folder / "config.json").write_text(json.dumps(plain | config))
+    tensors: Parts = {}
+    stored = list_tensors(checkpoint)
+    names = names_to_round(stored)
+    for tensor in stored:
+        values = torch.cat([rows.float() for rows in tensor.read()])
+        is_made = make is not None and tensor.name in names
+        parts = make(values) if make is not None and is_made else {"weight": values}
+        module = tensor.name.removesuffix(".weight")
+        tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def round_blocks(values: Tensor) -> Parts:
+    rounded = quantise_blocks(values)
+    return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::BLOCK]}
+
+
+def round_outputs(values: Tensor) -> Parts:
+    rounded = round_rows(values)
+    return {"weight": rounded.codes, "weight_scale": rounded.scales}
+
+
+MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {
+    "dequantised": ({}, None),
+    "fp8 weights": ({}, None),
+    "fp8 by block": ({"quantization_config": BY_BLOCK}, round_blocks),
+    "fp8 by output": ({"quantization_config": BY_OUTPUT}, round_outputs),
+}
+
+
+@contextlib.contextmanager
+def rounding_as_they_are() -> Iterator[None]:
+    """Have a plain cache keep what eight bits hold of each row; bfloat16 holds it exactly."""
+    write = NumbaOps.rope_write
+
+    def write_rounded(self: NumbaOps, *args: Any) -> None:
+        write(self, *args)
+        cache, cache_offsets = args[-2:]
+        assert isinstance(cache, LayerCache)
+        for part in cache.parts:
+            rows = part.view(-1, *part.shape[2:])
+            rounded = fp8_rows.quantise(rows[cache_offsets])
+            rows[cache_offsets] = fp8_rows.dequantise(rounded, part.dtype)
+
+    with mock.patch.object(NumbaOps, "rope_write", write_rounded):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
