@@ -21,7 +21,7 @@ import torch
 from benchmarks.kernels.timing import GpuTimer, floor
 from nanovllm.bench.models import model_path
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.kernels.cuda.persistent_step import StepShape
+from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
 from nanovllm.models.registry import read_config
 from tests.kernels.cuda.random_steps import RandomStep, Variant
 
@@ -37,9 +37,15 @@ def main() -> int:
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    sizes = config.hidden_size, *heads, config.intermediate_size, config.vocab_size
-    shape = StepShape(*sizes, args.bits)
-    has_norm = config.architecture == "Qwen3ForCausalLM"
+    mlp, experts = config.intermediate_size, ExpertsShape()
+    if config.experts is not None:
+        top_k, size = config.experts.top_k, config.experts.size
+        mlp = top_k * size
+        chosen = config.experts.num_experts, top_k, size, config.experts.is_normalized
+        experts = ExpertsShape(*chosen)
+    sizes = config.hidden_size, *heads, mlp, config.vocab_size
+    shape = StepShape(*sizes, args.bits, experts)
+    has_norm = config.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     variant = Variant(config.num_layers, has_norm, config.qkv_bias, block_size=256)
     step = RandomStep(shape, variant, max(args.contexts) + 1)
 
@@ -50,6 +56,9 @@ def main() -> int:
     given = step.given
     weights = given.qkv, given.o, given.gate_up, given.down, given.head
     num_bytes = sum(weight.nbytes for weight in weights)
+    if experts.num_experts:  # of all of them, a step reads some
+        share = experts.top_k / experts.num_experts
+        num_bytes -= round((1 - share) * (given.gate_up.nbytes + given.down.nbytes))
     key_bytes = config.num_layers * 4 * config.num_kv_heads * config.head_dim
     print(args.model)
     print("| context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|")

@@ -124,7 +124,7 @@ def load_factors(slot, BITS: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 2, 2], [1, 8 // P, P, 4, 1, 1], [8, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
     )
-    words = slot._reinterpret(gl.int32, [4, 2, 2, 8, P], S5).permute([3, 4, 0, 2, 1])
+    words = slot._reinterpret(gl.int32, [2, 8, P, 4, 2], S5).permute([1, 2, 3, 0, 4])
     words = gl.expand_dims(words.load(gl.SliceLayout(1, L)), 1)
     words = words + gl.zeros([8, 8 // P, P, 4, 2, 2], gl.int32, L)
     first, second = gl.split(gl.reshape(words, [8, 8, 4, 2, 2]))

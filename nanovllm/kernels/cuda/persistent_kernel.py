@@ -15,6 +15,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
     NUM_BUFFERS,
     PREFETCH_AND_KEEP,
+    S1,
     S3,
     Exchange,
     block_index,
@@ -23,6 +24,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     prefetch,
     thread_index,
 )
+from nanovllm.kernels.cuda.persistent_experts import Experts
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
     gated_at_once,
@@ -88,10 +90,12 @@ class Exchanges:
     attended: Exchange
     y: Exchange  # the residual before the MLP
     gated: Exchange
+    routed: Exchange  # logits of experts; without any, something else
 
     @gluon.constexpr_function
-    def __init__(self, x, qkv, attended, y, gated):
+    def __init__(self, x, qkv, attended, y, gated, routed):
         self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
+        self.routed = routed
 
 
 @gluon.jit
@@ -123,13 +127,28 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
 
 
 @gluon.jit
-def project_back(stream, t, g, source, target, residual, now, target_now):
+def route(stream, t, g, given, norm, parameters, experts, now):
+    """Choose the experts of y."""
+    C: gl.constexpr = given.y.size // CHUNK
+    x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
+    sums = stream.products(t, g, (), x, ((), ()), 1, C, stream.flying, 16)
+    given.routed.publish(add_up(stream.sums, sums, 0, 1) * factor, 0, 0, now, 1)
+    experts.choose(given.routed, now)
+    return t + C, g + C // group_tiles(1, C, 16)
+
+
+@gluon.jit
+def project_back(
+    stream, t, g, source, target, residual, experts, now, target_now, GATED: gl.constexpr
+):
     """Add a projection of source to the residual: o after attention, down after the gate."""
     B: gl.constexpr = num_blocks(target.width)
     C: gl.constexpr = num_tiles(source.width, stream.bits)
     N: gl.constexpr = blocks_at_once(B, C, stream.bits)
     held = stream.grab_early(t, g, B, C)
-    x = source.take(now, stream.bits)
+    bits: gl.constexpr = stream.bits
+    HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
+    x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
     held_x = stream.hold_x(x, C)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
@@ -199,7 +218,7 @@ def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer,
 
 @gluon.jit
 def compute(
-    stream, given, attention, parameters, embedding, caches, turns, logits, num_layers,
+    stream, given, attention, parameters, experts, embedding, caches, turns, logits, num_layers,
     VOCAB: gl.constexpr,
 ):  # fmt: skip
     """What eight warps of a program do."""
@@ -233,13 +252,19 @@ def compute(
             attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
         attention.join(given.attended, now)
         norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
-        residual, t, g = project_back(stream, t, g, given.attended, given.y, residual, now, now)
+        residual, t, g = project_back(
+            stream, t, g, given.attended, given.y, residual, experts, now, now, False
+        )
         fence()
         attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
+        if experts.count > 0:
+            t, g = route(stream, t, g, given, norm, parameters, experts, now)
         t, g = project_gate_up(stream, t, g, given, norm, parameters, now)
         norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
-        residual, t, g = project_back(stream, t, g, given.gated, given.x, residual, now, x_now)
+        residual, t, g = project_back(
+            stream, t, g, given.gated, given.x, residual, experts, now, x_now, True
+        )
         now = next_buffer(now)
     project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB)
     if stream.sm == 0:  # the others read them before they had anything to say
@@ -249,10 +274,11 @@ def compute(
 
 @gluon.jit
 def load(
-    stream, qkv, o, gate_up, down, head, num_layers, HIDDEN: gl.constexpr, Q: gl.constexpr,
+    stream, experts, weights, head, num_layers, HIDDEN: gl.constexpr, Q: gl.constexpr,
     QKV: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr,
 ):  # fmt: skip
     """What the ninth warp does: ask for tiles, across phases and layers, as slots come free."""
+    qkv, o, gate_up, down, router = weights
     BITS: gl.constexpr = stream.bits
     H: gl.constexpr = num_tiles(HIDDEN, BITS)
     A: gl.constexpr = num_tiles(Q, BITS)
@@ -267,6 +293,7 @@ def load(
     GO: gl.constexpr = group_tiles(blocks_at_once(B, A, BITS), A, BITS)
     GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, BITS), H, BITS)
     GD: gl.constexpr = group_tiles(blocks_at_once(B, M, BITS), M, BITS)
+    GR: gl.constexpr = group_tiles(1, V, 16)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V), V, 16)
     F: gl.constexpr = stream.flying
     t, g = gl.to_tensor(0), gl.to_tensor(0)
@@ -274,8 +301,19 @@ def load(
     for layer in range(num_layers):
         t, g, owners = stream.fetch(qkv, t, g, owners, layer, QKV, BQ, H, 1, GQ, F, BITS)
         t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F, BITS)
-        t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F, BITS)
-        t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F, BITS)
+        if experts.count == 0:
+            t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F, BITS)
+            t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F, BITS)
+        else:
+            E: gl.constexpr = experts.count
+            t, g, owners = stream.fetch(router, t, g, owners, layer, E, 1, V, 1, GR, F, 16)
+            ids = experts.wait(layer)
+            t, g, owners = experts.fetch_gate_up(
+                stream, gate_up, t, g, owners, layer, ids, BM, H, GG
+            )
+            t, g, owners = experts.fetch_down(
+                stream, down, t, g, owners, layer, ids, HIDDEN, B, M, GD
+            )
     stream.fetch((head, head), t, g, owners, 0, VOCAB, BV, V, 1, GV, HEAD_FLYING, 16)
 
 
@@ -295,6 +333,33 @@ def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexp
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
+
+
+@gluon.jit
+def make_exchanges(
+    memories, flag, sm, HIDDEN: gl.constexpr, Q: gl.constexpr, QKV: gl.constexpr,
+    MLP: gl.constexpr, NUM_EXPERTS: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    x, qkv, _, attended, y, gated, routed = memories
+    return Exchanges(
+        Exchange(x, flag, sm, HIDDEN, BITS),
+        Exchange(qkv, flag, sm, QKV, 16),
+        Exchange(attended, flag, sm, Q, BITS),
+        Exchange(y, flag, sm, HIDDEN, BITS),
+        Exchange(gated, flag, sm, MLP, BITS),
+        Exchange(routed, flag, sm, NUM_EXPERTS, 16),
+    )
+
+
+@gluon.jit
+def make_experts(stream, EXPERTS: gl.constexpr):
+    ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
+    if EXPERTS[0] > 0:
+        ids = gl.allocate_shared_memory(gl.int32, [32], S1)
+        weights = gl.allocate_shared_memory(gl.float32, [32, 1], S1)
+        chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(chosen, count=1)
+    return Experts(ids, weights, chosen, EXPERTS)
 
 
 @gluon.jit
@@ -320,13 +385,15 @@ def persistent_step(
     HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     ACTIVATION: gl.constexpr, BITS: gl.constexpr,
+    EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold."""
-    qkv, o, gate_up, down = weights
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slot, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals
-    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory = memories
+    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory, routed_memory = (
+        memories
+    )
     logits, context_len = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
@@ -334,13 +401,8 @@ def persistent_step(
     QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
     SLOTS: gl.constexpr = num_slots(HIDDEN, NUM_HEADS, NUM_KV_HEADS, DIM, MLP, BITS)
     stream = make_stream(sm, SLOTS, num_flying(HIDDEN), BITS)
-    given = Exchanges(
-        Exchange(x_memory, flag, sm, HIDDEN, BITS),
-        Exchange(qkv_memory, flag, sm, QKV, 16),
-        Exchange(attended_memory, flag, sm, Q, BITS),
-        Exchange(y_memory, flag, sm, HIDDEN, BITS),
-        Exchange(gated_memory, flag, sm, MLP, BITS),
-    )
+    experts = make_experts(stream, EXPERTS)
+    given = make_exchanges(memories, flag, sm, HIDDEN, Q, QKV, MLP, EXPERTS[0], BITS)
     # A length of 0 is padding: its result is not used, and its key must go nowhere.
     slot = gl.load(slot)
     length = gl.load(lengths + slot)
@@ -363,12 +425,12 @@ def persistent_step(
         [
             (
                 compute,
-                (stream, given, attention, parameters, embedding, caches, turns, logits,
+                (stream, given, attention, parameters, experts, embedding, caches, turns, logits,
                  num_layers, VOCAB),
             ),
             (
                 load,
-                (stream, qkv, o, gate_up, down, head, num_layers, HIDDEN, Q, QKV, MLP, VOCAB),
+                (stream, experts, weights, head, num_layers, HIDDEN, Q, QKV, MLP, VOCAB),
             ),
         ],
         [1],

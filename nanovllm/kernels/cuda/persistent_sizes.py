@@ -195,3 +195,29 @@ def head_layout(group):
 def join_layout(group):
     """[heads, 8 warps, dim]: a thread joins what the warps have of a column."""
     return gl.BlockedLayout([1, 8, 1], [1, 1, 32], [group, 1, 8 // group], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def segments(width, bits):
+    """Of 128 bytes, in a line of so many weights; a tile has 16."""
+    return width * bits // 1024
+
+
+@gluon.constexpr_function
+def piece_segments(width, bits):
+    """Segments of a tile that can come together, if its lines are put together of such widths."""
+    return next(size for size in (16, 8, 4, 2, 1) if segments(width, bits) % size == 0)
+
+
+@gluon.constexpr_function
+def rank_layout(count):
+    """[experts, experts]: each is compared with all others, by one or more threads."""
+    columns = max(256 // count, 1)
+    rows = max(count // 256, 1)
+    return gl.BlockedLayout([rows, count // columns], [32 // columns, columns], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def chosen_layout(count):
+    """[experts, 32 places]."""
+    return gl.BlockedLayout([max(count // 8, 1), 1], [1, 32], [8, 1], [1, 0])

@@ -6,6 +6,7 @@ docs/persistent-step.md explains the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_slots,
     num_splits,
     num_tiles,
+    piece_segments,
     power_of_two,
     tile_groups,
 )
@@ -28,9 +30,28 @@ from nanovllm.kernels.cuda.persistent_stream import RING
 from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
 
 LOG2_E = 1.4426950408889634
+MAX_EXPERTS = 256  # of which each is compared with all others
+MAX_TOP_K = 32
 MIN_SLOTS = 7  # a group of tiles
 NO_WINDOW = 1 << 30
 MAX_WORDS = 1 << 31  # places in a layer's cache are counted in 32 bits
+
+
+class ExpertsShape(NamedTuple):
+    num_experts: int = 0
+    top_k: int = 1
+    size: int = 64  # of an expert's MLP
+    is_normalized: bool = False  # whether the weights of the chosen sum to one
+
+    def problem(self, bits: int) -> str | None:
+        if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
+            return f"{self.top_k} of {self.num_experts} experts"
+        if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
+            return f"experts of {self.size}"
+        return None
+
+
+NO_EXPERTS = ExpertsShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +62,10 @@ class StepShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int
+    mlp: int  # of experts: all that a token goes to
     vocab: int
-    bits: int = 16  # of all weights but the head's
+    bits: int = 16  # of all weights but the head's and the router's
+    experts: ExpertsShape = NO_EXPERTS
 
     @property
     def q(self) -> int:
@@ -63,6 +85,8 @@ class StepShape:
             return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
         if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
             return f"a kv head for every {group} of {self.head_dim}"
+        if problem := self.experts.problem(self.bits):
+            return problem
         part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
@@ -89,8 +113,13 @@ class PersistentStep:
         # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
         self.max_context = 16384 if shape.hidden >= 4096 else 8192
         device = tensors.head.device
-        weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down
-        self._weights = tuple(map(describe_both, weights))
+        weights = tensors.qkv, tensors.o, tensors.gate_up
+        router = tensors.head if tensors.router is None else tensors.router
+        self._weights = (
+            *map(describe_both, weights),
+            describe_both(tensors.down, self._piece()),
+            describe_both(router),
+        )
         self._head = describe(tensors.head)
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
@@ -105,11 +134,17 @@ class PersistentStep:
         x, attended, y, gated = (empty_exchange(width, device, shape.bits) for width in widths)
         qkv = empty_exchange(shape.qkv, device)
         partials = empty_partials(shape, device)
-        self._exchanges = x, qkv, partials, attended, y, gated
+        routed = empty_exchange(shape.experts.num_experts, device)
+        self._exchanges = x, qkv, partials, attended, y, gated, routed
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         # The kernel writes it if a program waits in vain, and the host can look without waiting.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
+
+    def _piece(self) -> int:
+        """Segments of a tile of `down` that come together."""
+        shape, experts = self.shape, self.shape.experts
+        return piece_segments(experts.size, shape.bits) if experts.num_experts else 16
 
     def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
         strides = {
@@ -155,6 +190,7 @@ class PersistentStep:
             BLOCK_SIZE=k.shape[1],
             ACTIVATION=constants.activation,
             BITS=shape.bits,
+            EXPERTS=tuple(shape.experts),
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
         )
@@ -168,30 +204,38 @@ class PersistentStep:
             )
 
 
-def describe_both(weight: Tensor | StackedCodes) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tell the copy engine of codes and their factors; what is no code has only the first."""
+def describe_both(
+    weight: Tensor | StackedCodes, piece: int = 16
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Tell the copy engine of codes and their factors; what is no code has only the first.
+
+    Tiles come whole, or in pieces of fewer than 16 segments, of lines that are put together.
+    """
     if isinstance(weight, Tensor):
-        return describe(weight), describe(weight)
-    factors = by_tile(weight.factors, weight.bits)
-    size = 8 * tile_groups(weight.bits)
+        return describe(weight, piece), describe(weight, piece)
+    factors = by_tile(weight.factors, weight.bits, is_whole=piece == 16)
+    size = 8 * tile_groups(weight.bits) * piece // 16
     codes = weight.words.view(torch.bfloat16)
-    return describe(codes), TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
+    described = TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
+    return describe(codes, piece), described
 
 
-def describe(weight: Tensor) -> TensorDescriptor:
+def describe(weight: Tensor, piece: int = 16) -> TensorDescriptor:
     """Tell the copy engine of lines [..., width] in tiles of 8 lines and 1,024 columns."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
-    return TensorDescriptor(weight, shape, [64, width, 1], [16, 8, 64], RING.value)
+    return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
-def by_tile(factors: Tensor, bits: int) -> Tensor:
-    """Lay factors [layers, out, groups] out tile by tile: 8 lines of the groups of one each."""
-    groups, width = tile_groups(bits), factors.shape[-1]
-    tiles = num_tiles(width * 128, bits)
-    padded = torch.nn.functional.pad(factors, (0, tiles * groups - width))
-    lines = padded.view(-1, 8, tiles, groups)
-    return lines.transpose(1, 2).contiguous().flatten()
+def by_tile(factors: Tensor, bits: int, is_whole: bool = True) -> Tensor:
+    """Lay factors [..., out, groups] out for 8 lines at a time, group by group.
+
+    Lines are padded to whole tiles, if they are not put together.
+    """
+    groups = factors.shape[-1]
+    padded = num_tiles(groups * 128, bits) * tile_groups(bits) if is_whole else groups
+    whole = torch.nn.functional.pad(factors, (0, padded - groups))
+    return whole.view(-1, 8, padded).transpose(1, 2).contiguous().flatten()
 
 
 def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:

@@ -154,12 +154,8 @@ class Stream:
             # Beyond the last line of all the copy engine writes zeros, and reads nothing.
             is_there = line < LINES
             line = gl.where(is_there, (layer * PARTS + block % PARTS) * LINES + line, 1 << 30)
-            owners = self.take_slot(t, g + i // GROUP, owners)
-            if t >= FLYING:
-                before = t - FLYING
-                mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
+            owners = self.claim(t, g + i // GROUP, owners, TILE_BYTES + 4 * FACTORS, FLYING)
             full = self.full.index(t % self.slots)
-            mbarrier.expect(full, TILE_BYTES + 4 * FACTORS)
             tma.async_copy_global_to_shared(
                 codes, [tile * 16, line, 0], full, self.ring.index(t % self.slots)
             )
@@ -170,6 +166,16 @@ class Stream:
                 )
             t += 1
         return t, g + BLOCKS * PARTS * TILES // GROUP, owners
+
+    @gluon.jit
+    def claim(self, t, g, owners, BYTES: gl.constexpr, FLYING: gl.constexpr):
+        """Wait for a tile's slot, and until few enough are on their way, and expect its bytes."""
+        owners = self.take_slot(t, g, owners)
+        if t >= FLYING:
+            before = t - FLYING
+            mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
+        mbarrier.expect(self.full.index(t % self.slots), BYTES)
+        return owners
 
     @gluon.jit
     def take_slot(self, t, g, owners):

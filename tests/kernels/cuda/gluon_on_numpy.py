@@ -1,7 +1,7 @@
 """Runs functions written in gluon on numpy: tensors by their logical shape, whatever the layout.
 
 Threads are places in tensors [8 warps, 8, 4], which is how `mma` shares its operands out. Of PTX
-there is what products with codes use. Waiting and copying do nothing: tests put data in place.
+there is what products with codes use. Copies are made at once, and waiting does nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TYPES = {"bfloat16": np.uint16, "int32": np.int32, "int64": np.int64, "float32":
 
 
 def array(values: Any) -> Array:
-    return np.ascontiguousarray(values).view(Array)
+    return np.asarray(values, order="C").view(Array)
 
 
 def round_to_bfloat16(values: np.ndarray) -> Array:
@@ -61,12 +61,37 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.values[i])
 
+    def slice(self, first: int, length: int, dim: int = 0) -> Shared:
+        assert dim == 0
+        return Shared(self.values[first : first + length])
+
     def permute(self, order: list[int]) -> Shared:
         return Shared(self.values.transpose(order))
 
     def _reinterpret(self, dtype: str, shape: list[int], layout: object) -> Shared:
         assert self.values.flags.c_contiguous
         return Shared(self.values.reshape(-1).view(TYPES[dtype]).reshape(shape))
+
+
+class Source:
+    """What the copy engine is told of a tensor: its values, and how many it copies at a time."""
+
+    def __init__(self, values: np.ndarray, block: list[int]) -> None:
+        self.values, self.block = values, block
+
+
+def copy(source: Source, place: list[Any], full: object, target: Shared) -> None:
+    """Copy a block to shared memory; what lies beyond the tensor is zero."""
+    assert target.values.shape == tuple(source.block)
+    target.values[...] = 0
+    starts = [int(each) for each in place]
+    counts = [
+        max(0, min(size - start, length))
+        for size, start, length in zip(source.values.shape, starts, source.block, strict=True)
+    ]
+    if all(counts):
+        inside = tuple(slice(s, s + n) for s, n in zip(starts, counts, strict=True))
+        target.values[tuple(slice(n) for n in counts)] = source.values[inside]
 
 
 def inline_asm(
@@ -154,6 +179,14 @@ def constexpr(value: Any) -> Any:
     return Number(value) if type(value) is int else value
 
 
+def where(condition: Any, one: Any, other: Any) -> Array:
+    """A number has the type of the tensor beside it, or that of an int32."""
+    types = [each.dtype for each in (one, other) if isinstance(each, np.ndarray)]
+    is_float = isinstance(one, float) or isinstance(other, float)
+    dtype = types[0] if types else np.float32 if is_float else np.int32
+    return array(np.where(condition, one, other).astype(dtype))
+
+
 def split(t: np.ndarray) -> tuple[Array, Array]:
     return array(t[..., 0]), array(t[..., 1])
 
@@ -172,7 +205,9 @@ def make_language() -> ModuleType:
     gl.expand_dims = lambda t, axis: array(np.expand_dims(t, axis))
     gl.convert_layout = lambda t, layout, assert_trivial=False: t
     gl.arange = lambda begin, end, layout: array(np.arange(begin, end, dtype=np.int32))
-    gl.where = lambda c, a, b: array(np.where(c, np.int32(a), np.int32(b)))
+    gl.where = where
+    gl.exp = lambda t: array(np.exp(t))
+    gl.sum, gl.max = (lambda t, axis: array(t.sum(axis))), (lambda t, axis: array(t.max(axis)))
     gl.zeros = lambda shape, dtype, layout: array(np.zeros(shape, TYPES[dtype]))
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(np.zeros(shape, TYPES[dtype]))
     gl.inline_asm_elementwise = inline_asm
@@ -184,14 +219,16 @@ def load_modules(*names: str) -> list[Any]:
     """Load modules of kernels/cuda, each of which may use those before it."""
     plain = lambda function: function  # noqa: E731
     language = make_language()
-    barrier = SimpleNamespace(wait=lambda *a: None, arrive=lambda *a, **k: None)
+    nothing = lambda *args, **options: None  # noqa: E731
+    barrier = SimpleNamespace(wait=nothing, arrive=nothing, expect=nothing)
+    engine = SimpleNamespace(async_copy_global_to_shared=copy)
     modules: dict[str, Any] = {
         "triton.experimental.gluon": SimpleNamespace(
             jit=plain, constexpr_function=plain, language=language
         ),
         "triton.experimental.gluon.language": language,
         "triton.experimental.gluon.language.nvidia.hopper": SimpleNamespace(
-            mbarrier=barrier, tma=None
+            mbarrier=barrier, tma=engine
         ),
         "triton.language.core": SimpleNamespace(_aggregate=plain),
     }

@@ -15,7 +15,7 @@ from nanovllm.kernels.cuda.step_tensors import (
     StepTensors,
     reference_step,
 )
-from nanovllm.kernels.ops import Activation
+from nanovllm.kernels.ops import Activation, Routing
 from nanovllm.kernels.stored_weights import (
     Fp8Weight,
     Int4Weight,
@@ -44,9 +44,9 @@ class RandomStep:
         self.generator = torch.Generator("cuda").manual_seed(0)
         self._given: dict[str, StackedCodes] = {}  # weights that the kernel gets as codes
         self.tensors = self._tensors(max_context)
-        self.constants = StepConstants(
-            1e-6, shape.head_dim**-0.5, variant.window, variant.activation
-        )
+        experts, scale = shape.experts, shape.head_dim**-0.5
+        routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None
+        self.constants = StepConstants(1e-6, scale, variant.window, variant.activation, routing)
         num_blocks = -(-max_context // variant.block_size) + 3
         sizes = variant.num_layers, 2, num_blocks, variant.block_size, shape.num_kv_heads
         caches = self._random(*sizes, shape.head_dim)
@@ -103,12 +103,29 @@ class RandomStep:
             qkv_bias=random(layers, shape.qkv) if variant.has_bias else None,
             qk_norms=1 + random(layers, 2, dim, std=0.1) if variant.has_qk_norm else None,
             o=self._weight("o", hidden, shape.q),
-            gate_up=self._weight("gate_up", 2 * shape.mlp, hidden),
-            down=self._weight("down", hidden, shape.mlp),
+            **self._mlp(),
             final_norm=1 + random(hidden, std=0.1),
             head=random(shape.vocab, hidden, std=hidden**-0.5),
             rope=torch.stack((angles.cos(), angles.sin()), dim=1),
         )
+
+    def _mlp(self) -> dict[str, Tensor]:
+        hidden, experts, layers = self.shape.hidden, self.shape.experts, self.variant.num_layers
+        if experts is None:
+            mlp = self.shape.mlp
+            gate_up, down = (2 * mlp, hidden), (hidden, mlp)
+            return {
+                "gate_up": self._weight("gate_up", *gate_up),
+                "down": self._weight("down", *down),
+            }
+        count, size = experts.num_experts, experts.size
+        gate_up = self._weight("gate_up", 2 * count * size, hidden)
+        down = self._weight("down", count * hidden, size)
+        return {
+            "gate_up": gate_up.view(layers, count, 2 * size, hidden),
+            "down": down.view(layers, count, hidden, size),
+            "router": self._random(layers, count, hidden, std=hidden**-0.5),
+        }
 
     def _weight(self, name: str, num_out: int, num_in: int) -> Tensor:
         """The weights of all layers; of codes, what they mean, in float32."""

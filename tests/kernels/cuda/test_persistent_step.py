@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,12 @@ SHAPES = {
     "llama-3.1-8b": (4096, 32, 8, 128, 14336, 5000),
     "smollm2-135m": (576, 9, 3, 64, 1536, 5000),
     "tiny": (256, 4, 2, 128, 512, 1000),
+}
+
+# experts, chosen, their size, whether weights sum to one; the rest as above
+EXPERTS = {
+    "qwen3-30b-a3b": ((128, 8, 768, True), (2048, 32, 4, 128, 6144, 5000)),
+    "few": ((6, 2, 256, False), (256, 4, 2, 128, 512, 1000)),
 }
 
 
@@ -59,6 +66,25 @@ def test_weights_that_stay_codes(name: str, bits: int) -> None:
         kernel, plain, cache = step.errors(context, context)
         assert kernel < 1.3 * plain + 1e-4, context
         assert cache < 0.01, context
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "few"])
+def test_experts(name: str, bits: int) -> None:
+    """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
+    from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    experts, sizes = EXPERTS[name]
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
+    step = RandomStep(shape, Variant(num_layers=1 + (name == "few")), 700)
+    kernels, plains = [], []
+    for context in (1, 33, 100, 514, 650):
+        kernel, plain, cache = step.errors(context, context)
+        kernels.append(kernel)
+        plains.append(plain)
+        assert cache < 0.01, context
+    assert statistics.median(kernels) < 1.3 * statistics.median(plains) + 1e-4
 
 
 @pytest.mark.parametrize(
