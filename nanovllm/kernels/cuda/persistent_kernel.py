@@ -391,9 +391,7 @@ def persistent_step(
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slot, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals
-    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory, routed_memory = (
-        memories
-    )
+    partials = memories[2]
     logits, context_len = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
