@@ -1,12 +1,14 @@
 """What rounding weights, keys and values costs: perplexity of a fixed text, on the CPU.
 
     python -m benchmarks.engine.quality [--model smollm2] [--dtypes bfloat16 float32]
+        [--text FILE] [--cases "fp8 weights" ...]
 
 The model is a GGUF file; "dequantised" is its twin of plain floats, and the checkpoints in FP8 are
-made of that, with the same projections in FP8 as `quantization="fp8"` rounds. The text is prose of
-this project as it once was. Each of its tokens but the first is predicted from all before it, whose
-keys and values come from the cache. "fp8 KV, not spread" rounds keys as they are, without the
-Hadamard matrix that spreads their outliers. Fails if more is lost than CASES allow.
+made of that, with the same projections in FP8 as `quantization="fp8"` rounds, or with "all" of
+them. The text is prose of this project as it once was, or the beginning of another. Each of its
+tokens but the first is predicted from all before it, whose keys and values come from the cache.
+"fp8 KV, not spread" rounds keys as they are, without the Hadamard matrix that spreads their
+outliers. Fails if more is lost than CASES allow.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantised.round_to_fp8 import names_to_round
+from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION, names_to_round
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.fp8 import round_rows
@@ -39,6 +41,7 @@ from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.stored_weights import BLOCK, quantise_blocks
 
 TEXT = Path(__file__).with_name("perplexity.txt")
+MAX_TOKENS = 2200  # of a text
 # What each case is held against, and how much it may lose, if there is a limit.
 CASES: dict[str, tuple[str, float]] = {
     "as stored": ("dequantised", 0.001),
@@ -46,6 +49,7 @@ CASES: dict[str, tuple[str, float]] = {
     "fp8 KV, not spread": ("as stored", math.inf),
     "fp8 weights": ("dequantised", 0.01),
     "fp8 by output": ("dequantised", 0.01),
+    "fp8 by output, all": ("dequantised", math.inf),
     "fp8 by block": ("dequantised", math.inf),
 }
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
@@ -66,38 +70,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a GGUF file")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     args = parser.parse_args()
     is_within = True
     for dtype in args.dtypes:
-        found = measure(args.model, dtype, list(CASES))
+        found = measure(args.model, dtype, args.cases, args.text)
         print(f"{args.model}, {dtype}: {found['dequantised']:.4f} dequantised")
-        for name, (other, limit) in CASES.items():
+        for name in args.cases:
+            other, limit = CASES[name]
             loss = found[name] / found[other] - 1
             is_within &= abs(loss) <= limit
             print(f"  {name:<20}{found[name]:9.4f}  {100 * loss:+.3f}% of {other}", flush=True)
     return 0 if is_within else 1
 
 
-def measure(model: str, dtype: str, names: Sequence[str]) -> dict[str, float]:
+def measure(model: str, dtype: str, names: Sequence[str], text: Path = TEXT) -> dict[str, float]:
     """Return the perplexity of these cases and of those that they are held against."""
     wanted = dict.fromkeys(other for name in names for other in _needed(name))
+    ids = load_tokenizer(find_checkpoint(model)).encode(text.read_text())[:MAX_TOKENS]
     with tempfile.TemporaryDirectory() as folder:
-        return {name: _measure_one(model, dtype, name, Path(folder)) for name in wanted}
+        return {name: _measure_one(model, ids, dtype, name, Path(folder)) for name in wanted}
 
 
 def _needed(name: str) -> list[str]:
     return [*_needed(CASES[name][0]), name] if name in CASES else [name]
 
 
-def _measure_one(model: str, dtype: str, name: str, folder: Path) -> float:
-    ids = load_tokenizer(find_checkpoint(model)).encode(TEXT.read_text())
+def _measure_one(model: str, ids: list[int], dtype: str, name: str, folder: Path) -> float:
     if name == "fp8 KV, not spread":
         with rounding_as_they_are():
             return perplexity(model, ids, dtype, enforce_eager=True)
     if name in ("as stored", "fp8 KV"):
         return perplexity(model, ids, dtype, kv_cache_dtype="fp8" if "KV" in name else "auto")
     config, make = MADE[name]
-    write_floats(model, folder, config, make)
+    write_floats(model, folder, config, make, is_all=name.endswith("all"))
     return perplexity(
         str(folder), ids, dtype, quantization="fp8" if name == "fp8 weights" else None
     )
@@ -114,7 +121,11 @@ def perplexity(model: str, ids: list[int], dtype: str, **options: Any) -> float:
 
 
 def write_floats(
-    model: str, folder: Path, config: dict[str, Any], make: Callable[[Tensor], Parts] | None
+    model: str,
+    folder: Path,
+    config: dict[str, Any],
+    make: Callable[[Tensor], Parts] | None,
+    is_all: bool,
 ) -> None:
     """Write a GGUF file as safetensors: float32, but for projections that `make` makes parts of."""
     checkpoint = find_checkpoint(model)
@@ -123,9 +134,11 @@ def write_floats(
     tensors: Parts = {}
     stored = list_tensors(checkpoint)
     names = names_to_round(stored)
+    if is_all:
+        names = {tensor.name for tensor in stored if PROJECTION.fullmatch(tensor.name)}
     for tensor in stored:
         values = torch.cat([rows.float() for rows in tensor.read()])
-        is_made = make is not None and tensor.name in names
+        is_made = make is not None and tensor.name in names and values.dim() == 2
         parts = make(values) if make is not None and is_made else {"weight": values}
         module = tensor.name.removesuffix(".weight")
         tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
@@ -147,6 +160,7 @@ MADE: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts] | None]] = {
     "fp8 weights": ({}, None),
     "fp8 by block": ({"quantization_config": BY_BLOCK}, round_blocks),
     "fp8 by output": ({"quantization_config": BY_OUTPUT}, round_outputs),
+    "fp8 by output, all": ({"quantization_config": BY_OUTPUT}, round_outputs),
 }
 
 

@@ -135,15 +135,17 @@ class CoreLoop:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
         endings: list[Ending] = []
         while not self._is_over:
-            is_idle = not self.core.has_unfinished and not endings
+            is_idle, seconds = not self.core.has_unfinished and not endings, self._idle_seconds()
             try:
-                command = self.inbox.get(block=is_idle, timeout=self._idle_seconds())
+                command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
-                self._rest(is_idle)
+                if is_idle and seconds == IDLE_SECONDS:
+                    self._rest()
                 return endings
             if command is None:  # the parent closed its end
                 self._is_over = True
             elif isinstance(command, Add):
+                self._is_at_rest = False
                 for request in command.requests:
                     self.core.add(request)
             elif isinstance(command, Watch):
@@ -157,11 +159,11 @@ class CoreLoop:
                     endings += ended
         return endings
 
-    def _rest(self, is_idle: bool) -> None:
-        """After work, while nobody waits, give back the memory that it took."""
-        if is_idle and not self._is_at_rest:
+    def _rest(self) -> None:
+        """Give back the memory that work took, once after it."""
+        if not self._is_at_rest:
             give_back()
-        self._is_at_rest = is_idle
+        self._is_at_rest = True
 
     def _step(self) -> CoreStep:
         observer = self._observer

@@ -16,6 +16,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.step_clock import StepClock
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serving import core_process
 from nanovllm.serving.core_process import Command, CoreLoop
 from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish, Watch
 from nanovllm.serving.observer import SECONDS_BETWEEN, Observer, TimedExecutor
@@ -159,6 +160,26 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 @pytest.fixture
 def no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step_clock.FLOPS, "fake", 1.0)
+
+
+@pytest.mark.usefixtures("no_guess")
+@pytest.mark.parametrize("watch", [[], [Watch(True)]], ids=["alone", "watched"])
+def test_a_loop_at_rest_gives_memory_back_once(
+    watch: list[Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, idle = [], []
+    monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(core_process, "give_back", lambda: given.append(len(idle)))
+
+    def is_last(update: CoreUpdate) -> bool:
+        if update.stats.num_running == update.stats.num_waiting == 0:
+            idle.append(update)
+        return len(idle) == 5
+
+    core, updates = loop_updates([*watch, Add([request(0)])], is_last)
+    assert not core.has_unfinished
+    assert len(given) == 1
+    assert len(updates) > 5  # it has worked before
 
 
 @pytest.mark.usefixtures("no_guess")

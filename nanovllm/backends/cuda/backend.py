@@ -32,7 +32,6 @@ KERNEL_OPTIONS = (  # which kernels there are depends on
     "max_num_batched_tokens",
     "max_model_len",
     "kvcache_block_size",
-    "kv_cache_dtype",
     "attention_backend",
     "enforce_eager",
     "model",  # whose weights may be quantised

@@ -8,6 +8,9 @@ export class Pace {
     this.draw = draw;
     this.isAsked = false;
     this.earliest = 0;
+    this.begin = 0; // of the last frame
+    this.channel = new MessageChannel();
+    this.channel.port1.onmessage = () => this.rest();
   }
 
   /** Draw when the rest after the last frame is over. */
@@ -28,16 +31,15 @@ export class Pace {
   /** The browser lays out and paints after `draw`; what it then does next tells when it is done. */
   frame() {
     this.request = requestAnimationFrame(() => {
-      const begin = performance.now();
+      this.begin = performance.now();
       this.isAsked = false;
       this.draw();
-      const channel = new MessageChannel();
-      channel.port1.onmessage = () => this.rest(performance.now() - begin);
-      channel.port2.postMessage(null);
+      this.channel.port2.postMessage(null);
     });
   }
 
-  rest(taken) {
-    this.earliest = performance.now() + Math.min(RESTS * taken, LONGEST_REST_MS);
+  rest() {
+    const now = performance.now();
+    this.earliest = now + Math.min(RESTS * (now - this.begin), LONGEST_REST_MS);
   }
 }
