@@ -1,7 +1,7 @@
 """The whole decode step of one sequence as one kernel: its time, beside its error.
 
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
-        [--bits 8]
+        [--bits 8] [--layers 12]
 
 Weights and cache are random. The time is that of a replayed graph of ten steps, the median of three
 times ten replays; the error is that of the logits against float32 on the same device, with that of
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
     parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="of a weight")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
     args = parser.parse_args()
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
@@ -46,7 +47,8 @@ def main() -> int:
     sizes = config.hidden_size, *heads, mlp, config.vocab_size
     shape = StepShape(*sizes, args.bits, experts)
     has_norm = config.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-    variant = Variant(config.num_layers, has_norm, config.qkv_bias, block_size=256)
+    layers = args.layers or config.num_layers
+    variant = Variant(layers, has_norm, config.qkv_bias, block_size=256)
     step = RandomStep(shape, variant, max(args.contexts) + 1)
 
     def run() -> torch.Tensor:
@@ -59,8 +61,8 @@ def main() -> int:
     if experts.num_experts:  # of all of them, a step reads some
         share = experts.top_k / experts.num_experts
         num_bytes -= round((1 - share) * (given.gate_up.nbytes + given.down.nbytes))
-    key_bytes = config.num_layers * 4 * config.num_kv_heads * config.head_dim
-    print(args.model)
+    key_bytes = layers * 4 * config.num_kv_heads * config.head_dim
+    print(f"{args.model}, {layers} layers, {args.bits} bits")
     print("| context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|")
     for context in args.contexts:
         kernel, plain, _ = step.errors(context, 7)
