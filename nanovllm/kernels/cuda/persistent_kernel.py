@@ -381,13 +381,23 @@ def make_attention(
 
 @gluon.jit
 def persistent_step(
-    weights, head, vectors, caches, tables, signals, memories, outputs, numbers,
-    HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr, BITS: gl.constexpr,
-    EXPERTS: gl.constexpr,
+    qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
+    vectors, caches, tables, signals, memories, outputs, numbers,
+    SIZES: gl.constexpr, BLOCK_SIZE: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """`PersistentStep.run` says what the tuples hold."""
+    """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described."""
+    HIDDEN: gl.constexpr = SIZES[0]
+    NUM_HEADS: gl.constexpr = SIZES[1]
+    NUM_KV_HEADS: gl.constexpr = SIZES[2]
+    DIM: gl.constexpr = SIZES[3]
+    MLP: gl.constexpr = SIZES[4]
+    VOCAB: gl.constexpr = SIZES[5]
+    BITS: gl.constexpr = SIZES[6]
+    EXPERTS: gl.constexpr = SIZES[7]
+    weights = (
+        (qkv, qkv_factors), (o, o_factors), (gate_up, gate_up_factors), (down, down_factors),
+        (router, router),
+    )  # fmt: skip
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slot, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals

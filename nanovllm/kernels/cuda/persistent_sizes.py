@@ -212,7 +212,7 @@ def piece_segments(width, bits):
 @gluon.constexpr_function
 def rank_layout(count):
     """[experts, experts]: each is compared with all others, by one or more threads."""
-    columns = max(256 // count, 1)
+    columns = min(max(256 // count, 1), count, 32)
     rows = max(count // 256, 1)
     return gl.BlockedLayout([rows, count // columns], [32 // columns, columns], [8, 1], [1, 0])
 

@@ -6,7 +6,7 @@ docs/persistent-step.md explains the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,12 @@ class StepShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
+    def sizes(self) -> tuple[Any, ...]:
+        """All of it, for the kernel."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return self.hidden, *heads, self.mlp, self.vocab, self.bits, tuple(self.experts)
+
+    @property
     def problem(self) -> str | None:
         """Why there is no kernel for these sizes."""
         group, rest = divmod(self.num_heads, self.num_kv_heads)
@@ -116,11 +122,11 @@ class PersistentStep:
         weights = tensors.qkv, tensors.o, tensors.gate_up
         router = tensors.head if tensors.router is None else tensors.router
         self._weights = (
-            *map(describe_both, weights),
-            describe_both(tensors.down, self._piece()),
-            describe_both(router),
+            *[part for weight in weights for part in describe_both(weight)],
+            *describe_both(tensors.down, self._piece()),
+            describe(router),
+            describe(tensors.head),
         )
-        self._head = describe(tensors.head)
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
             tensors.embedding,
@@ -172,8 +178,7 @@ class PersistentStep:
         window = NO_WINDOW if constants.window is None else constants.window
         stride = 0 if self.num_layers == 1 else k_caches[1].data_ptr() - k_caches[0].data_ptr()
         persistent_step[(NUM_PROGRAMS.value,)](
-            self._weights,
-            self._head,
+            *self._weights,
             self._vectors,
             (k, v),
             (slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
@@ -181,16 +186,9 @@ class PersistentStep:
             self._exchanges,
             (logits, context_len),
             (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
-            HIDDEN=shape.hidden,
-            NUM_HEADS=shape.num_heads,
-            NUM_KV_HEADS=shape.num_kv_heads,
-            DIM=shape.head_dim,
-            MLP=shape.mlp,
-            VOCAB=shape.vocab,
+            SIZES=shape.sizes,
             BLOCK_SIZE=k.shape[1],
             ACTIVATION=constants.activation,
-            BITS=shape.bits,
-            EXPERTS=tuple(shape.experts),
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
         )

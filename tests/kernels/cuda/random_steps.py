@@ -111,12 +111,10 @@ class RandomStep:
 
     def _mlp(self) -> dict[str, Tensor]:
         hidden, experts, layers = self.shape.hidden, self.shape.experts, self.variant.num_layers
-        if experts is None:
-            mlp = self.shape.mlp
-            gate_up, down = (2 * mlp, hidden), (hidden, mlp)
+        if not experts.num_experts:
             return {
-                "gate_up": self._weight("gate_up", *gate_up),
-                "down": self._weight("down", *down),
+                "gate_up": self._weight("gate_up", 2 * self.shape.mlp, hidden),
+                "down": self._weight("down", hidden, self.shape.mlp),
             }
         count, size = experts.num_experts, experts.size
         gate_up = self._weight("gate_up", 2 * count * size, hidden)
