@@ -8,10 +8,10 @@ which that gives them, and scales are applied to sums. See docs/persistent-step.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.cuda.persistent_sizes import tile_groups
+from nanovllm.kernels.cuda.persistent_sizes import factor_words, tile_groups
 
-S2, S4, S5, S6 = (
-    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (2, 4, 5, 6)
+S2, S4, S6 = (
+    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (2, 4, 6)
 )
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # of a tile, as they lie in memory
@@ -118,16 +118,23 @@ def one(t):
 
 
 @gluon.jit
-def load_factors(slot, BITS: gl.constexpr):
-    """Words of factors by half of a tile and by which of a thread's two lines of sums."""
+def load_factors(slot, BITS: gl.constexpr, PIECE: gl.constexpr):
+    """Words of factors by half of a tile and by which of a thread's two lines of sums.
+
+    Factors of each PIECE segments begin where the copy engine can write.
+    """
     P: gl.constexpr = tile_groups(BITS) // 16  # blocks of a segment, by turns of the lines of A
+    N: gl.constexpr = 16 // PIECE
+    W: gl.constexpr = PIECE * 8 * P
+    STEP: gl.constexpr = factor_words(BITS, PIECE) // N
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 2, 2], [1, 8 // P, P, 4, 1, 1], [8, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
+        [1, 1, 2], [8 // P, 1, 4 * P], [1, 8 // PIECE, PIECE], [2, 1, 0]
     )
-    words = slot._reinterpret(gl.int32, [2, 8, P, 4, 2], S5).permute([1, 2, 3, 0, 4])
-    words = gl.expand_dims(words.load(gl.SliceLayout(1, L)), 1)
-    words = words + gl.zeros([8, 8 // P, P, 4, 2, 2], gl.int32, L)
-    first, second = gl.split(gl.reshape(words, [8, 8, 4, 2, 2]))
+    pieces = slot.slice(0, N * STEP, 0)._reinterpret(gl.int32, [N, STEP], S2).slice(0, W, 1)
+    words = gl.expand_dims(pieces.load(gl.SliceLayout(0, L)), 0)
+    words = gl.reshape(words + gl.zeros([8 // P, N, W], gl.int32, L), [8 // P, 2, 8, P, 4, 2])
+    words = gl.reshape(gl.permute(words, [2, 0, 3, 4, 1, 5]), [8, 8, 4, 2, 2])
+    first, second = gl.split(words)
     first_0, first_1 = gl.split(first)
     second_0, second_1 = gl.split(second)
     return one(first_0), one(second_0), one(first_1), one(second_1)

@@ -14,6 +14,7 @@ from nanovllm.kernels.cuda.persistent_exchange import CHUNK, S1, four_floats, th
 from nanovllm.kernels.cuda.persistent_sizes import (
     TILE_BYTES,
     chosen_layout,
+    factor_words,
     piece_segments,
     power_of_two,
     rank_layout,
@@ -44,9 +45,9 @@ class Experts:
     is_normalized: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ids, weights, chosen, numbers):
+    def __init__(self, ids, weights, chosen, sizes):
         self.ids, self.weights, self.chosen = ids, weights, chosen
-        count, top_k, size, is_normalized = numbers
+        count, top_k, size, is_normalized = sizes[7:]
         self.count, self.top_k = gl.constexpr(count), gl.constexpr(top_k)
         self.size, self.is_normalized = gl.constexpr(size), gl.constexpr(is_normalized)
 
@@ -170,6 +171,7 @@ class Experts:
         S: gl.constexpr = segments(self.size, stream.bits)  # of an expert's line
         N: gl.constexpr = piece_segments(self.size, stream.bits)
         G: gl.constexpr = 8 * tile_groups(stream.bits) // 16  # factors of a segment
+        STEP: gl.constexpr = factor_words(stream.bits, N) * N // 16  # from piece to piece
         full, slot = stream.full.index(t % stream.slots), t % stream.slots
         for q in gl.static_range(16 // N):
             at = segment + q * N
@@ -181,7 +183,7 @@ class Experts:
             tma.async_copy_global_to_shared(codes, there, full, target)
             if stream.bits < 16:
                 at = gl.where(is_there, (row // 8 * S + first) * G, 1 << 30)
-                target = stream.factors.index(slot).slice(q * N * G, N * G, 0)
+                target = stream.factors.index(slot).slice(q * STEP, N * G, 0)
                 tma.async_copy_global_to_shared(factors, [at], full, target)
 
 

@@ -27,6 +27,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
 from nanovllm.kernels.cuda.persistent_experts import Experts
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
+    factor_piece,
     gated_at_once,
     group_tiles,
     head_blocks_at_once,
@@ -37,7 +38,9 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_slots,
     num_splits,
     num_tiles,
-    tile_groups,
+    q_width,
+    qkv_width,
+    slot_factors,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
     HEAD_FLYING,
@@ -142,16 +145,17 @@ def project_back(
     stream, t, g, source, target, residual, experts, now, target_now, GATED: gl.constexpr
 ):
     """Add a projection of source to the residual: o after attention, down after the gate."""
-    B: gl.constexpr = num_blocks(target.width)
-    C: gl.constexpr = num_tiles(source.width, stream.bits)
-    N: gl.constexpr = blocks_at_once(B, C, stream.bits)
-    held = stream.grab_early(t, g, B, C)
     bits: gl.constexpr = stream.bits
+    B: gl.constexpr = num_blocks(target.width)
+    C: gl.constexpr = num_tiles(source.width, bits)
+    N: gl.constexpr = blocks_at_once(B, C, bits)
     HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
+    PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
+    held = stream.grab_early(t, g, B, C, PIECE)
     x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
     held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
+        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, bits, PIECE)
         added = residual + add_up(stream.sums, sums, i * N, N)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
@@ -273,11 +277,13 @@ def compute(
 
 
 @gluon.jit
-def load(
-    stream, experts, weights, head, num_layers, HIDDEN: gl.constexpr, Q: gl.constexpr,
-    QKV: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr,
-):  # fmt: skip
+def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
     """What the ninth warp does: ask for tiles, across phases and layers, as slots come free."""
+    HIDDEN: gl.constexpr = SIZES[0]
+    Q: gl.constexpr = q_width(SIZES)
+    QKV: gl.constexpr = qkv_width(SIZES)
+    MLP: gl.constexpr = SIZES[4]
+    VOCAB: gl.constexpr = SIZES[5]
     qkv, o, gate_up, down, router = weights
     BITS: gl.constexpr = stream.bits
     H: gl.constexpr = num_tiles(HIDDEN, BITS)
@@ -318,12 +324,14 @@ def load(
 
 
 @gluon.jit
-def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexpr):
+def make_stream(sm, SIZES: gl.constexpr):
+    SLOTS: gl.constexpr = num_slots(SIZES)
+    BITS: gl.constexpr = SIZES[6]
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
     factors = ring
     if BITS < 16:
-        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, 8 * tile_groups(BITS)], FACTORS)
+        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_factors(SIZES)], FACTORS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [NUM_USED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -332,34 +340,33 @@ def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexp
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
+    FLYING: gl.constexpr = num_flying(SIZES[0])
     return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
 
 
 @gluon.jit
-def make_exchanges(
-    memories, flag, sm, HIDDEN: gl.constexpr, Q: gl.constexpr, QKV: gl.constexpr,
-    MLP: gl.constexpr, NUM_EXPERTS: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
+def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
     x, qkv, _, attended, y, gated, routed = memories
+    BITS: gl.constexpr = SIZES[6]
     return Exchanges(
-        Exchange(x, flag, sm, HIDDEN, BITS),
-        Exchange(qkv, flag, sm, QKV, 16),
-        Exchange(attended, flag, sm, Q, BITS),
-        Exchange(y, flag, sm, HIDDEN, BITS),
-        Exchange(gated, flag, sm, MLP, BITS),
-        Exchange(routed, flag, sm, NUM_EXPERTS, 16),
+        Exchange(x, flag, sm, SIZES[0], BITS),
+        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
+        Exchange(attended, flag, sm, q_width(SIZES), BITS),
+        Exchange(y, flag, sm, SIZES[0], BITS),
+        Exchange(gated, flag, sm, SIZES[4], BITS),
+        Exchange(routed, flag, sm, SIZES[7], 16),
     )
 
 
 @gluon.jit
-def make_experts(stream, EXPERTS: gl.constexpr):
+def make_experts(stream, SIZES: gl.constexpr):
     ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
-    if EXPERTS[0] > 0:
+    if SIZES[7] > 0:
         ids = gl.allocate_shared_memory(gl.int32, [32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 1], S1)
         chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(chosen, count=1)
-    return Experts(ids, weights, chosen, EXPERTS)
+    return Experts(ids, weights, chosen, SIZES)
 
 
 @gluon.jit
@@ -387,17 +394,10 @@ def persistent_step(
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described."""
     HIDDEN: gl.constexpr = SIZES[0]
-    NUM_HEADS: gl.constexpr = SIZES[1]
-    NUM_KV_HEADS: gl.constexpr = SIZES[2]
     DIM: gl.constexpr = SIZES[3]
-    MLP: gl.constexpr = SIZES[4]
     VOCAB: gl.constexpr = SIZES[5]
-    BITS: gl.constexpr = SIZES[6]
-    EXPERTS: gl.constexpr = SIZES[7]
-    weights = (
-        (qkv, qkv_factors), (o, o_factors), (gate_up, gate_up_factors), (down, down_factors),
-        (router, router),
-    )  # fmt: skip
+    gates, downs = (gate_up, gate_up_factors), (down, down_factors)
+    weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slot, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals
@@ -405,12 +405,9 @@ def persistent_step(
     logits, context_len = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
-    Q: gl.constexpr = NUM_HEADS * DIM
-    QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    SLOTS: gl.constexpr = num_slots(HIDDEN, NUM_HEADS, NUM_KV_HEADS, DIM, MLP, BITS)
-    stream = make_stream(sm, SLOTS, num_flying(HIDDEN), BITS)
-    experts = make_experts(stream, EXPERTS)
-    given = make_exchanges(memories, flag, sm, HIDDEN, Q, QKV, MLP, EXPERTS[0], BITS)
+    stream = make_stream(sm, SIZES)
+    experts = make_experts(stream, SIZES)
+    given = make_exchanges(memories, flag, sm, SIZES)
     # A length of 0 is padding: its result is not used, and its key must go nowhere.
     slot = gl.load(slot)
     length = gl.load(lengths + slot)
@@ -418,8 +415,8 @@ def persistent_step(
     if sm == 0:
         gl.store(context_len, length)
     attention = make_attention(
-        block_table + slot * table_width, partials, given.qkv, length, position, window, NUM_HEADS,
-        NUM_KV_HEADS, DIM, BLOCK_SIZE,
+        block_table + slot * table_width, partials, given.qkv, length, position, window, SIZES[1],
+        SIZES[2], DIM, BLOCK_SIZE,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,
@@ -438,7 +435,7 @@ def persistent_step(
             ),
             (
                 load,
-                (stream, experts, weights, head, num_layers, HIDDEN, Q, QKV, MLP, VOCAB),
+                (stream, experts, weights, head, num_layers, SIZES),
             ),
         ],
         [1],

@@ -103,14 +103,36 @@ def group_tiles(blocks, tiles, bits):
     return blocks * tiles
 
 
+# Sizes, for those below: of hidden, heads, kv heads, a head, the MLP and the vocabulary; bits of a
+# weight; experts, how many are chosen, the size of one, whether weights are normalized.
+
+
 @gluon.constexpr_function
-def num_slots(hidden, num_heads, num_kv_heads, dim, mlp, bits=16):
+def q_width(sizes):
+    return sizes[1] * sizes[3]
+
+
+@gluon.constexpr_function
+def qkv_width(sizes):
+    return (sizes[1] + 2 * sizes[2]) * sizes[3]
+
+
+@gluon.constexpr_function
+def slot_factors(sizes):
+    """Words for the factors of any tile."""
+    bits = sizes[6]
+    piece = factor_piece(sizes[9], bits) if sizes[7] else 8
+    return 0 if bits == 16 else factor_words(bits, piece)
+
+
+@gluon.constexpr_function
+def num_slots(sizes):
     """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
+    hidden, num_heads, num_kv_heads, dim, mlp, _, bits = sizes[:7]
     num_staged = max(num_chunks(width, bits) for width in (hidden, num_heads * dim, mlp))
     heads = 16 * dim * 2 + power_of_two(num_heads // num_kv_heads) * 8 * (dim + 2) * 4
     scratch = max(num_staged * 2048, heads) + 8192 + 1024
-    slot = TILE_BYTES.value + 8 * tile_groups(bits) * 4
-    return min(12, (SHARED_BYTES - scratch) // slot)
+    return min(12, (SHARED_BYTES - scratch) // (TILE_BYTES.value + 4 * slot_factors(sizes)))
 
 
 @gluon.constexpr_function
@@ -207,6 +229,18 @@ def segments(width, bits):
 def piece_segments(width, bits):
     """Segments of a tile that can come together, if its lines are put together of such widths."""
     return next(size for size in (16, 8, 4, 2, 1) if segments(width, bits) % size == 0)
+
+
+@gluon.constexpr_function
+def factor_words(bits, piece):
+    """Room for the factors of a tile: those of a piece begin at a multiple of 128 bytes."""
+    return 16 // piece * max(piece * 8 * tile_groups(bits) // 16, 32)
+
+
+@gluon.constexpr_function
+def factor_piece(width, bits):
+    """Segments whose factors come together: those of half a tile, or fewer."""
+    return min(piece_segments(width, bits), 8)
 
 
 @gluon.constexpr_function

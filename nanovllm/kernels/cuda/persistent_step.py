@@ -79,7 +79,7 @@ class StepShape:
     def sizes(self) -> tuple[Any, ...]:
         """All of it, for the kernel."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
-        return self.hidden, *heads, self.mlp, self.vocab, self.bits, tuple(self.experts)
+        return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
 
     @property
     def problem(self) -> str | None:
@@ -96,8 +96,7 @@ class StepShape:
         part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
         if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
-        sizes = self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp, self.bits
-        return None if num_slots(*sizes) >= MIN_SLOTS else "too little shared memory"
+        return None if num_slots(self.sizes) >= MIN_SLOTS else "too little shared memory"
 
 
 def device_problem(device: torch.device) -> str | None:

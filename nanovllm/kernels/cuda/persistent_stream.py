@@ -206,23 +206,26 @@ class Stream:
         return words_of(self.words.index(t % self.slots).load(TILE))
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexpr):
+    def grab(
+        self, t, g, N: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexpr,
+        PIECE: gl.constexpr,
+    ):  # fmt: skip
         """Move a group of N tiles into registers, with the factors of each."""
         self.wait(t, N, FLYING)
         w = ()
         for k in gl.static_range(N):
             w = w + self.words_at(t + k)
             if BITS < 16:
-                w = w + load_factors(self.factors.index((t + k) % self.slots), BITS)
+                w = w + load_factors(self.factors.index((t + k) % self.slots), BITS, PIECE)
         self.release(g)
         return w
 
     @gluon.jit
-    def grab_early(self, t, g, BLOCKS: gl.constexpr, TILES: gl.constexpr):
+    def grab_early(self, t, g, BLOCKS: gl.constexpr, TILES: gl.constexpr, PIECE: gl.constexpr = 8):
         """Move a projection's tiles into registers before x comes, if they fit."""
         w = ()
         if is_held(BLOCKS, TILES, self.bits):
-            w = self.grab(t, g, BLOCKS * TILES, self.flying, self.bits)
+            w = self.grab(t, g, BLOCKS * TILES, self.flying, self.bits, PIECE)
         return w
 
     @gluon.jit
@@ -242,21 +245,24 @@ class Stream:
     @gluon.jit
     def products(
         self, t, g, held, x, held_x, COUNT: gl.constexpr, TILES: gl.constexpr,
-        FLYING: gl.constexpr, BITS: gl.constexpr,
+        FLYING: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Multiply COUNT blocks of lines with x: this warp's part of each, two lines a thread."""
+        """Multiply COUNT blocks of lines with x: this warp's part of each, two lines a thread.
+
+        Factors of codes came for PIECE segments at a time.
+        """
         sums = ()
         if BITS < 16:
             if is_wide(TILES, BITS):
-                sums = self.products_of_codes(t, g, x, held_x[1], COUNT, TILES)
+                sums = self.products_of_codes(t, g, x, held_x[1], COUNT, TILES, PIECE)
             else:
                 if len(held) == 0:
-                    held = self.grab(t, g, COUNT * TILES, FLYING, BITS)
+                    held = self.grab(t, g, COUNT * TILES, FLYING, BITS, PIECE)
                 sums = self.products_of_held_codes(held, held_x, COUNT, TILES)
         elif len(held) > 0:
             sums = self.products_of_held(held, x, COUNT, TILES)
         elif not is_wide(TILES, BITS):
-            w = self.grab(t, g, COUNT * TILES, FLYING, BITS)
+            w = self.grab(t, g, COUNT * TILES, FLYING, BITS, PIECE)
             sums = self.products_of_held(w, x, COUNT, TILES)
         else:
             sums = self.products_by_tile(t, g, x, COUNT, TILES, FLYING)
@@ -306,7 +312,9 @@ class Stream:
         return sums
 
     @gluon.jit
-    def products_of_codes(self, t, g, x, totals, COUNT: gl.constexpr, TILES: gl.constexpr):
+    def products_of_codes(
+        self, t, g, x, totals, COUNT: gl.constexpr, TILES: gl.constexpr, PIECE: gl.constexpr
+    ):
         N: gl.constexpr = group_chunks(TILES)
         sums = ()
         for _ in gl.static_range(COUNT):
@@ -314,7 +322,7 @@ class Stream:
             for i in gl.static_range(TILES // N):
                 self.wait(t, N, self.flying)
                 for c in gl.static_range(N):
-                    pair = self.add_next(t + c, x, totals, 2 * (i * N + c), pair)
+                    pair = self.add_next(t + c, x, totals, 2 * (i * N + c), pair, PIECE)
                 self.release(g)
                 t += N
                 g += 1
@@ -322,9 +330,10 @@ class Stream:
         return sums
 
     @gluon.jit
-    def add_next(self, t, x, totals, k: gl.constexpr, pair):
+    def add_next(self, t, x, totals, k: gl.constexpr, pair, PIECE: gl.constexpr):
         """Add the products of a tile that has come with pieces k and k + 1 of x."""
-        w = self.words_at(t) + load_factors(self.factors.index(t % self.slots), self.bits)
+        factors = load_factors(self.factors.index(t % self.slots), self.bits, PIECE)
+        w = self.words_at(t) + factors
         parts = (load_x(x[k], self.bits), load_x(x[k + 1], self.bits))
         own = ()
         if self.bits == 4:

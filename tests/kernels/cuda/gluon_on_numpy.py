@@ -48,8 +48,9 @@ def round_to_bfloat16(values: np.ndarray) -> Array:
 class Shared:
     """Shared memory, or a view of it."""
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, values: np.ndarray, start: int | None = None) -> None:
         self.values = values
+        self.start = values.ctypes.data if start is None else start
 
     def store(self, values: np.ndarray) -> None:
         assert values.shape == self.values.shape
@@ -59,18 +60,18 @@ class Shared:
         return array(self.values.copy())
 
     def index(self, i: int) -> Shared:
-        return Shared(self.values[i])
+        return Shared(self.values[i], self.start)
 
     def slice(self, first: int, length: int, dim: int = 0) -> Shared:
-        assert dim == 0
-        return Shared(self.values[first : first + length])
+        part = (slice(None),) * dim + (slice(first, first + length),)
+        return Shared(self.values[part], self.start)
 
     def permute(self, order: list[int]) -> Shared:
-        return Shared(self.values.transpose(order))
+        return Shared(self.values.transpose(order), self.start)
 
     def _reinterpret(self, dtype: str, shape: list[int], layout: object) -> Shared:
         assert self.values.flags.c_contiguous
-        return Shared(self.values.reshape(-1).view(TYPES[dtype]).reshape(shape))
+        return Shared(self.values.reshape(-1).view(TYPES[dtype]).reshape(shape), self.start)
 
 
 class Source:
@@ -83,6 +84,7 @@ class Source:
 def copy(source: Source, place: list[Any], full: object, target: Shared) -> None:
     """Copy a block to shared memory; what lies beyond the tensor is zero."""
     assert target.values.shape == tuple(source.block)
+    assert (target.values.ctypes.data - target.start) % 128 == 0, "the copy engine cannot write"
     target.values[...] = 0
     starts = [int(each) for each in place]
     counts = [

@@ -128,14 +128,15 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     sizes, gated = modules.sizes, make_x(TOP_K * SIZE)
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
     tiles, num_chunks = sizes.num_tiles(len(gated), bits), sizes.num_chunks(len(gated), bits)
-    stream = make_stream(modules, bits, tiles, PROGRAM)
+    piece = sizes.factor_piece(SIZE, bits)
+    stream = make_stream(modules, bits, tiles, PROGRAM, piece)
     ids, given = experts.wait(LAYER), sources(*down, piece=sizes.piece_segments(SIZE, bits))
     experts.fetch_down(stream, given, 0, 0, OWNERS, LAYER, ids, HIDDEN, 1, tiles, 1)
     padded = torch.nn.functional.pad(gated, (0, num_chunks * 1024 - len(gated)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
     words = [array(chunk[..., half]) for chunk in chunks for half in range(2)]
     exchange = SimpleNamespace(poll=lambda now: words, size=num_chunks * 1024)
-    found = multiply_staged(stream, experts.take(exchange, 0, bits), 1, tiles)
+    found = multiply_staged(stream, experts.take(exchange, 0, bits), 1, tiles, piece)
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
@@ -176,11 +177,12 @@ def sources(*weights: Any, piece: int = 16) -> tuple[Source, Source]:
     return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
 
 
-def make_stream(modules: Any, bits: int, num_tiles: int, program: int) -> Any:
+def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8) -> Any:
     """With room for all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
     words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
-    factors = np.zeros((num_tiles, {16: 0, 8: 128, 4: 256}[bits]), np.int32)
+    num_factors = 0 if bits == 16 else modules.sizes.factor_words(bits, piece)
+    factors = np.zeros((num_tiles, num_factors), np.int32)
     barriers = SimpleNamespace(index=lambda i: None)
     memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers, None, None
     return modules.stream.Stream(*memory, program, num_tiles, 99, bits)
@@ -188,7 +190,7 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int) -> Any:
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
     ids, weights = Shared(np.zeros(32, np.int32)), Shared(np.zeros((32, 1), np.float32))
-    return modules.experts.Experts(ids, weights, None, numbers)
+    return modules.experts.Experts(ids, weights, None, (0,) * 7 + numbers)
 
 
 def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int, tiles: int) -> np.ndarray:
@@ -200,10 +202,12 @@ def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int, tiles: int) 
     return multiply_staged(stream, staged, num_blocks, tiles)
 
 
-def multiply_staged(stream: Any, staged: Any, num_blocks: int, tiles: int) -> np.ndarray:
+def multiply_staged(
+    stream: Any, staged: Any, num_blocks: int, tiles: int, piece: int = 8
+) -> np.ndarray:
     """Return the sums of the 8 lines of each block, which are the same in all lines of A."""
     held_x = stream.hold_x(staged, tiles)
-    sums = stream.products(0, 0, (), staged, held_x, num_blocks, tiles, 99, stream.bits)
+    sums = stream.products(0, 0, (), staged, held_x, num_blocks, tiles, 99, stream.bits, piece)
     pairs = [np.stack(sums[2 * r : 2 * r + 2], -1).sum(0) for r in range(num_blocks)]
     found = np.stack(pairs).reshape(num_blocks, 8, 8)
     assert np.allclose(found, found[:, :1], rtol=1e-5, atol=1e-4), "lines of A differ"
