@@ -37,7 +37,7 @@ from nanovllm.kernels.cuda.codes_one_row import OneRowConfig, codes_one_row, one
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead
 from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, library_weight
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
-from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, Int4Weight, quantised_product
 from nanovllm.kernels.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -83,6 +83,8 @@ class Case:
     num_flops: int
     expected: Callable[[], Tensor]
     ways: dict[str, list[Run]]
+    rounded: Callable[[], Tensor]  # what rounded activations give
+    rounding_ways: dict[str, list[Run]]
 
 
 def main() -> int:
@@ -90,7 +92,8 @@ def main() -> int:
     timer = GpuTimer()
     pairs = itertools.product(args.weights, args.shapes)
     cases = [case for kind, name in pairs for case in make_cases(kind, name, args.rows)]
-    runs = [calls[0] for case in cases for calls in case.ways.values()]
+    ways = [each for case in cases for each in (case.ways, case.rounding_ways)]
+    runs = [calls[0] for each in ways for calls in each.values()]
     start = time.perf_counter()
     compile_ahead(partial(run_all, runs), args.processes)
     print(f"{len(runs)} ways compiled in {time.perf_counter() - start:.0f} s", flush=True)
@@ -111,6 +114,8 @@ def run_all(runs: Sequence[Run]) -> None:
 def report(timer: GpuTimer, case: Case, path: str | None) -> None:
     """Print what the engine chooses, what libraries take, and the best configurations."""
     times = timer.measure(case.ways, case.expected())
+    if case.rounding_ways:
+        times |= timer.measure(case.rounding_ways, case.rounded())
     best = floor(case.num_bytes, case.num_flops)
     print(f"{case.label}   floor {best:.1f} us", flush=True)
     named = [name for name in times if not name.startswith("{")]
@@ -135,7 +140,9 @@ def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
         ways = one_row_ways(shape, x, weights) if num_rows == 1 else few_ways(shape, x, weights)
         label = f"{kind} {name} {shape.num_out} x {shape.num_in}, {num_rows} rows"
         num_flops = 2 * shape.num_out * shape.num_in * num_rows
-        cases.append(Case(label, num_bytes, num_flops, partial(expect, shape, x, first), ways))
+        expected, rounded = partial(expect, shape, x, first), partial(quantised, x, first)
+        others = rounding_ways(x, weights) if num_rows > 1 else {}
+        cases.append(Case(label, num_bytes, num_flops, expected, ways, rounded, others))
     return cases
 
 
@@ -206,23 +213,23 @@ def few_ways(
         name: [partial(run, weight, config) for weight in weights]
         for name, config in configs.items()
     }
-    return {**ways, **library_ways(shape, x, weights)}
-
-
-def library_ways(
-    shape: Shape, x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]
-) -> dict[str, list[Run]]:
-    """The product in bfloat16, and that of FP8 with rounded activations; the gate is left out."""
-    plain = torch.randn(shape.num_out, shape.num_in, device="cuda", dtype=DTYPE)
-    ways: dict[str, list[Run]] = {}
     if shape.activation is None:
-        wide = [weight.widen(DTYPE) for weight in weights[:1]]
-        others = [plain.clone() for _ in range(MIN_BYTES // plain.nbytes)]
-        ways["cuBLAS bf16"] = [partial(functional.linear, x, w) for w in (*wide, *others)]
-        ready = [library_weight(w) for w in weights if isinstance(w, Fp8Weight)]
-        if ready:
-            ways["library fp8"] = [partial(fp8_many_rows, x, w, None) for w in ready if w]
+        wide = weights[0].widen(DTYPE)
+        others = [torch.randn_like(wide) for _ in range(MIN_BYTES // wide.nbytes)]
+        ways["cuBLAS bf16"] = [partial(functional.linear, x, w) for w in (wide, *others)]
     return ways
+
+
+def quantised(x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
+    assert isinstance(weight, Fp8Weight)
+    return quantised_product(x, weight, None)
+
+
+def rounding_ways(x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]) -> dict[str, list[Run]]:
+    """The library's product of FP8 with rounded activations, without a gate."""
+    ready = [library_weight(weight) for weight in weights if isinstance(weight, Fp8Weight)]
+    calls = [partial(fp8_many_rows, x, weight, None) for weight in ready if weight is not None]
+    return {"library fp8": calls} if calls else {}
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,8 +1,9 @@
 """Weights of the persistent step that stay codes of 8 or 4 bits: how they meet x.
 
-A thread has 8 words of 128 codes, or 256, that share a scale. In registers codes become bfloat16
-that the tensor cores take, with as few instructions as there can be: x is staged in the order in
-which that gives them, and scales are applied to sums. See docs/persistent-step.md.
+A thread has 8 words of one line, whose 32 or 64 codes share a scale. In registers they become the
+bfloat16 of two lines of A, of which each has half of them. Columns of B are x: the even ones what
+the upper lines of A are multiplied with, the odd ones what the lower ones are. Scales are applied
+to sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
@@ -10,8 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm.kernels.cuda.persistent_sizes import factor_words, tile_groups
 
-S2, S4, S6 = (
-    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (2, 4, 6)
+S2, S3, S4, S5, S6, S8 = (
+    gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))
+    for rank in (2, 3, 4, 5, 6, 8)
 )
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # of a tile, as they lie in memory
@@ -27,15 +29,15 @@ NIBBLES, MIDDLES, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 @gluon.constexpr_function
 def x_words(bits):
     """Words of x that a thread multiplies 8 words of codes with."""
-    return 128 // bits
+    return 64 // bits
 
 
 @gluon.jit
 def stage(staged, k: gl.constexpr, x, BITS: gl.constexpr):
     """Put chunk k of x, [8, 128], into shared memory, and say so at the end of what is staged.
 
-    For codes a piece is [8 segments, vectors, 4 threads, 8]: what the threads of a segment load
-    together lies together. 8 bits have a segment for each 128 of x, 4 bits one for 256.
+    For codes a piece is [8 segments, vectors, 2 columns of B, 4 threads, 8]: what the threads of a
+    segment load together lies together. 8 bits have a segment for each 128 of x, 4 bits for 256.
     """
     if BITS == 16:
         piece = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
@@ -43,48 +45,51 @@ def stage(staged, k: gl.constexpr, x, BITS: gl.constexpr):
         staged = staged + (piece,)
     elif BITS == 8:
         # A word has the codes of four inputs 32 apart: the first and the third become a pair.
-        piece = gl.allocate_shared_memory(gl.bfloat16, [8, 4, 4, 2, 2, 2], S6)
-        values = gl.reshape((x * RAISE).to(gl.bfloat16), [8, 2, 2, 4, 4, 2])
-        piece.store(gl.permute(values, [0, 4, 3, 5, 2, 1]))
+        piece = gl.allocate_shared_memory(gl.bfloat16, [8, 2, 2, 4, 4, 2], S6)
+        values = gl.reshape((x * RAISE).to(gl.bfloat16), [8, 2, 2, 4, 2, 4])
+        piece.store(gl.permute(values, [0, 4, 2, 3, 5, 1]))
         staged = staged + (piece,)
     else:
         if k % 2 == 0:
             staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [2, 4, 8, 4, 8], S4),)
         # And here of eight, 16 apart, in two blocks: the first and the fifth.
-        values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 4, 2, 8])
-        values = gl.permute(values, [0, 5, 1, 4, 3, 2])
+        values = gl.reshape(x.to(gl.bfloat16), [4, 2, 2, 2, 2, 2, 4, 2])
+        values = gl.permute(values, [0, 6, 4, 1, 5, 7, 3, 2])
         half = staged[k // 2].index(k % 2)
-        half._reinterpret(gl.bfloat16, [4, 8, 2, 2, 4, 2], S6).store(values)
+        half._reinterpret(gl.bfloat16, [4, 4, 2, 2, 2, 2, 2, 2], S8).store(values)
     return staged
 
 
 @gluon.jit
 def load_x(piece, BITS: gl.constexpr):
-    """A thread's words of x for one half of a tile, the same for all 8 lines."""
+    """A thread's words of x for one half of a tile: of the column of B that its line counts."""
     V: gl.constexpr = x_words(BITS) // 4
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, V, 4], [1, 8, 4, 1, 1], [8, 1, 1, 1, 1], [4, 3, 2, 1, 0]
+        [1, 1, 1, 1, V, 4], [1, 4, 2, 4, 1, 1], [8, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0]
     )
-    words = piece._reinterpret(gl.int32, [8, V, 4, 4], S4).permute([0, 2, 1, 3])
-    x = gl.expand_dims(words.load(gl.SliceLayout(1, L)), 1) + gl.zeros([8, 8, 4, V, 4], gl.int32, L)
+    words = piece._reinterpret(gl.int32, [8, V, 2, 4, 4], S5).permute([0, 2, 3, 1, 4])
+    x = gl.expand_dims(words.load(gl.SliceLayout(1, L)), 1)
+    x = gl.reshape(x + gl.zeros([8, 4, 2, 4, V, 4], gl.int32, L), [8, 8, 4, 4 * V])
     if BITS == 8:
-        found = sixteen(gl.reshape(x, [8, 8, 4, 16]))
+        even, odd = halves(x, 8)
+        evens, odds = quarters(even, 4), quarters(odd, 4)
+        found = ()
+        for k in gl.static_range(4):
+            found = found + (one(evens[k]), one(odds[k]))
     else:
-        even, odd = gl.split(gl.reshape(x, [8, 8, 4, 16, 2]))
-        evens, odds = sixteen(even), sixteen(odd)
-        keep = own_block()
+        words, keep = sixteen(x), own_block()
         found = ()
         for k in gl.static_range(16):
-            found = found + (evens[k] & keep, odds[k] & keep)
+            found = found + (words[k] & keep,)
     return found
 
 
 @gluon.jit
 def own_block():
-    """All bits, where a thread's line of A is of the block of its words: lines of A take turns."""
-    line = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
+    """All bits, where a thread's words are of the block that its column of B is for."""
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None]
     place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :]
-    is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + line % 2 == place // 2
+    is_own = gl.zeros([8, 8, 4], gl.int32, ONE) + column // 2 % 2 == place // 2
     return gl.where(is_own, -1, 0)
 
 
@@ -119,145 +124,137 @@ def one(t):
 
 @gluon.jit
 def load_factors(slot, BITS: gl.constexpr, PIECE: gl.constexpr):
-    """Words of factors by half of a tile and by which of a thread's two lines of sums.
+    """A thread's words of factors, for each half of a tile: of its line, and of its block's sums.
 
     Factors of each PIECE segments begin where the copy engine can write.
     """
-    P: gl.constexpr = tile_groups(BITS) // 16  # blocks of a segment, by turns of the lines of A
+    P: gl.constexpr = tile_groups(BITS) // 16  # blocks of a segment
     N: gl.constexpr = 16 // PIECE
-    W: gl.constexpr = PIECE * 8 * P
     STEP: gl.constexpr = factor_words(BITS, PIECE) // N
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 2], [8 // P, 1, 4 * P], [1, 8 // PIECE, PIECE], [2, 1, 0]
+        [1, 1, 1, 1], [4 // P, 1, P, 8], [1, 8 // PIECE, PIECE, 1], [2, 0, 3, 1]
     )
-    pieces = slot.slice(0, N * STEP, 0)._reinterpret(gl.int32, [N, STEP], S2).slice(0, W, 1)
-    words = gl.expand_dims(pieces.load(gl.SliceLayout(0, L)), 0)
-    words = gl.reshape(words + gl.zeros([8 // P, N, W], gl.int32, L), [8 // P, 2, 8, P, 4, 2])
-    words = gl.reshape(gl.permute(words, [2, 0, 3, 4, 1, 5]), [8, 8, 4, 2, 2])
-    first, second = gl.split(words)
-    first_0, first_1 = gl.split(first)
-    second_0, second_1 = gl.split(second)
-    return one(first_0), one(second_0), one(first_1), one(second_1)
+    pieces = slot.slice(0, N * STEP, 0)._reinterpret(gl.int32, [N, STEP // 8, 8], S3)
+    words = gl.expand_dims(pieces.slice(0, PIECE * P, 1).load(gl.SliceLayout(0, L)), 0)
+    words = words + gl.zeros([4 // P, N, PIECE * P, 8], gl.int32, L)
+    words = gl.permute(gl.reshape(words, [4 // P, 2, 8, P, 8]), [2, 4, 0, 3, 1])
+    first, second = gl.split(gl.reshape(words, [8, 8, 4, 2]))
+    return one(first), one(second)
 
 
 @gluon.constexpr_function
-def accumulators(names):
-    """Sums of as many products that do not wait for each other."""
-    registers = ", ".join(f"{name}<4>" for name in names)
-    zeros = "".join(f"mov.f32 {name}{i}, 0f00000000; " for name in names for i in range(4))
-    return f"{{ .reg .f32 {registers}; .reg .b32 z, s, t, p<4>; mov.b32 z, 0; {zeros}"
+def accumulators():
+    """Sums of products that do not wait for each other."""
+    zeros = "".join(f"mov.f32 {name}{i}, 0f00000000; " for name in "ab" for i in range(4))
+    return f"{{ .reg .f32 a<4>, b<4>; .reg .b32 s, t, p<4>; {zeros}"
 
 
 @gluon.constexpr_function
-def product(name, first, second, low, high):
+def product(name, low, high):
     sums = ", ".join(f"{name}{i}" for i in range(4))
     return (
         f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{sums}}}, "
-        f"{{{first}, z, {second}, z}}, {{{low}, {high}}}, {{{sums}}}; "
+        f"{{p0, p1, p2, p3}}, {{{low}, {high}}}, {{{sums}}}; "
     )
 
 
 @gluon.constexpr_function
-def collected():
-    code = "".join(f"add.f32 a{i}, a{i}, b{i}; add.f32 c{i}, c{i}, d{i}; " for i in range(2))
-    return code + "add.f32 $0, a0, c0; add.f32 $1, a1, c1; }"
+def collected(first, second):
+    """A thread has sums of two columns of B, for an upper line of A and for a lower one."""
+    return (
+        f"add.f32 a0, a{first}, b{first}; add.f32 a1, a{second}, b{second}; add.f32 $0, a0, a1; }}"
+    )
 
 
 @gluon.constexpr_function
 def fp8_asm():
     """8 words, whose bytes 0 and 2 are a pair, and 1 and 3. (a & b) | c is table 0xEA."""
-    code = accumulators("abcd")
+    code = accumulators()
     for j in range(8):
-        word = f"${18 + j}"
+        word, even, odd = f"${9 + j}", f"p{j % 2 * 2}", f"p{j % 2 * 2 + 1}"
         code += f"shl.b32 t, {word}, 4; and.b32 t, t, {REST}; shl.b32 s, {word}, 8; "
-        code += f"lop3.b32 p0, s, {SIGN}, t, 0xEA; shr.u32 t, {word}, 4; and.b32 t, t, {REST}; "
-        code += f"lop3.b32 p1, {word}, {SIGN}, t, 0xEA; "
-        code += product("abcd"[j % 4], f"${2 + 2 * j}", f"${3 + 2 * j}", "p0", "p1")
-    return code + collected()
+        code += f"lop3.b32 {even}, s, {SIGN}, t, 0xEA; "
+        code += f"shr.u32 t, {word}, 4; and.b32 t, t, {REST}; "
+        code += f"lop3.b32 {odd}, {word}, {SIGN}, t, 0xEA; "
+        if j % 2:
+            code += product("ab"[j // 2 % 2], f"${j}", f"${j + 1}")
+    return code + collected(0, 3)
 
 
 @gluon.constexpr_function
 def int4_asm():
     """8 words; the codes in bits 4 * n and 16 + 4 * n, each behind the bits of 128, are a pair."""
-    code = accumulators("abcd")
+    code = accumulators()
     for j in range(8):
-        word = f"${34 + j}"
+        word = f"${17 + j}"
         code += f"lop3.b32 p0, {word}, {NIBBLES}, {MIDDLES}, 0xEA; "
         for n in range(1, 4):
             code += f"shr.u32 t, {word}, {4 * n}; lop3.b32 p{n}, t, {NIBBLES}, {MIDDLES}, 0xEA; "
-        x = [f"${2 + 4 * j + n}" for n in range(4)]
-        code += product("ac"[j % 2], x[0], x[1], "p0", "p1")
-        code += product("bd"[j % 2], x[2], x[3], "p2", "p3")
-    return code + collected()
+        code += product("ab"[j % 2], f"${1 + 2 * j}", f"${2 + 2 * j}")
+    return code + collected(0, 3)
 
 
 @gluon.constexpr_function
 def sum_asm():
-    """The sum of what int4_asm multiplies; $1 is the same again."""
-    code = accumulators("abcd") + f"mov.b32 p0, {ONES}; "
-    for j in range(16):
-        code += product("abcd"[j % 4], f"${2 + 2 * j}", f"${3 + 2 * j}", "p0", "p0")
-    return code + collected()
+    """The sum of what int4_asm multiplies, of both columns."""
+    code = accumulators() + "".join(f"mov.b32 p{i}, {ONES}; " for i in range(4))
+    for j in range(8):
+        code += product("ab"[j % 2], f"${1 + 2 * j}", f"${2 + 2 * j}")
+    return code + collected(0, 1)
 
 
 @gluon.constexpr_function
 def registers(count):
-    return "=f,=f," + ",".join(["r"] * count)
+    return "=f," + ",".join(["r"] * count)
 
 
 @gluon.jit
 def sum_of(x):
-    """The sum of x over a thread's block of 4-bit codes, as often as lines of A are of it."""
-    total, _ = gl.inline_asm_elementwise(
+    """The sum of x over a block of 4-bit codes."""
+    return gl.inline_asm_elementwise(
         sum_asm(),
-        registers(32),
+        registers(16),
         [
             x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13],
-            x[14], x[15], x[16], x[17], x[18], x[19], x[20], x[21], x[22], x[23], x[24], x[25],
-            x[26], x[27], x[28], x[29], x[30], x[31],
+            x[14], x[15],
         ],
-        (gl.float32, gl.float32),
+        gl.float32,
         True,
         1,
     )  # fmt: skip
-    return total
 
 
 @gluon.jit
-def multiply_codes(w, i: gl.constexpr, x, x_sum, first, second, sums, BITS: gl.constexpr):
-    """Add the products of x with 8 words of codes, from word i on, times their factors."""
+def multiply_codes(w, i: gl.constexpr, x, x_sum, factor, total, BITS: gl.constexpr):
+    """Add the products of x with 8 words of codes, from word i on, times their factor."""
     if BITS == 8:
-        a, b = gl.inline_asm_elementwise(
+        products = gl.inline_asm_elementwise(
             fp8_asm(),
+            registers(16),
+            [
+                x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], w[i], w[i + 1], w[i + 2], w[i + 3],
+                w[i + 4], w[i + 5], w[i + 6], w[i + 7],
+            ],
+            gl.float32,
+            True,
+            1,
+        )  # fmt: skip
+        total += products * factor.to(gl.float32, bitcast=True)
+    else:
+        products = gl.inline_asm_elementwise(
+            int4_asm(),
             registers(24),
             [
                 x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12],
                 x[13], x[14], x[15], w[i], w[i + 1], w[i + 2], w[i + 3], w[i + 4], w[i + 5],
                 w[i + 6], w[i + 7],
             ],
-            (gl.float32, gl.float32),
+            gl.float32,
             True,
             1,
         )  # fmt: skip
-        a *= first.to(gl.float32, bitcast=True)
-        b *= second.to(gl.float32, bitcast=True)
-    else:
-        a, b = gl.inline_asm_elementwise(
-            int4_asm(),
-            registers(40),
-            [
-                x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12],
-                x[13], x[14], x[15], x[16], x[17], x[18], x[19], x[20], x[21], x[22], x[23], x[24],
-                x[25], x[26], x[27], x[28], x[29], x[30], x[31], w[i], w[i + 1], w[i + 2],
-                w[i + 3], w[i + 4], w[i + 5], w[i + 6], w[i + 7],
-            ],
-            (gl.float32, gl.float32),
-            True,
-            1,
-        )  # fmt: skip
-        a = (a - lower_half(first) * x_sum) * upper_half(first)
-        b = (b - lower_half(second) * x_sum) * upper_half(second)
-    return sums[0] + a, sums[1] + b
+        total += (products - lower_half(factor) * x_sum) * upper_half(factor)
+    return total
 
 
 @gluon.jit
@@ -271,9 +268,7 @@ def upper_half(word):
 
 
 @gluon.jit
-def both_blocks(sums):
-    """Add what lines of A of the other turn have: the sums of the other blocks of 4-bit codes."""
-    asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 0x1f, 0xffffffff;"
-    first = gl.inline_asm_elementwise(asm, "=f,f", [sums[0]], gl.float32, False, 1)
-    second = gl.inline_asm_elementwise(asm, "=f,f", [sums[1]], gl.float32, False, 1)
-    return sums[0] + first, sums[1] + second
+def both_blocks(total):
+    """Add what the next thread has: the sum of the other blocks of 4-bit codes."""
+    asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;"
+    return total + gl.inline_asm_elementwise(asm, "=f,f", [total], gl.float32, False, 1)

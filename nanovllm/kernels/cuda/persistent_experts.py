@@ -143,7 +143,8 @@ class Experts:
             tma.async_copy_global_to_shared(codes, place, full, stream.ring.index(slot))
             if BITS < 16:
                 place = gl.where(is_there, (line // 8 * TILES + tile) * FACTORS, 1 << 30)
-                tma.async_copy_global_to_shared(factors, [place], full, stream.factors.index(slot))
+                target = stream.factors.index(slot).slice(0, FACTORS, 0)
+                tma.async_copy_global_to_shared(factors, [place], full, target)
             t += 1
         return t, g + BLOCKS * 2 * TILES // GROUP, owners
 

@@ -117,7 +117,7 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     held_x = stream.hold_x(x, C)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
-        y = add_up(stream.sums, sums, 0, N) * factor
+        y = add_up(stream.sums, sums, 0, N, stream.bits) * factor
         if parameters.has_bias:
             line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
             is_ours = (block_index() < N) & (line < given.qkv.width)
@@ -135,7 +135,7 @@ def route(stream, t, g, given, norm, parameters, experts, now):
     C: gl.constexpr = given.y.size // CHUNK
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, C, stream.flying, 16)
-    given.routed.publish(add_up(stream.sums, sums, 0, 1) * factor, 0, 0, now, 1)
+    given.routed.publish(add_up(stream.sums, sums, 0, 1, 16) * factor, 0, 0, now, 1)
     experts.choose(given.routed, now)
     return t + C, g + C // group_tiles(1, C, 16)
 
@@ -156,7 +156,7 @@ def project_back(
     held_x = stream.hold_x(x, C)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, bits, PIECE)
-        added = residual + add_up(stream.sums, sums, i * N, N)
+        added = residual + add_up(stream.sums, sums, i * N, N, bits)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
         residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
@@ -177,8 +177,8 @@ def project_gate_up(stream, t, g, given, norm, parameters, now):
     held_x = stream.hold_x(x, C)
     for i in range(B // N):
         sums = stream.products(t, g, held, x, held_x, 2 * N, C, stream.flying, stream.bits)
-        spread(stream.sums, sums, 0, 0, 2, N)
-        spread(stream.more_sums, sums, 0, 1, 2, N)
+        spread(stream.sums, sums, 0, 0, 2, N, stream.bits)
+        spread(stream.more_sums, sums, 0, 1, 2, N, stream.bits)
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
         slope = parameters.gate_linear + parameters.gate_cubic * gate * gate
         given.gated.publish(gate / (1.0 + gl.exp(-gate * slope)) * up, 0, i * N, now, N)
@@ -195,7 +195,7 @@ def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.con
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
     for i in range(num_head_blocks(VOCAB, C) // N):
         sums = stream.products(t, g, (), x, ((), ()), N, C, HEAD_FLYING, 16)
-        y = add_up(stream.sums, sums, 0, N) * factor
+        y = add_up(stream.sums, sums, 0, N, 16) * factor
         line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
         gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
         t += N * C

@@ -88,14 +88,25 @@ def multiply(w, i: gl.constexpr, x, c0, c1):
 
 
 @gluon.jit
-def spread(memory, sums, row, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr):
+def spread(
+    memory, sums, row, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, BITS: gl.constexpr
+):
     """Store the warps' sums of N blocks for `total`, as rows `row` and on."""
-    n = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None] - row
-    even, odd = sums[2 * first], sums[2 * first + 1]
-    for r in gl.static_range(1, N):
-        even = gl.where(n == r, sums[2 * (first + r * step)], even)
-        odd = gl.where(n == r, sums[2 * (first + r * step) + 1], odd)
-    memory.store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
+    if BITS < 16:
+        # Those of a line are in four threads, of which each stores two rows.
+        n = 2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :] - row
+        even, odd = sums[first], sums[first]
+        for r in gl.static_range(N):
+            even = gl.where(n == r, sums[first + r * step], even)
+            odd = gl.where(n + 1 == r, sums[first + r * step], odd)
+        memory.permute([0, 2, 1]).store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
+    else:
+        n = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None] - row
+        even, odd = sums[2 * first], sums[2 * first + 1]
+        for r in gl.static_range(1, N):
+            even = gl.where(n == r, sums[2 * (first + r * step)], even)
+            odd = gl.where(n == r, sums[2 * (first + r * step) + 1], odd)
+        memory.store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
 
 
 @gluon.jit
@@ -106,8 +117,8 @@ def total(memory):
 
 
 @gluon.jit
-def add_up(memory, sums, row, N: gl.constexpr):
-    spread(memory, sums, row, 0, 1, N)
+def add_up(memory, sums, row, N: gl.constexpr, BITS: gl.constexpr):
+    spread(memory, sums, row, 0, 1, N, BITS)
     return total(memory)
 
 
@@ -161,9 +172,8 @@ class Stream:
             )
             if BITS < 16:
                 place = gl.where(is_there, (line // 8 * TILES + tile) * FACTORS, 1 << 30)
-                tma.async_copy_global_to_shared(
-                    factors, [place], full, self.factors.index(t % self.slots)
-                )
+                target = self.factors.index(t % self.slots).slice(0, FACTORS, 0)
+                tma.async_copy_global_to_shared(factors, [place], full, target)
             t += 1
         return t, g + BLOCKS * PARTS * TILES // GROUP, owners
 
@@ -247,9 +257,10 @@ class Stream:
         self, t, g, held, x, held_x, COUNT: gl.constexpr, TILES: gl.constexpr,
         FLYING: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr = 8,
     ):  # fmt: skip
-        """Multiply COUNT blocks of lines with x: this warp's part of each, two lines a thread.
+        """Multiply COUNT blocks of lines with x: this warp's part of each.
 
-        Factors of codes came for PIECE segments at a time.
+        A thread has the sums of two lines, or by codes those of one. Factors of codes came for
+        PIECE segments at a time.
         """
         sums = ()
         if BITS < 16:
@@ -305,55 +316,54 @@ class Stream:
     def products_of_held_codes(self, w, held_x, COUNT: gl.constexpr, TILES: gl.constexpr):
         sums = ()
         for r in gl.static_range(COUNT):
-            pair = (gl.zeros([8, 8, 4], gl.float32, ONE), gl.zeros([8, 8, 4], gl.float32, ONE))
+            total = gl.zeros([8, 8, 4], gl.float32, ONE)
             for c in gl.static_range(TILES):
-                pair = self.add_tile(w, (r * TILES + c) * 20, held_x[0], held_x[1], c, pair)
-            sums = sums + self.whole(pair)
+                total = self.add_tile(w, (r * TILES + c) * 18, held_x[0], held_x[1], c, total)
+            sums = sums + (self.whole(total),)
         return sums
 
     @gluon.jit
     def products_of_codes(
-        self, t, g, x, totals, COUNT: gl.constexpr, TILES: gl.constexpr, PIECE: gl.constexpr
+        self, t, g, x, x_sums, COUNT: gl.constexpr, TILES: gl.constexpr, PIECE: gl.constexpr
     ):
         N: gl.constexpr = group_chunks(TILES)
         sums = ()
         for _ in gl.static_range(COUNT):
-            pair = (gl.zeros([8, 8, 4], gl.float32, ONE), gl.zeros([8, 8, 4], gl.float32, ONE))
+            total = gl.zeros([8, 8, 4], gl.float32, ONE)
             for i in gl.static_range(TILES // N):
                 self.wait(t, N, self.flying)
                 for c in gl.static_range(N):
-                    pair = self.add_next(t + c, x, totals, 2 * (i * N + c), pair, PIECE)
+                    total = self.add_next(t + c, x, x_sums, 2 * (i * N + c), total, PIECE)
                 self.release(g)
                 t += N
                 g += 1
-            sums = sums + self.whole(pair)
+            sums = sums + (self.whole(total),)
         return sums
 
     @gluon.jit
-    def add_next(self, t, x, totals, k: gl.constexpr, pair, PIECE: gl.constexpr):
+    def add_next(self, t, x, x_sums, k: gl.constexpr, total, PIECE: gl.constexpr):
         """Add the products of a tile that has come with pieces k and k + 1 of x."""
         factors = load_factors(self.factors.index(t % self.slots), self.bits, PIECE)
         w = self.words_at(t) + factors
         parts = (load_x(x[k], self.bits), load_x(x[k + 1], self.bits))
         own = ()
         if self.bits == 4:
-            own = (totals[k], totals[k + 1])
-        return self.add_tile(w, 0, parts, own, 0, pair)
+            own = (x_sums[k], x_sums[k + 1])
+        return self.add_tile(w, 0, parts, own, 0, total)
 
     @gluon.jit
-    def add_tile(self, w, i: gl.constexpr, parts, totals, c: gl.constexpr, pair):
-        """Add the products of a tile, whose 16 words and 4 of factors begin at i, with x."""
+    def add_tile(self, w, i: gl.constexpr, parts, x_sums, c: gl.constexpr, total):
+        """Add the products of a tile, whose 16 words and 2 of factors begin at i, with x."""
         for a in gl.static_range(2):
-            total = pair[0]
+            x_sum = total
             if self.bits == 4:
-                total = totals[2 * c + a]
-            first, second = w[i + 16 + 2 * a], w[i + 17 + 2 * a]
-            x = parts[2 * c + a]
-            pair = multiply_codes(w, i + 8 * a, x, total, first, second, pair, self.bits)
-        return pair
+                x_sum = x_sums[2 * c + a]
+            x, factor = parts[2 * c + a], w[i + 16 + a]
+            total = multiply_codes(w, i + 8 * a, x, x_sum, factor, total, self.bits)
+        return total
 
     @gluon.jit
-    def whole(self, pair):
+    def whole(self, total):
         if self.bits == 4:
-            pair = both_blocks(pair)
-        return pair
+            total = both_blocks(total)
+        return total

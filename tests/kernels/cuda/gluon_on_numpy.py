@@ -156,12 +156,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 def _multiply(operands: list[str], registers: dict[str, np.ndarray]) -> None:
     """m16n8k16: thread [line, place] has of A that line's columns, of B that column's lines."""
     sums, left, right, _ = ([each.strip() for each in o[1:-1].split(",")] for o in operands)
-    assert not any(_bits(registers[left[i]]).any() for i in (1, 3)), "the lower lines of A"
-    a = _pairs(registers[left[0]], registers[left[2]])
     b = _pairs(registers[right[0]], registers[right[1]])
-    product = np.einsum("wmk,wnk->wmn", a, b).reshape(8, 8, 4, 2)
-    for i in range(2):
-        registers[sums[i]] = (registers[sums[i]] + product[..., i]).astype(np.float32)
+    for part in range(2):  # the upper 8 lines of A, and the lower ones
+        a = _pairs(registers[left[part]], registers[left[part + 2]])
+        product = np.einsum("wmk,wnk->wmn", a, b).reshape(8, 8, 4, 2)
+        for i, name in enumerate(sums[2 * part :][:2]):
+            registers[name] = (registers[name] + product[..., i]).astype(np.float32)
 
 
 def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
