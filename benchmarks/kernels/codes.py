@@ -201,7 +201,7 @@ def few_ways(
         finish = None if shape.is_summed else counters
         return codes_few_rows(x, weight, None, shape.activation, finish, config)
 
-    chosen = codes_config(weights[0], len(x), x.device)
+    chosen = codes_config(weights[0], len(x))
     configs = {f"chosen {asdict(chosen)}": chosen}
     rows = min(max(16, 1 << (len(x) - 1).bit_length()), 128)
     for tile, num_splits in itertools.product(TILES[rows], NUM_SPLITS):

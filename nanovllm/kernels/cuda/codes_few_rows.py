@@ -43,46 +43,26 @@ class CodesConfig:
     num_splits: int  # parts of the inputs
 
 
-def codes_config(
-    weight: Fp8Weight | Int4Weight, num_rows: int, device: torch.device
-) -> CodesConfig:
-    """Tall tiles for many rows, as x is read for each; then splits that fill the device."""
+def codes_config(weight: Fp8Weight | Int4Weight, num_rows: int) -> CodesConfig:
+    """By Qwen3-8B's shapes on an H200; so many splits that some hundred programs share the work."""
     num_out, num_in = weight.shape
-    block_rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
-    block_out = 64 if block_rows == 16 else 128
-    if block_rows == 64 and isinstance(weight, Int4Weight):
-        block_out = 256
-    num_warps = 4 if block_out == 64 else 8
-    num_stages = 5 if block_rows == 16 else 4 if block_rows < 128 else 3
-    # How many programs a processor holds at once: by registers, and shared memory.
-    held = 1 if block_out * block_rows > 8192 else 2 if block_out == 128 else MAX_HELD
-    num_tiles = triton.cdiv(num_out, block_out) * triton.cdiv(num_rows, block_rows)
-    num_places = held * num_processors(device)
-    most = min(MAX_SPLITS, max(num_in // 256, 1)) if num_tiles < 2 * num_places else 1
-    sum_bytes = 4 * num_rows * num_out
-    num_splits = choose_splits(num_tiles, num_places, most, weight.words.nbytes / sum_bytes)
-    return CodesConfig(block_out, block_rows, num_warps, num_stages, num_splits)
+    is_int4, block_rows = isinstance(weight, Int4Weight), max(16, triton.next_power_of_2(num_rows))
+    if block_rows == 16:
+        tile = (128, 16, 4, 4) if is_int4 else (64, 16, 4, 6)
+        programs = 384
+    else:
+        tile = (128, min(block_rows, 64), 4 if is_int4 and block_rows <= 64 else 8, 3)
+        programs = 192 if is_int4 else 128
+    num_tiles = triton.cdiv(num_out, tile[0]) * triton.cdiv(num_rows, tile[1])
+    most = min(MAX_SPLITS, max(num_in // 256, 1))
+    num_splits = min(triton.next_power_of_2(triton.cdiv(programs, num_tiles)), most)
+    return CodesConfig(*tile, num_splits)
 
 
 def make_counters(device: torch.device) -> Tensor:
     """As many as there may be tiles whose inputs are split."""
     size = 2 * MAX_HELD * num_processors(device)
     return torch.zeros(size, dtype=torch.int32, device=device)
-
-
-def choose_splits(num_tiles: int, num_places: int, most: int, weight: float) -> int:
-    """Weigh places that are idle in the last round against partial sums.
-
-    These are written and read, through the cache, which is twice as fast as memory. The weight is
-    so many times larger than the sums of one split.
-    """
-
-    def cost(num_splits: int) -> float:
-        num_programs = num_tiles * num_splits
-        rounds = triton.cdiv(num_programs, num_places)
-        return weight * rounds * num_places / num_programs + num_splits * (num_splits > 1)
-
-    return min(range(1, most + 1), key=cost)
 
 
 def codes_few_rows(
@@ -99,7 +79,7 @@ def codes_few_rows(
     They are zeros before and after.
     """
     num_rows, num_in = x.shape
-    config = config or codes_config(weight, num_rows, x.device)
+    config = config or codes_config(weight, num_rows)
     num_splits, num_words = config.num_splits, weight.words.shape[1]
     num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     block_out = config.block_out if activation is None else config.block_out // 2

@@ -84,7 +84,7 @@ def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConf
     if has_norm:
         return OneRowConfig(4, block_in, num_warps, 4)
     is_whole = block_in >= weight.shape[1]
-    return OneRowConfig(4, block_in, 8, 4) if is_whole else OneRowConfig(8, 2048, 2, 8)
+    return OneRowConfig(4, block_in, 8, 4) if is_whole else OneRowConfig(4, 2048, 4, 8)
 
 
 @triton.jit

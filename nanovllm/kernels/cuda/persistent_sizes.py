@@ -59,7 +59,7 @@ def is_wide(tiles, bits):
 @gluon.constexpr_function
 def max_held(bits):
     """Tiles that registers have room for, beside x."""
-    return {16: 6, 8: 4, 4: 3}[bits]
+    return {16: 6, 8: 6, 4: 4}[bits]
 
 
 @gluon.constexpr_function

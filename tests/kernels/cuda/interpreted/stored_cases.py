@@ -236,7 +236,12 @@ def check_every_fp8_code(device: str) -> None:
 def check_quantised_products(device: str) -> None:
     """Many rows in FP8 on both sides: only compiled, as a library has the product."""
     for kind, has_bias in itertools.product(("fp8", "fp8-blocks"), (False, True)):
-        for num_rows, num_out, num_in in ((65, 128, 256), (300, 512, 1024), (1030, 384, 4096)):
+        for num_rows, num_out, num_in in (
+            (65, 128, 256),
+            (250, 4096, 1024),
+            (300, 512, 1024),
+            (1030, 384, 4096),
+        ):
             weight = make_weight(kind, num_out, num_in, device)
             assert isinstance(weight, Fp8Weight)
             if kind == "fp8-blocks":
@@ -249,6 +254,13 @@ def check_quantised_products(device: str) -> None:
             packed = pack_stored(TritonOps(), weight, bias, "silu")
             assert_near(packed(x), TorchOps().gate(want, "silu"))
             norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
+            if num_rows <= 300:
+                plain = pack_stored(TritonOps(), weight, bias, None)
+                update = plain.add_to(
+                    make(num_rows, num_out, dtype=x.dtype, device=device), x
+                ).update
+                assert update is not None
+                assert_near(update if update.ndim == 2 else update.sum(0), want)
             normed, _ = TorchOps().norm(Hidden(x), norm)
             got, residual = packed.after_norm(Hidden(x), norm)
             assert torch.equal(residual, x)
