@@ -11,13 +11,7 @@ from torch import Tensor
 from nanovllm.kernels.cuda.codes_few_rows import codes_config, codes_few_rows, make_counters
 from nanovllm.kernels.cuda.codes_one_row import codes_one_row
 from nanovllm.kernels.cuda.codes_widen import widen_codes
-from nanovllm.kernels.cuda.linear_fp8 import (
-    fp8_after_norm,
-    fp8_many_rows,
-    fp8_quantise,
-    library_weight,
-)
-from nanovllm.kernels.cuda.linear_fp8_split import fp8_partial_sums, suits_split
+from nanovllm.kernels.cuda.linear_fp8 import fp8_after_norm, fp8_many_rows, library_weight
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
 
@@ -48,10 +42,6 @@ class StoredLinear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
         assert self.activation is None
-        library = self._library_of(x)
-        if len(x) > 1 and not self._has_few(len(x)) and library and suits_split(library, len(x)):
-            rows = fp8_quantise(x.contiguous(), by_block=False)
-            return Hidden(residual, fp8_partial_sums(rows, library, self.bias))
         if len(x) == 1 or not self._has_few(len(x)):
             return Hidden(residual, self(x))
         config = codes_config(self.weight, len(x))
