@@ -169,19 +169,16 @@ class Grammars:
         The next call may use the same memory.
         """
         masks = self._memory_for(len(matchers), allocate)
-        rows: list[tuple[int, Matcher]] = []
+        rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
+        if len(rows) < len(matchers):
+            masks[[row for row, each in enumerate(matchers) if each is None]] = -1
         quick: list[tuple[int, Matcher]] = []
         others: list[tuple[int, Matcher]] = []
-        for row, matcher in enumerate(matchers):
-            if matcher is None:
-                masks[row] = -1
-                continue
-            rows.append((row, matcher))
+        for row, matcher in rows:
             if matcher.mask is not None:  # it was computed earlier
                 masks[row] = matcher.mask
-                continue
-            matcher.mask = masks[row]
-            (quick if matcher.is_quick else others).append((row, matcher))
+            else:
+                (quick if matcher.is_quick else others).append((row, matcher))
         if others:
             self._begin(others, masks)
         if quick:
@@ -196,7 +193,7 @@ class Grammars:
         eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
             if matcher.job is None or matcher.job in done or matcher.is_ready:
-                self._finish(matcher, masks[row], eos)
+                self._finish(matcher, masks, row, eos)
             else:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
                 matcher.is_quick = False
@@ -263,6 +260,7 @@ class Grammars:
         tools = self._get_tools()
         quick: list[tuple[int, Matcher]] = []
         for row, matcher in rows:
+            matcher.mask = masks[row]
             if matcher.seconds is None or matcher.is_slow:
                 matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
             else:
@@ -272,12 +270,12 @@ class Grammars:
             for _, matcher in quick:
                 matcher.job, matcher.is_quick = job, True  # unless it is late
 
-    def _finish(self, matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
+    def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
         has_failed = matcher.job is not None and matcher.job.exception() is not None
         if has_failed or matcher.inner.is_error():
-            mask[:] = 0  # no token: the sequence ends with an error
+            masks[row] = 0  # no token: the sequence ends with an error
         elif matcher.stop_token_ids != eos:
-            _allow_stops(matcher, mask, eos)
+            _allow_stops(matcher, masks[row], eos)
 
     def _compile(self, text: str) -> Compiled:
         matcher = self._parse(text)

@@ -42,7 +42,9 @@ class CoreClient:
         self._first: SimpleQueue[FoundModel | CoreReady | None] = SimpleQueue()  # None: it failed
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._added: list[Request] = []  # not sent yet
-        self._num_added_tokens, self._step_tokens = 0, config.max_num_batched_tokens
+        self._num_added_tokens = 0
+        # For two steps: the second is planned while the first one runs.
+        self._enough_tokens = 2 * config.max_num_batched_tokens
         self._adding = threading.Lock()
         is_alone = config.data_parallel_size == 1
         self.name = "the engine core" if is_alone else f"engine core {replica}"
@@ -76,11 +78,11 @@ class CoreClient:
         return ready
 
     def add(self, requests: list[Request]) -> None:
-        """Take requests, which `flush` sends; those that fill a step go at once, together."""
+        """Take requests, which `flush` sends; enough to keep the core busy go at once, together."""
         with self._adding:
             self._added += requests
             self._num_added_tokens += sum(len(each.token_ids) for each in requests)
-            if self._num_added_tokens >= self._step_tokens:
+            if self._num_added_tokens >= self._enough_tokens:
                 self._send_added()
 
     def flush(self) -> None:
