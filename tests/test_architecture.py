@@ -54,6 +54,7 @@ HOST = (
     "engine.step_clock",
     "engine.waiting",
     "grammar.matching",
+    "grammar.forms",
     "grammar.json_schema",
     "grammar.json_disjoint",
     "grammar.json_formats",
