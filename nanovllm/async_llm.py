@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_client import CoreClient
-from nanovllm.serving.core_records import Add, CoreStats, Finish, total
+from nanovllm.serving.core_records import CoreStats, Finish, total
 from nanovllm.serving.replica import Replica
 from nanovllm.serving.routing import PrefixRouter
 from nanovllm.serving.state_records import EngineNews
@@ -62,6 +64,7 @@ class AsyncLLM:
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
+            gc.collect()  # or a full one comes amid the first requests: see start_core
             for replica in self.replicas[1:]:
                 replica.core.wait_until_found()
             infos = [replica.wait_until_ready().info for replica in self.replicas]
@@ -178,12 +181,13 @@ class AsyncLLM:
         is_streaming: bool,
         pooling: Pooling | None = None,
     ) -> Live:
-        """Check and tokenise a prompt in another thread: a long one takes a while."""
+        """Check and tokenise a prompt, in another thread if that may take a while."""
         self._raise_if_failed()
         one = as_prompt(prompt, cache_salt)
-        live = await asyncio.to_thread(
+        prepare = partial(
             self.front.prepare, one.content, params, one.cache_salt, is_streaming, pooling
         )
+        live = prepare() if _is_quick(one.content, params) else await asyncio.to_thread(prepare)
         check_length(live.samples[0].request, self.max_len)
         return live
 
@@ -202,7 +206,8 @@ class AsyncLLM:
             core = self._core_of(stream)
             self._streams[live.seq_id] = stream
             self.front.submit(live)
-        core.add(Add(requests))
+        core.add(requests)
+        stream.loop.call_soon(core.flush)  # with those of callers who wait their turn
 
     def _end(self, seq_id: int) -> Stream | None:
         """With the lock: expect no more for a stream, unless its replica failed before."""
@@ -294,6 +299,15 @@ class Stream:
     def fail(self, error: NanovllmError) -> None:
         self._error = error
         self._has_news.set()
+
+
+def _is_quick(prompt: str | list[int], params: SamplingParams) -> bool:
+    """Whether there is nothing to tokenise or to compile: a thread would wait for this one.
+
+    Of many callers who begin at once, the first would be served after the last had called.
+    """
+    is_plain = isinstance(params, SamplingParams) and params.structured_outputs is None
+    return isinstance(prompt, list) and is_plain and not params.bad_words
 
 
 def _copy(error: NanovllmError) -> NanovllmError:

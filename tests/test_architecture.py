@@ -20,7 +20,7 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors, pending < validation, structured_outputs, quantisation < sampling_params, outputs
+    errors, pending, fp8 < validation, structured_outputs, quantisation < sampling_params, outputs
     < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
@@ -54,6 +54,7 @@ HOST = (
     "engine.step_clock",
     "engine.waiting",
     "grammar.matching",
+    "grammar.forms",
     "grammar.json_schema",
     "grammar.json_disjoint",
     "grammar.json_formats",
@@ -76,7 +77,7 @@ CLIENT = (
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
-    "checkpoint": (("errors", "quantisation"), "worker.tables"),
+    "checkpoint": (("errors", "quantisation", "fp8"), "worker.tables"),
     **dict.fromkeys(CLIENT, ((*LEAVES, *HOST, *CLIENT, "checkpoint", "executor"), "engine.core")),
     **dict.fromkeys(WIRE, ((*LEAVES, *WIRE), "worker.tables")),
     **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part not in WIRE},
@@ -122,6 +123,7 @@ NOT_CORE = {
     "worker/memory.py",
     "worker/stored_weights.py",
     "layers/code_format.py",
+    "layers/code_tensors.py",
     "layers/gguf_format.py",
     "layers/moe.py",
     "layers/plain_experts.py",

@@ -25,8 +25,8 @@ def test_answers_on_a_gpu(tiny: Any, answers: list[Answer], mode: str) -> None:
 def test_rows_that_share_their_first_keys_on_a_gpu(tiny: Any) -> None:
     """Many answers to one prompt: its keys are read once for all, and nothing else changes."""
     prompt, params = list(range(90)), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    options = {**OPTIONS, "max_num_seqs": 40, "max_model_len": 2048, "device": "cuda"}
-    prompts = [prompt * 12 + [i] for i in range(40)]
+    options = {**OPTIONS, "max_num_seqs": 90, "max_model_len": 512, "device": "cuda"}
+    prompts = [prompt * 5 + [i] for i in range(90)]
     with LLM(tiny("qwen3").path, **options, max_num_batched_tokens=2048) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
         assert runner_of(llm).forward._shared_graphs

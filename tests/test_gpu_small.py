@@ -93,14 +93,15 @@ def test_sampling_with_every_cut(dtype: torch.dtype) -> None:
         sampling_cases.check_full(batch, max_different=1)
 
 
-def test_persistent_step() -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_persistent_step(bits: int) -> None:
     """A few contexts, each shorter or longer than what one program reads."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.cuda.persistent_step import StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
-    step = RandomStep(StepShape(256, 4, 2, 128, 512, 1000), Variant(block_size=32), 700)
+    step = RandomStep(StepShape(256, 4, 2, 128, 512, 1000, bits), Variant(block_size=32), 700)
     for context in (1, 33, 650):
         kernel, plain, cache = step.errors(context, context)
         assert kernel < 1.3 * plain + 1e-4, context

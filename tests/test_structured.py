@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import jsonschema
+import numpy as np
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -431,6 +432,57 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
             done += llm.step().finished
     assert done[-1].seq_id == first
     assert fits({"regex": "[ab]{16}"}, done[-1].text)
+
+
+def test_quick_masks_wake_no_other_thread_until_one_is_slow(llm: LLM) -> None:
+    grammars, threads = llm.engine.core.grammars, []
+    assert grammars is not None
+    matcher = grammars.matcher(grammars.compile({"regex": "[ab]{50}"}), frozenset())
+
+    def noted(fill: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (threads.append(threading.current_thread()), fill(*args))[1]
+
+    def next_mask(is_slow: bool = False) -> np.ndarray:
+        with patch.object(grammar, "MAX_WAIT", -1.0 if is_slow else 60.0):
+            begun = grammars.begin([matcher])
+        with patch.object(grammar, "MAX_WAIT", 60.0):
+            masks, late = grammars.finish(begun)
+        assert not late
+        wanted = np.zeros_like(masks[0])
+        matcher.inner.deep_copy().unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
+        assert (masks[0] == wanted).all()
+        bits = np.unpackbits(wanted.view(np.uint8), bitorder="little")
+        assert not matcher.finishes(int(bits.argmax()))
+        return masks
+
+    with (
+        patch.object(grammar, "_fill_all", noted(grammar._fill_all)),
+        patch.object(grammar, "_fill_one", noted(grammar._fill_one)),
+    ):
+        masks = [next_mask(is_slow=number == 3) for number in range(8)]
+    is_here = [thread is threading.current_thread() for thread in threads]
+    # The first comes with the grammar. After the slow one, another thread sees how long they take.
+    assert is_here == [False, True, True, False, False, True, True]
+    assert all(np.shares_memory(each, masks[0]) for each in masks)
+
+
+def test_what_late_masks_are_written_to_is_left_to_them(llm: LLM) -> None:
+    grammars, is_over = llm.engine.core.grammars, threading.Event()
+    assert grammars is not None
+    compiled = grammars.compile({"regex": "[ab]{50}"})
+    first, second = (grammars.matcher(compiled, frozenset()) for _ in range(2))
+    token_id = np.unpackbits(
+        compiled.compiled.first_mask.view(np.uint8), bitorder="little"
+    ).argmax()
+    first.finishes(int(token_id))
+    with patch.object(grammar, "_fill_all", lambda *args: is_over.wait(60)):
+        begun = grammars.begin([first])
+        with patch.object(grammar, "MAX_WAIT", 0.0):
+            masks, late = grammars.finish(begun)
+        assert late == [0]
+        assert not np.shares_memory(grammars.begin([second]).masks, masks)
+        is_over.set()
+        grammars.wait([first])
 
 
 def test_a_row_can_be_aborted_while_its_mask_is_computed(path: Path) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -90,6 +91,9 @@ class ThreadedExecutor:
 
     def sample(self, masks: IntColumn) -> None:
         self.ranks.run(lambda rank: self.workers[rank].sample(masks))
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        return np.empty((num_rows, num_words), np.int32)
 
     def close(self) -> None:
         self.ranks.close()

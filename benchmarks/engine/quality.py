@@ -31,12 +31,14 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantised.round_to_fp8 import LARGEST, PROJECTION, names_to_round, quantise
+from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION, names_to_round
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.checkpoint.weights import list_tensors
+from nanovllm.fp8 import round_rows
 from nanovllm.kernels import fp8_rows
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.ops import LayerCache
+from nanovllm.kernels.stored_weights import BLOCK, quantise_blocks
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 MAX_TOKENS = 2200  # of a text
@@ -50,7 +52,6 @@ CASES: dict[str, tuple[str, float]] = {
     "fp8 by output, all": ("dequantised", math.inf),
     "fp8 by block": ("dequantised", math.inf),
 }
-BLOCK = 128
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
 BY_OUTPUT = {
     "quant_method": "compressed-tensors",
@@ -145,18 +146,12 @@ def write_floats(
 
 
 def round_blocks(values: Tensor) -> Parts:
-    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-len(values) // BLOCK), -(-values.shape[1] // BLOCK))
-    for i, rows in enumerate(values.split(BLOCK)):
-        for j, block in enumerate(rows.split(BLOCK, dim=1)):
-            scales[i, j] = block.abs().max() / LARGEST
-            part = codes[i * BLOCK :, j * BLOCK :][: len(block), : block.shape[1]]
-            part.copy_((block / scales[i, j]).clamp(-LARGEST, LARGEST))
-    return {"weight": codes, "weight_scale_inv": scales}
+    rounded = quantise_blocks(values)
+    return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::BLOCK]}
 
 
 def round_outputs(values: Tensor) -> Parts:
-    rounded = quantise(values)
+    rounded = round_rows(values)
     return {"weight": rounded.codes, "weight_scale": rounded.scales}
 
 

@@ -58,7 +58,8 @@ def main() -> int:
             config = json.loads(Path(model_path(args.model)).read_text())
             path = Path(folder) / "config.json"
             path.write_text(json.dumps({**config, "quantization_config": stored}))
-            with LLM(path, load_format="dummy", device="cuda", skip_tokenizer_init=True) as llm:
+            options: dict[str, Any] = {"device": "cuda", "kv_cache_dtype": args.kv_cache_dtype}
+            with LLM(path, load_format="dummy", skip_tokenizer_init=True, **options) as llm:
                 for case in args.case:
                     report(args, name, bits, case, llm)
     return 0
@@ -85,6 +86,9 @@ def report(args: argparse.Namespace, name: str, bits: float, case: str, llm: LLM
     cells = {"model": args.model, "weights": name, "case": case, "result": f"{value} {unit}"}
     about = {"model": args.model, "device": "cuda", "dtype": llm.engine.info.dtype, "cells": cells}
     kept = f"weights-{name}-{case}"
+    if args.kv_cache_dtype != "auto":
+        kept += f"-kv-{args.kv_cache_dtype}"
+        cells["weights"] += f", KV {args.kv_cache_dtype}"
     keep(
         args.json, case=kept, unit=unit, runs=runs, floor=floor if case == "bs1" else None, **about
     )
@@ -118,6 +122,8 @@ def parse_args() -> argparse.Namespace:
     add(
         "--repeats", type=at_least(1), default=3, help="after one to warm up (default: %(default)s)"
     )
+    caches = ("auto", "fp8")
+    add("--kv-cache-dtype", choices=caches, default="auto", help="(default: %(default)s)")
     add("--json", metavar="FILE", help="append each result as a line of JSON (default: none)")
     return parser.parse_args()
 

@@ -96,7 +96,7 @@ class PausedGrammars:
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
         return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
-    def begin(self, matchers: list[Any]) -> tuple[np.ndarray, float]:
+    def begin(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, float]:
         masks = np.full((len(matchers), self.num_words), -1, np.int32)
         return masks, time.perf_counter() + len(matchers) * self.seconds
 

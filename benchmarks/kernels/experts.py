@@ -1,6 +1,6 @@
 """A layer of experts on a GPU: microseconds of the engine's kernels, beside the floor.
 
-    python -m benchmarks.kernels.experts [--tokens 1 64 ...] [--shape 128 8 2048 768]
+    python -m benchmarks.kernels.experts [--tokens 1 ...] [--shape 128 8 2048 768] [--weights NAME]
 
 Times are medians over replays of a CUDA graph, in which layers take turns so that the cache does
 not help. "pairs" and "sorted" are the two ways to run them, and "ours" is the one chosen. The floor
@@ -10,6 +10,7 @@ reads each expert that was chosen once, or multiplies.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from dataclasses import dataclass
@@ -18,15 +19,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import codes
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.kernels.cuda.experts_grouped import run_grouped
-from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import Routing
+from nanovllm.kernels.cuda.experts_grouped import ExpertsWeight, run_grouped
+from nanovllm.kernels.cuda.experts_pairs import route
+from nanovllm.kernels.cuda.ops import CudaExperts, TritonOps
+from nanovllm.kernels.ops import Ops, PackedExperts, Routing
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.kernels.torch_ops import route as reference_route
-from nanovllm.kernels.torch_ops import run_experts
 
 DTYPE = torch.bfloat16
 TOKENS = [1, 2, 4, 8, 16, 64, 256, 512, 4096]
@@ -38,23 +40,23 @@ NUM_LAYERS = 6
 @dataclass(frozen=True, slots=True)
 class Layer:
     logits: Tensor  # [tokens, experts]
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertsWeight
+    down: ExpertsWeight
 
 
 def main() -> int:
     args = parse_args()
     timer = GpuTimer()
     num_experts, top_k, hidden, size = args.shape
-    print(f"{top_k} of {num_experts} experts, {hidden} x {size}", flush=True)
-    weights = [make_weights(num_experts, hidden, size) for _ in range(NUM_LAYERS)]
+    print(f"{top_k} of {num_experts} experts, {hidden} x {size}, {args.weights}", flush=True)
+    weights = [make_weights(args.weights, *args.shape) for _ in range(NUM_LAYERS)]
     routing = Routing(top_k, is_normalized=True)
     for num_tokens in args.tokens:
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=DTYPE)
         logits = torch.randn(NUM_LAYERS, num_tokens, num_experts, device="cuda", dtype=DTYPE)
         layers = [Layer(own, *each) for own, each in zip(logits, weights, strict=True)]
         first = layers[0]
-        expected = run_experts(x, first.logits, first.gate_up, first.down, routing)
+        expected = reference(x, first, routing)
         ways = {"ours": chosen, "sorted": grouped}
         if num_tokens <= MAX_PAIR_TOKENS:
             ways["pairs"] = pairs
@@ -68,19 +70,38 @@ def main() -> int:
     return 0
 
 
-def make_weights(num_experts: int, hidden: int, size: int) -> tuple[Tensor, Tensor]:
+def make_weights(
+    kind: str, num_experts: int, top_k: int, hidden: int, size: int
+) -> tuple[ExpertsWeight, ExpertsWeight]:
+    if kind != "bf16":
+        gate_up_shape = codes.Shape(num_experts * 2 * size, hidden)
+        down_shape = codes.Shape(num_experts * hidden, size)
+        return codes.make_weight(kind, gate_up_shape), codes.make_weight(kind, down_shape)
     gate_up = torch.empty(num_experts, 2 * size, hidden, device="cuda", dtype=DTYPE)
     down = torch.empty(num_experts, hidden, size, device="cuda", dtype=DTYPE)
     return gate_up.normal_(std=hidden**-0.5), down.normal_(std=size**-0.5)
 
 
+def reference(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
+    return pack(TorchOps(), layer, routing)(x, layer.logits)
+
+
 def chosen(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
-    return TritonOps().pack_experts(layer.gate_up, layer.down, routing)(x, layer.logits)
+    return pack(TritonOps(), layer, routing)(x, layer.logits)
+
+
+def pack(ops: Ops, layer: Layer, routing: Routing) -> PackedExperts:
+    gate_up, down = layer.gate_up, layer.down
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return ops.pack_experts(gate_up, down, routing)
+    assert not isinstance(gate_up, Tensor)
+    assert not isinstance(down, Tensor)
+    return ops.pack_code_experts(gate_up, down, routing)
 
 
 def pairs(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
     ids, weights, _ = route(layer.logits, routing)
-    return run_pairs(x, ids, weights, layer.gate_up, layer.down)
+    return CudaExperts(TritonOps(), layer.gate_up, layer.down, routing).run_pairs(x, ids, weights)
 
 
 def grouped(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
@@ -89,9 +110,17 @@ def grouped(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
 
 def layer_floor(layer: Layer, routing: Routing) -> float:
     ids, _ = reference_route(layer.logits, routing)
-    per_expert = layer.gate_up[0].numel() + layer.down[0].numel()
-    num_bytes = len(ids.unique()) * per_expert * DTYPE.itemsize
-    return floor(num_bytes, 2 * per_expert * ids.numel())
+    num_experts = layer.logits.shape[1]
+    per_expert = sum(num_bytes(weight) for weight in (layer.gate_up, layer.down)) / num_experts
+    shapes = [weight.shape for weight in (layer.gate_up, layer.down)]
+    num_elements = sum(math.prod(shape) for shape in shapes) / num_experts
+    return floor(len(ids.unique()) * per_expert, 2 * num_elements * ids.numel())
+
+
+def num_bytes(weight: ExpertsWeight) -> int:
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return weight.words.nbytes + weight.scales.nbytes
 
 
 def parse_args() -> argparse.Namespace:
@@ -101,6 +130,8 @@ def parse_args() -> argparse.Namespace:
     add("--tokens", nargs="+", type=at_least(1), default=TOKENS, metavar="N", help=text)
     text = "experts, chosen, hidden size, expert size (default: Qwen3-30B-A3B's)"
     add("--shape", nargs=4, type=at_least(1), default=SHAPE, metavar="N", help=text)
+    kinds = ["bf16", "fp8", "int4"]
+    add("--weights", choices=kinds, default="bf16", help="(default: %(default)s)")
     return parser.parse_args()
 
 

@@ -1,6 +1,7 @@
 """The whole decode step of one sequence as one kernel: its time, beside its error.
 
     python -m benchmarks.kernels.persistent_step --model qwen3-0.6b --contexts 37 400 2000 8000
+        [--bits 8] [--layers 12]
 
 Weights and cache are random. The time is that of a replayed graph of ten steps, the median of three
 times ten replays; the error is that of the logits against float32 on the same device, with that of
@@ -20,7 +21,7 @@ import torch
 from benchmarks.kernels.timing import GpuTimer, floor
 from nanovllm.bench.models import model_path
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.kernels.cuda.persistent_step import StepShape
+from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
 from nanovllm.models.registry import read_config
 from tests.kernels.cuda.random_steps import RandomStep, Variant
 
@@ -31,24 +32,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[37, 400, 2000, 8000, 32000])
+    parser.add_argument("--bits", type=int, choices=(16, 8, 4), default=16, help="of a weight")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
     args = parser.parse_args()
     timer = GpuTimer()
     config = read_config(json.loads(Path(model_path(args.model)).read_text()))
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    shape = StepShape(config.hidden_size, *heads, config.intermediate_size, config.vocab_size)
-    has_norm = config.architecture == "Qwen3ForCausalLM"
-    variant = Variant(config.num_layers, has_norm, config.qkv_bias, block_size=256)
+    mlp, experts = config.intermediate_size, ExpertsShape()
+    if config.experts is not None:
+        top_k, size = config.experts.top_k, config.experts.size
+        mlp = top_k * size
+        chosen = config.experts.num_experts, top_k, size, config.experts.is_normalized
+        experts = ExpertsShape(*chosen)
+    sizes = config.hidden_size, *heads, mlp, config.vocab_size
+    shape = StepShape(*sizes, args.bits, experts)
+    has_norm = config.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    layers = args.layers or config.num_layers
+    variant = Variant(layers, has_norm, config.qkv_bias, block_size=256)
     step = RandomStep(shape, variant, max(args.contexts) + 1)
 
     def run() -> torch.Tensor:
         step.run()
         return step.logits
 
-    tensors = step.tensors
-    weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
+    given = step.given
+    weights = given.qkv, given.o, given.gate_up, given.down, given.head
     num_bytes = sum(weight.nbytes for weight in weights)
-    key_bytes = config.num_layers * 4 * config.num_kv_heads * config.head_dim
-    print(args.model)
+    if experts.num_experts:  # of all of them, a step reads some
+        share = experts.top_k / experts.num_experts
+        num_bytes -= round((1 - share) * (given.gate_up.nbytes + given.down.nbytes))
+    key_bytes = layers * 4 * config.num_kv_heads * config.head_dim
+    print(f"{args.model}, {layers} layers, {args.bits} bits")
     print("| context | ms a step | floor | error | bfloat16's |\n|---|---|---|---|---|")
     for context in args.contexts:
         kernel, plain, _ = step.errors(context, 7)

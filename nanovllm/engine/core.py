@@ -132,7 +132,8 @@ class EngineCore:
         plan, _ = self._in_flight[0]
         if len(plan.masked_rows):
             assert self.grammars is not None
-            self._masks = self.grammars.begin(self.scheduler.matchers(plan))
+            matchers = self.scheduler.matchers(plan)
+            self._masks = self.grammars.begin(matchers, self.executor.mask_memory)
 
     def _send_masks(self) -> None:
         """Let that step be sampled."""

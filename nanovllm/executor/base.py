@@ -20,5 +20,8 @@ class Executor(Protocol):
     def sample(self, masks: IntColumn) -> None:
         """Sample the plan submitted last, given a mask for each of its masked rows."""
 
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        """Return memory for masks; `sample` has read it once the step's result is there."""
+
     def close(self) -> None:
         """Free everything; a second call does nothing."""

@@ -23,6 +23,10 @@ class LocalExecutor:
         assert self.worker is not None, "sample after close"
         self.worker.sample(masks)
 
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        assert self.worker is not None, "mask_memory after close"
+        return self.worker.platform.host_memory((num_rows, num_words))
+
     def close(self) -> None:
         if self.worker is not None:
             platform, self.worker = self.worker.platform, None

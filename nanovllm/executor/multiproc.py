@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError
 from functools import partial
 
+import numpy as np
+
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
@@ -80,6 +82,9 @@ class MultiprocExecutor:
 
     def sample(self, masks: IntColumn) -> None:
         self._workers.send([masks.data], num_replies=0)
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        return np.empty((num_rows, num_words), np.int32)
 
     def close(self) -> None:
         self._workers.close()

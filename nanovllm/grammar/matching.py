@@ -7,7 +7,6 @@ i // 32 says whether token i may come next.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ import numpy as np
 
 from nanovllm.engine.step import IntColumn
 from nanovllm.errors import RequestError
-from nanovllm.grammar.json_schema import enforceable
+from nanovllm.grammar.forms import grammar_text
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -38,14 +37,6 @@ LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,  # 7 ms a mask
     "step_max_items": 50_000,  # 3 ms a mask
     "max_lexer_states": 50_000,  # 100 MB
-}
-# Spaces are bounded, so that a model cannot write them forever. Without \uXXXX a name has one
-# spelling only, and is known for one of the schema's properties wherever it is one.
-JSON_OPTIONS = {
-    "whitespace_pattern": r"[ \n]{1,16}",
-    "json_allowed_escapes": 'nrbtf\\"',
-    "coerce_one_of": False,
-    "lenient": False,
 }
 
 
@@ -89,6 +80,7 @@ class Matcher:
         self.mask: IntColumn | None = None  # None: not asked for yet
         self.job: Future[None] | None = None  # what computes it
         self.seconds: float | None = 0.0  # what masks take; None: maybe long
+        self.is_quick = False  # whether its last mask came from another thread, and in time
 
     def begin(self, compiled: Compiled) -> None:
         index = next(compiled.numbers) % len(compiled.starts)
@@ -108,6 +100,13 @@ class Matcher:
         self.mask = self.job = None
         self.inner.consume_token(token_id)
         return self.inner.is_stopped() and not self.inner.is_error()
+
+
+Allocate = Callable[[int, int], IntColumn]  # of rows and words
+
+
+def plain_memory(num_rows: int, num_words: int) -> IntColumn:
+    return np.empty((num_rows, num_words), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +142,8 @@ class Grammars:
         self._cache: OrderedDict[str, Compiled] = OrderedDict()
         self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
         self._tools: Tools | None = None
+        self._memory: IntColumn | None = None  # of masks
+        self._has_late = False  # whether some are still being written there
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
@@ -160,27 +161,44 @@ class Grammars:
             self._loading.submit(self._add_start, compiled, grammar.text)
         return matcher
 
-    def begin(self, matchers: list[Matcher | None]) -> BegunMasks:
-        """Let a mask for each matcher be computed; None, of a sequence that ended, allows all."""
-        masks = np.empty((len(matchers), self._num_words), np.int32)
+    def begin(
+        self, matchers: list[Matcher | None], allocate: Allocate = plain_memory
+    ) -> BegunMasks:
+        """Let a mask for each matcher be computed; None, of a sequence that ended, allows all.
+
+        The next call may use the same memory.
+        """
+        masks = self._memory_for(len(matchers), allocate)
         rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
         if len(rows) < len(matchers):
             masks[[row for row, each in enumerate(matchers) if each is None]] = -1
-        self._begin([(row, each) for row, each in rows if each.mask is None], masks)
+        quick: list[tuple[int, Matcher]] = []
+        others: list[tuple[int, Matcher]] = []
+        for row, matcher in rows:
+            if matcher.mask is not None:  # it was computed earlier
+                masks[row] = matcher.mask
+            else:
+                (quick if matcher.is_quick else others).append((row, matcher))
+        if others:
+            self._begin(others, masks)
+        if quick:
+            self._fill_now(quick, masks)
         return BegunMasks(masks, rows)
 
     def finish(self, begun: BegunMasks) -> tuple[IntColumn, list[int]]:
         """Return the masks, and which of them are late: those mean nothing yet."""
         masks, rows = begun.masks, begun.rows
         jobs = {matcher.job for _, matcher in rows if matcher.job and not matcher.is_slow}
-        done, _ = wait(jobs, MAX_WAIT)
+        done = wait(jobs, MAX_WAIT).done if jobs else ()
         eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
             if matcher.job is None or matcher.job in done or matcher.is_ready:
                 self._finish(matcher, masks, row, eos)
             else:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
+                matcher.is_quick = False
                 late.append(row)
+        self._has_late = bool(late)
         return masks, late
 
     def wait(self, matchers: list[Matcher]) -> None:
@@ -221,6 +239,22 @@ class Grammars:
                 self._cache.popitem(last=False)
         return compiled
 
+    def _memory_for(self, num_rows: int, allocate: Allocate) -> IntColumn:
+        """Return memory for masks; what late ones are still written to is left to them."""
+        memory = self._memory
+        if memory is None or len(memory) < num_rows or self._has_late:
+            memory = self._memory = allocate(1 << (num_rows - 1).bit_length(), self._num_words)
+        self._has_late = False
+        return memory[:num_rows]
+
+    def _fill_now(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
+        """Compute masks that were quick so far: to wake another thread takes as long as they do."""
+        start = time.perf_counter()
+        _fill_all(self._get_tools().executor, _side_by_side(rows), masks)
+        if time.perf_counter() - start > MAX_WAIT:
+            for _, matcher in rows:
+                matcher.is_quick, matcher.seconds = False, None
+
     def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Let masks be computed: those that may take long each by itself, to see which do."""
         tools = self._get_tools()
@@ -232,17 +266,11 @@ class Grammars:
             else:
                 quick.append((row, matcher))
         if quick:
-            # Its threads begin at different places: side by side, the copies of one get in the way
-            # of each other least.
-            inner = [(m.inner, row) for row, m in sorted(quick, key=lambda each: id(each[1].start))]
-            job = tools.thread.submit(_fill_all, tools.executor, inner, masks)
+            job = tools.thread.submit(_fill_all, tools.executor, _side_by_side(quick), masks)
             for _, matcher in quick:
-                matcher.job = job
+                matcher.job, matcher.is_quick = job, True  # unless it is late
 
     def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
-        assert matcher.mask is not None
-        if matcher.mask.base is not masks:  # it was computed earlier
-            masks[row] = matcher.mask
         has_failed = matcher.job is not None and matcher.job.exception() is not None
         if has_failed or matcher.inner.is_error():
             masks[row] = 0  # no token: the sequence ends with an error
@@ -306,6 +334,12 @@ class Grammars:
         return Tools(tokenizer, eos, limits, num_threads, LLExecutor(num_threads))
 
 
+def _side_by_side(rows: list[tuple[int, Matcher]]) -> list[tuple[LLMatcher, int]]:
+    """Return matchers for the threads, which begin at different places: the copies of one, next to
+    each other, get in the way of each other least."""
+    return [(m.inner, row) for row, m in sorted(rows, key=lambda each: id(each[1].start))]
+
+
 def _fill_all(
     executor: LLExecutor, matchers: list[tuple[LLMatcher, int]], masks: IntColumn
 ) -> None:
@@ -339,44 +373,6 @@ def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
     words[token_id // 32] &= ~bit
     if is_allowed:
         words[token_id // 32] |= bit
-
-
-def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
-    """Return a request in llguidance's own form: a list of grammars, the first of which counts."""
-    grammars = [_answer(asked)]
-    if "after" in asked:
-        gap = "GAP? " if "json_schema" in grammars[0] else ""
-        lark = (
-            f"start: before {gap}@answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
-        )
-        grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
-    return json.dumps({"grammars": grammars})
-
-
-def _before(after: str, tokenizer: LLTokenizer) -> str:
-    """The rule for all that comes before an answer, up to a text or a special token."""
-    token_ids = tokenizer.tokenize_str(after, parse_special=True)
-    if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
-        return f"before: /(?s:.*)/ <[{token_ids[0]}]>"
-    return f"before[suffix={json.dumps(after)}]: /(?s:.*)/"
-
-
-def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    if "json" in asked or "json_object" in asked:
-        schema = enforceable(asked.get("json", {"type": "object"}))
-        return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
-    if "grammar" in asked:
-        return {"lark_grammar": asked["grammar"]}
-    if "choice" in asked:
-        texts = ["".join(map(_escaped, text)) for text in asked["choice"]]
-        return {"lark_grammar": f"start: /{'|'.join(texts)}/"}
-    from llguidance import regex_to_lark
-
-    return {"lark_grammar": f"start: /{regex_to_lark(asked['regex'], '')}/"}
-
-
-def _escaped(char: str) -> str:
-    return char if char.isalnum() else f"\\x{{{ord(char):x}}}"
 
 
 def refusal(reason: str) -> RequestError:

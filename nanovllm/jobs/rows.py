@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -42,9 +44,13 @@ class Scan:
     num_rows: int
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a JSONL or Parquet file; empty lines are none."""
-    items = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path)
+def read_rows(path: Path, only_ids: bool = False) -> Iterator[Row]:
+    """Yield the rows of a JSONL or Parquet file; empty lines are none.
+
+    With `only_ids`, rows that cannot have a custom_id may come without their fields, unread.
+    """
+    is_parquet = path.suffix == ".parquet"
+    items = _parquet_rows(path) if is_parquet else _json_lines(path, only_ids)
     return (_row(index, item) for index, item in enumerate(items))
 
 
@@ -55,7 +61,7 @@ def scan(path: Path) -> Scan:
         while data := file.read(READ_BYTES):
             digest.update(data)
     hashes: list[np.ndarray] = []
-    rows = read_rows(path)
+    rows = read_rows(path, only_ids=True)
     while window := list(islice(rows, MAX_WINDOW_ROWS)):
         num_rows += len(window)
         ids = [row.custom_id for row in window if row.is_batch]
@@ -68,16 +74,20 @@ def windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Group rows, and put those whose prompts begin alike next to each other in each group."""
     iterator = iter(rows)
     while window := list(islice(iterator, MAX_WINDOW_ROWS)):
-        yield sorted(window, key=_prompt_text)
+        yield sorted(window, key=_prompt_bytes)
 
 
-def _prompt_text(row: Row) -> str:
+def _prompt_bytes(row: Row) -> bytes:
     body = row.fields.get("body", row.fields)
     if not isinstance(body, dict):
-        return ""
+        return b""
     prompt = body.get("prompt", body.get("messages", body.get("input")))
-    tools = json.dumps(body["tools"]) if body.get("tools") else ""
-    return tools + (prompt if isinstance(prompt, str) else json.dumps(prompt))
+    tools = json.dumps(body["tools"]).encode() if body.get("tools") else b""
+    if isinstance(prompt, list):
+        with contextlib.suppress(TypeError, OverflowError):  # it is no list of ids
+            return tools + array("L", prompt).tobytes()
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    return tools + text.encode("utf-8", "surrogatepass")
 
 
 def _row(index: int, item: Any) -> Row:
@@ -88,10 +98,13 @@ def _row(index: int, item: Any) -> Row:
     return Row(index, item)
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def _json_lines(path: Path, only_ids: bool) -> Iterator[Any]:
     with _open(path) as file:
         for line in file:
-            if line.strip():
+            if not line.isspace():
+                if only_ids and b"custom_id" not in line and b"\\u" not in line:  # nor spelt so
+                    yield {}
+                    continue
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:

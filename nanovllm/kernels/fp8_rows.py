@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CODE_DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
+from nanovllm.fp8 import FP8, LARGEST_FP8
+
 # Scales are 2**-63 to 2**119: with the largest, the largest code is still a float32. Rows that are
 # not finite have codes of NaN, and an exponent that makes infinity of any code that large.
 MIN_EXPONENT, MAX_EXPONENT, NOT_FINITE = 64, 246, 254
@@ -41,9 +41,9 @@ def quantise(rows: Tensor) -> Fp8Rows:
     exponents = exponents.clamp(MIN_EXPONENT, MAX_EXPONENT)
     scaled = wide * power_of_two(254 - exponents).unsqueeze(-1)
     is_broken = bits >= INFINITY_BITS
-    scaled = scaled.clamp(-LARGEST, LARGEST).masked_fill(is_broken.unsqueeze(-1), torch.nan)
+    scaled = scaled.clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(is_broken.unsqueeze(-1), torch.nan)
     exponents = exponents.masked_fill(is_broken, NOT_FINITE)
-    return Fp8Rows(scaled.to(CODE_DTYPE), exponents.to(torch.uint8))
+    return Fp8Rows(scaled.to(FP8), exponents.to(torch.uint8))
 
 
 def dequantise(rows: Fp8Rows, dtype: torch.dtype) -> Tensor:

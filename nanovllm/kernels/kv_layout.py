@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.fp8_rows import CODE_DTYPE
+from nanovllm.fp8 import FP8
 from nanovllm.kernels.ops import LayerCache
 
 
@@ -32,7 +32,7 @@ class KVCacheSpec:
 
     @property
     def has_exponents(self) -> bool:
-        return self.dtype == CODE_DTYPE
+        return self.dtype == FP8
 
     def views(self, buffer: Tensor, num_blocks: int) -> list[LayerCache]:
         """Cut a byte buffer of num_blocks * block_bytes into per-layer caches."""

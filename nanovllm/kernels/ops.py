@@ -129,16 +129,31 @@ class PackedExperts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedWeights:
+    """A gated MLP."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWeights:
+    """Experts in its place."""
+
+    router: PackedLinear
+    experts: PackedExperts
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A layer of norm, attention, norm and gated MLP, as a step that is packed whole needs it."""
+    """A layer of norm, attention, norm and MLP, as a step that is packed whole needs it."""
 
     norm: NormWeights
     qkv: PackedLinear
     qk_norm: QKNormWeights | None
     o: PackedLinear
     mlp_norm: NormWeights
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: GatedWeights | SparseWeights
     rope: Tensor  # as for Ops.rope_write
     scale: float  # of the scores
     window: int | None  # how many of the newest keys a query sees
@@ -241,6 +256,14 @@ class Ops(Protocol):
         """Lay experts out: gate_up [experts, 2 * size, hidden], down [experts, hidden, size].
 
         Each is down(silu(gate(x)) * up(x)), and gate_up holds its gate, then its up.
+        """
+
+    def pack_code_experts(
+        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+    ) -> PackedExperts:
+        """Make a layer of experts whose weights stay quantised, as `pack_experts` does.
+
+        The rows of all experts are those of one weight, one expert's after another's.
         """
 
     def pack_step(self, weights: DecoderWeights) -> PackedStep | None:

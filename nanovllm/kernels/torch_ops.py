@@ -93,6 +93,11 @@ class TorchOps:
             lambda x, logits: run_experts(x, logits, gate_up, down, routing, self.product_dtype),
         )
 
+    def pack_code_experts(
+        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+    ) -> PackedExperts:
+        return compose_code_experts(self, gate_up, down, routing)
+
     def pack_step(self, weights: DecoderWeights) -> None:
         return None
 
@@ -102,6 +107,24 @@ def compose_codes(
 ) -> ComposedLinear:
     """What a product with a kept weight means: it is widened each time."""
     return ComposedLinear(ops, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
+
+
+def compose_code_experts(
+    ops: Ops, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+) -> ComposedExperts:
+    """What kept experts mean: each that was chosen is widened."""
+
+    def run(x: Tensor, logits: Tensor) -> Tensor:
+        num_experts = logits.shape[1]
+
+        def run_one(expert: int, rows: Tensor) -> Tensor:
+            own = (weight.part(expert, num_experts) for weight in (gate_up, down))
+            wide_gate_up, wide_down = (weight.widen(rows.dtype) for weight in own)
+            return run_expert(rows, wide_gate_up, wide_down, None)
+
+        return run_each_expert(x, logits, num_experts, routing, run_one, None)
+
+    return ComposedExperts(ops, run)
 
 
 def _write_rows(

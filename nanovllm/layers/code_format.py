@@ -5,33 +5,19 @@ What has no kernel is widened while it is loaded, as by the plain format.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.code_rows import CodeRows
-from nanovllm.kernels.ops import Activation, Ops, PackedLinear
-from nanovllm.kernels.stored_weights import (
-    BLOCK,
-    FP8,
-    INT4_GROUPS,
-    WORDS,
-    Fp8Weight,
-    Int4Weight,
-    num_blocks,
-)
+from nanovllm.kernels.ops import Activation, Ops, PackedExperts, PackedLinear, Routing
+from nanovllm.layers.code_tensors import CodeTensors, Layouts, common_layout
 from nanovllm.layers.plain_experts import PlainExperts
 from nanovllm.layers.plain_format import PLAIN, PlainLinear
-from nanovllm.layers.shards import ExpectedTensor, Share, expect_shares, num_outputs
-from nanovllm.quantisation import CodeLayout
+from nanovllm.layers.shards import ExpectedTensor, Share, num_outputs
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
     from nanovllm.layers.weight_format import ExpertNames, Outputs
-
-Layouts = Callable[[str], CodeLayout | None]  # by module; None: floats, or to be widened
 
 
 class CodeFormat:
@@ -46,8 +32,8 @@ class CodeFormat:
 
     def experts(
         self, num_experts: int, names: ExpertNames, hidden: Share, size: Share, build: Build
-    ) -> PlainExperts:
-        return PLAIN.experts(num_experts, names, hidden, size, build)
+    ) -> CodeExperts:
+        return CodeExperts(num_experts, names, hidden, size, self.layouts, build)
 
 
 class CodeLinear(nn.Module):
@@ -58,68 +44,73 @@ class CodeLinear(nn.Module):
         self.outputs, self.inputs = outputs, inputs
         self.layouts, self.build = layouts, build
         self.plain: PlainLinear | None = None
-        self.codes: nn.Parameter | None = None
-        self.scales: nn.Parameter | None = None
-        self.zeros: nn.Parameter | None = None
+        self.tensors: CodeTensors | None = None
 
     def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
-        layout = self._layout([f"{parent}{name}" for name in self.outputs])
+        found = [self.layouts(f"{parent}{name}") for name in self.outputs]
+        layout = common_layout(found, self.inputs)
         if layout is None:
             self.plain = PLAIN.linear(self.outputs, self.inputs, self.build)
             return self.plain.expected_tensors(parent)
-        self._make(layout)
-        weight, tensors, first = self._weight(), {}, 0
+        self.tensors = CodeTensors(num_outputs(self.outputs), self.inputs, layout, self.build)
+        expected, first = {}, 0
         for name, shares in self.outputs.items():
-            rows = weight.codes if isinstance(weight, Fp8Weight) else weight.words
-            expected = expect_shares(rows[first:], shares, self.inputs)
-            parts = []
-            for share, part in zip(shares, expected.parts, strict=True):
-                parts.append(CodeRows(weight, first, len(part.target), layout.group))
-                first += share.count
-            tensors[f"{parent}{name}.weight"] = ExpectedTensor(
-                expected.shape, expected.parts, codes=tuple(parts)
-            )
-        return tensors
+            expected[f"{parent}{name}.weight"] = self.tensors.expect(first, shares)
+            first += sum(share.count for share in shares)
+        return expected
 
     def pack(
         self, ops: Ops, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         if self.plain is not None:
             return self.plain.pack(ops, bias, activation, has_room)
-        return ops.pack_codes(self._weight(), bias, activation)
+        assert self.tensors is not None
+        return ops.pack_codes(self.tensors.weight, bias, activation)
 
-    def _layout(self, modules: list[str]) -> CodeLayout | None:
-        """The one that all stored weights of this projection have, if kernels read such."""
-        found = [self.layouts(module) for module in modules]
-        layouts = [layout for layout in found if layout is not None]
-        if len(layouts) < len(modules) or len({(x.kind, x.group) for x in layouts}) > 1:
-            return None
-        kind, group = layouts[0].kind, layouts[0].group
-        group = -1 if group >= self.inputs.size else group
-        is_read = group == -1 or group % BLOCK == 0 or (kind == "int4" and group in INT4_GROUPS)
-        is_read &= kind == "int4" or self.inputs.count % 4 == 0  # which are read as words
-        dtypes = {layout.scale_dtype for layout in layouts}
-        has_zeros = any(layout.has_zeros for layout in layouts)
-        scale_dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        return CodeLayout(kind, group, has_zeros, scale_dtype) if is_read else None
 
-    def _make(self, layout: CodeLayout) -> None:
-        num_out, num_in, make = num_outputs(self.outputs), self.inputs.count, self.build.parameter
-        blocks = num_blocks(num_in)
-        if layout.kind == "fp8":
-            self.codes = make(num_out, num_in, dtype=FP8)
-            self.scales = make(num_out, 1 if layout.group == -1 else blocks, dtype=torch.float32)
-            return
-        num_groups = blocks * (BLOCK // layout.group if 0 < layout.group < BLOCK else 1)
-        self.codes = make(num_out, blocks * WORDS, dtype=torch.int32)
-        self.scales = make(num_out, num_groups, dtype=getattr(torch, layout.scale_dtype))
-        if layout.has_zeros:
-            self.zeros = make(num_out, num_groups, dtype=torch.uint8)
+class CodeExperts(nn.Module):
+    """Codes of all experts, or plain weights: which, is clear once there are names."""
 
-    def _weight(self) -> Fp8Weight | Int4Weight:
-        assert self.codes is not None
-        assert self.scales is not None
-        if self.codes.dtype == FP8:
-            return Fp8Weight(self.codes.data, self.scales.data)
-        zeros = None if self.zeros is None else self.zeros.data
-        return Int4Weight(self.codes.data, self.scales.data, zeros, self.inputs.count)
+    def __init__(
+        self,
+        num_experts: int,
+        names: ExpertNames,
+        hidden: Share,
+        size: Share,
+        layouts: Layouts,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.names = num_experts, names
+        self.hidden, self.size = hidden, size
+        self.layouts, self.build = layouts, build
+        self.plain: PlainExperts | None = None
+        self.gate_up: CodeTensors | None = None
+        self.down: CodeTensors | None = None
+
+    def expected_tensors(self, parent: str) -> dict[str, ExpectedTensor]:
+        names, hidden, size, count = self.names, self.hidden, self.size, self.num_experts
+        modules = [f"{parent}experts.{i}." for i in range(count)]
+        found = [self.layouts(f"{m}{name}") for m in modules for name in (names.gate, names.up)]
+        gate_up = common_layout(found, hidden)
+        down = common_layout([self.layouts(f"{m}{names.down}") for m in modules], size)
+        if gate_up is None or down is None:
+            self.plain = PlainExperts(count, names, hidden, size, self.build)
+            return self.plain.expected_tensors(parent)
+        self.gate_up = CodeTensors(2 * count * size.count, hidden, gate_up, self.build)
+        self.down = CodeTensors(count * hidden.count, size, down, self.build)
+        expected = {}
+        for i, module in enumerate(modules):
+            for j, name in enumerate((names.gate, names.up)):
+                first = (2 * i + j) * size.count
+                expected[f"{module}{name}.weight"] = self.gate_up.expect(first, [size])
+            first = i * hidden.count
+            expected[f"{module}{names.down}.weight"] = self.down.expect(first, [hidden])
+        return expected
+
+    def pack(self, ops: Ops, routing: Routing) -> PackedExperts:
+        if self.plain is not None:
+            return self.plain.pack(ops, routing)
+        assert self.gate_up is not None
+        assert self.down is not None
+        return ops.pack_code_experts(self.gate_up.weight, self.down.weight, routing)

@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm.config import ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.code_rows import CodeRows
+from nanovllm.kernels.weight_rows import WeightRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ExpectedTensor:
     shape: tuple[int, ...]  # as it is stored
     parts: tuple[CopiedPart, ...]
     is_blocks: bool = False  # whether the parts are of its bytes rather than of its elements
-    codes: tuple[CodeRows, ...] = ()  # where the parts go if the weight stays quantised
+    codes: tuple[WeightRows, ...] = ()  # where the parts go if the weight stays quantised
 
     @property
     def nbytes(self) -> int:

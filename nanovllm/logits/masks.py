@@ -25,4 +25,4 @@ class Masks:
         rows = None
         if len(masks) < len(logits):
             rows = self.platform.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
-        self.keep_allowed(logits, rows, self.platform.upload(masks))
+        self.keep_allowed(logits, rows, self.platform.readable(masks))

@@ -13,6 +13,7 @@ from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.plain_format import PlainLinear
 from nanovllm.layers.rotary_embedding import rope_table
 
@@ -43,18 +44,17 @@ class DecoderLayer(Layer):
         return self.mlp(hidden, self.post_attention_layernorm)
 
     def weights(self, rope: Tensor) -> LayerWeights | None:
-        """The layer's weights for `Ops.pack_step`, if its MLP is a plain one."""
-        if not isinstance(self.mlp, GatedMLP):
+        """The layer's weights for `Ops.pack_step`, if its MLP is one that all families share."""
+        if not isinstance(self.mlp, GatedMLP | SparseMLP):
             return None
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         return LayerWeights(
             norm=self.input_layernorm.weights,
             qkv=attention.qkv_proj.packed,
             qk_norm=None if attention.qk_norm is None else attention.qk_norm.weights,
             o=attention.o_proj.packed,
             mlp_norm=self.post_attention_layernorm.weights,
-            gate_up=mlp.gate_up_proj.packed,
-            down=mlp.down_proj.packed,
+            mlp=self.mlp.weights,
             rope=rope,
             scale=attention.spec.scale,
             window=attention.spec.window,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,6 +68,12 @@ class Platform(Protocol):
 
     def upload(self, array: np.ndarray) -> Tensor:
         """Return the array on the device, without waiting; it must not change afterwards."""
+
+    def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        """Return memory of the host that `readable` need not copy."""
+
+    def readable(self, array: np.ndarray) -> Tensor:
+        """Return the array where kernels can read it; it must not change until they have."""
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """Start the way of some tensors to the host."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -87,6 +88,12 @@ class CpuPlatform:
         target.copy_(rows)
 
     def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array)
+
+    def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        return np.empty(shape, np.int32)
+
+    def readable(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:

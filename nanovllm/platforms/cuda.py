@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -199,6 +200,17 @@ class CudaPlatform:
     def send(self, array: np.ndarray, target: Tensor) -> None:
         """Copy an array to the beginning of a tensor, without waiting."""
         target[: len(array)].copy_(pin(array), non_blocking=True)
+
+    def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        memory: npt.NDArray[np.int32] = torch.empty(
+            shape, dtype=torch.int32, pin_memory=True
+        ).numpy()
+        return memory
+
+    def readable(self, array: np.ndarray) -> Tensor:
+        """Pinned memory as it is: a kernel reads it once, in the time that a copy would take."""
+        tensor = torch.from_numpy(array)
+        return tensor if tensor.is_pinned() else self.upload(array)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """What is not on the device is memory of the host that queued work will have written."""

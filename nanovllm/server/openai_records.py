@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, SamplingFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-Texts = str | list[str] | list[int] | list[list[int]]
+# Each is tried in turn: ids, of which there may be thousands, before texts.
+Texts = str | list[int] | list[str] | list[list[int]]
 
 
 class CalledFunction(ApiRecord):

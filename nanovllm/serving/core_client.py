@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import FoundModel
+from nanovllm.engine.request import Request
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child_process import Failure, death, hear, start_child, stop
@@ -40,6 +41,11 @@ class CoreClient:
         self._failing = threading.RLock()
         self._first: SimpleQueue[FoundModel | CoreReady | None] = SimpleQueue()  # None: it failed
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._added: list[Request] = []  # not sent yet
+        self._num_added_tokens = 0
+        # For two steps: the second is planned while the first one runs.
+        self._enough_tokens = 2 * config.max_num_batched_tokens
+        self._adding = threading.Lock()
         is_alone = config.data_parallel_size == 1
         self.name = "the engine core" if is_alone else f"engine core {replica}"
         self._child = start_child("nanovllm.serving.core_process", self.name)
@@ -71,10 +77,20 @@ class CoreClient:
         assert isinstance(ready, CoreReady)
         return ready
 
-    def add(self, add: Add) -> None:
-        self._send(add)
+    def add(self, requests: list[Request]) -> None:
+        """Take requests, which `flush` sends; enough to keep the core busy go at once, together."""
+        with self._adding:
+            self._added += requests
+            self._num_added_tokens += sum(len(each.token_ids) for each in requests)
+            if self._num_added_tokens >= self._enough_tokens:
+                self._send_added()
+
+    def flush(self) -> None:
+        with self._adding:
+            self._send_added()
 
     def finish(self, finish: Finish) -> None:
+        self.flush()  # the core must know of them first
         self._send(finish)
 
     def watch(self, is_on: bool) -> None:
@@ -94,6 +110,11 @@ class CoreClient:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _send_added(self) -> None:
+        if self._added:
+            self._send(Add(self._added))
+            self._added, self._num_added_tokens = [], 0
 
     def _send(self, record: object) -> None:
         body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)

@@ -22,7 +22,7 @@ class StartCore:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The samples of one prompt."""
+    """Requests that came together; the samples of a prompt do."""
 
     requests: list[Request]
 

@@ -278,6 +278,9 @@ class TimedExecutor:
     def sample(self, masks: IntColumn) -> None:
         self.executor.sample(masks)
 
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        return self.executor.mask_memory(num_rows, num_words)
+
     def close(self) -> None:
         self.executor.close()
 

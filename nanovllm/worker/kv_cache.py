@@ -7,7 +7,7 @@ import torch
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.fp8_rows import CODE_DTYPE
+from nanovllm.fp8 import FP8
 from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.layers.shards import split_kv_heads
 from nanovllm.platforms.base import Platform
@@ -19,7 +19,7 @@ def kv_cache_spec(
     num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
     return KVCacheSpec(
         *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
-        dtype if config.kv_cache_dtype == "auto" else CODE_DTYPE,
+        dtype if config.kv_cache_dtype == "auto" else FP8,
     )
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from nanovllm.checkpoint import weights
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.quantised.modules import widen_all
-from nanovllm.checkpoint.quantised.round_to_fp8 import quantise
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
+from nanovllm.fp8 import round_rows
 from nanovllm.quantisation import ROUND_TO_FP8, choose_quantisation
 from tests.checkpoint.tiny_quantised import (
     Kind,
@@ -239,7 +239,7 @@ def test_codes_are_refused_where_config_json_has_no_scheme(tmp_path: Path) -> No
 def test_rounding_to_fp8() -> None:
     values = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     values *= torch.tensor([[1.0], [0.0], [1e-37], [8e37], [1e-44], [-5.0]])
-    stored = quantise(values)
+    stored = round_rows(values)
     got = stored.codes.float() * stored.scales
     for row, rounded in zip(values, got, strict=True):
         scale = max(row.abs().max().item() / 448, 2.0**-126)

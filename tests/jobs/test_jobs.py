@@ -126,6 +126,10 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     rows = [{"custom_id": f"row {i % 9}", "url": "/v1/completions", "body": {}} for i in range(10)]
     with pytest.raises(ConfigError, match="several rows have the custom_id 'row 0'"):
         scan(write_rows(tmp_path / "in.jsonl", rows))
+    spelt = [f'{{"{name}": "a", "body": {{}}}}\n' for name in ("custom_id", "\\u0063ustom_id")]
+    (tmp_path / "spelt.jsonl").write_text("".join(spelt))
+    with pytest.raises(ConfigError, match="several rows have the custom_id 'a'"):
+        scan(tmp_path / "spelt.jsonl")
     ledger = run(write_rows(tmp_path / "in.jsonl", rows[:9]), tmp_path / "out.jsonl")
     assert {line["custom_id"] for line in read_lines(ledger.output)} == {
         row["custom_id"] for row in rows
@@ -154,12 +158,17 @@ def test_one_process_works_on_a_job_and_its_lock_dies_with_it(tmp_path: Path) ->
     Ledger(output, {}, 1, False).close()
 
 
-def test_rows_that_begin_alike_meet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_text", [True, False])
+def test_rows_that_begin_alike_meet(tmp_path: Path, is_text: bool) -> None:
     rng = random.Random(0)
-    rows = [{"prompt": f"system {rng.randrange(5)}: {i}"} for i in range(500)]
+    prompts: list[Any] = [f"system {rng.randrange(5)}: {i}" for i in range(500)]
+    if not is_text:
+        prompts = [[*map(ord, prompt)] for prompt in prompts]
+    strange = [None, 3, ["a", 1], [-1], [2**70], [[1, 2]], "\ud800"]  # errors, but not here
+    rows = [{"prompt": prompt} for prompt in [*prompts, *strange]]
     path = write_rows(tmp_path / "in.jsonl", rows)
     (window,) = windows(read_rows(path))
-    systems = [row.fields["prompt"][:8] for row in window]
+    systems = [row.fields["prompt"][:8] for row in window if row.index < len(prompts)]
     assert sum(a != b for a, b in itertools.pairwise(systems)) == 4
 
 

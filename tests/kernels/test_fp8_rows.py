@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanovllm.fp8 import FP8, LARGEST_FP8
 from nanovllm.kernels.fp8_rows import (
-    CODE_DTYPE,
-    LARGEST,
     MAX_EXPONENT,
     MIN_EXPONENT,
     NOT_FINITE,
@@ -18,7 +17,7 @@ from nanovllm.kernels.fp8_rows import (
     quantise,
 )
 
-CODES = torch.arange(256).to(torch.uint8).view(CODE_DTYPE).double()
+CODES = torch.arange(256).to(torch.uint8).view(FP8).double()
 NUMBERS = CODES[CODES.isfinite()].sort().values
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -41,8 +40,8 @@ def test_every_number_is_the_nearest_code_times_the_scale(dtype: torch.dtype) ->
     want = rows.double() / scales
     distance = (want.abs()[..., None] - NUMBERS[NUMBERS >= 0]).abs().amin(-1)
     torch.testing.assert_close((fp8.codes.double() - want).abs(), distance, rtol=0, atol=0)
-    assert torch.equal(fp8.codes.float(), want.float().to(CODE_DTYPE).float())  # ties as well
-    assert bool((want.abs().amax(-1) <= LARGEST).all())
+    assert torch.equal(fp8.codes.float(), want.float().to(FP8).float())  # ties as well
+    assert bool((want.abs().amax(-1) <= LARGEST_FP8).all())
 
 
 def test_scales_are_as_small_as_they_can_be() -> None:
@@ -52,7 +51,7 @@ def test_scales_are_as_small_as_they_can_be() -> None:
     largest = rows.double().abs().amax(-1) / torch.exp2(exponents.double() - 127)
     is_least = exponents == MIN_EXPONENT
     assert bool(is_least.any())
-    assert bool(((largest > LARGEST / 2) | is_least).all())
+    assert bool(((largest > LARGEST_FP8 / 2) | is_least).all())
     assert int(exponents.max()) <= MAX_EXPONENT
 
 
@@ -67,8 +66,17 @@ def test_bfloat16_and_wider_types_hold_what_is_read_exactly(dtype: torch.dtype) 
 @DTYPES
 def test_what_is_finite_stays_so(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
-    edges = [0.0, -0.0, info.max, -info.max, info.tiny, info.smallest_normal / 8, LARGEST, 464.0]
-    edges += [LARGEST * 2.0**5, 449.0, 1.75, 1.8, 2.0, 1.0]
+    edges = [
+        0.0,
+        -0.0,
+        info.max,
+        -info.max,
+        info.tiny,
+        info.smallest_normal / 8,
+        LARGEST_FP8,
+        464.0,
+    ]
+    edges += [LARGEST_FP8 * 2.0**5, 449.0, 1.75, 1.8, 2.0, 1.0]
     for first in edges:
         rows = torch.tensor([[first, 1e-3], [first, 0.0], [first, first]], dtype=dtype)
         fp8 = quantise(rows)

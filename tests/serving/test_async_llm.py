@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -70,6 +71,22 @@ async def until_idle(llm: AsyncLLM, seconds: float = 240.0) -> None:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(f"{llm.num_requests} requests, {stats}")
+
+
+def test_callers_who_begin_together_reach_the_core_together(llm: AsyncLLM) -> None:
+    """Ids wait for no thread, which would have to wait for the event loop's."""
+    core = llm.replicas[0].core
+
+    async def main() -> list[Any]:
+        with (
+            patch.object(core, "_send", wraps=core._send) as send,
+            patch.object(asyncio, "to_thread", side_effect=AssertionError("a thread")),
+        ):
+            await asyncio.gather(*(collect(llm, prompt) for prompt in PROMPTS))
+            return [call.args[0] for call in send.call_args_list]
+
+    (add,) = asyncio.run(main())
+    assert [each.token_ids.tolist() for each in add.requests] == PROMPTS
 
 
 def test_streams_equal_whole_answers(llm: AsyncLLM, path: Path) -> None:

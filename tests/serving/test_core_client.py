@@ -1,9 +1,10 @@
-"""When a core is taken for hung: after it was listened to in vain, and not before."""
+"""What a core is sent together, and when it is taken for hung: not before it was listened to."""
 
 from __future__ import annotations
 
 import pickle
 import socket
+from array import array
 from collections.abc import Iterator
 from queue import Empty, Queue, SimpleQueue
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.request import Request
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child_process import ChildProcess
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving import core_client
 from nanovllm.serving.core_client import CoreClient
-from nanovllm.serving.core_records import CoreUpdate
+from nanovllm.serving.core_records import Add, CoreUpdate, Finish, StartCore
 from tests.executor.leftovers import wait_until
 
 LOOK, LIMIT = 0.0625, 0.5  # seconds, which add up without rounding
@@ -79,6 +82,11 @@ class Core:
         self.failures: SimpleQueue[NanovllmError] = SimpleQueue()
         self.client = CoreClient(EngineConfig("x"), lambda _: None, self.failures.put)
 
+    def receive(self) -> Any:
+        message = self.channel.receive()
+        assert message is not None
+        return pickle.loads(message.body)
+
     def give_sign(self) -> None:
         sign = pickle.dumps(CoreUpdate(None, None, LIMIT))
         self.channel.send(pack(Kind.REPLY, [sign]))
@@ -91,6 +99,27 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Core]:
     yield core
     core.client.close()
     core.channel.close()
+
+
+def request(seq_id: int, num_tokens: int) -> Request:
+    return Request(seq_id, array("i", [1] * num_tokens), SamplingParams())
+
+
+def test_requests_go_together_and_before_what_ends_them(core: Core) -> None:
+    assert isinstance(core.receive(), StartCore)
+    client, num_enough = core.client, 2 * EngineConfig("x").max_num_batched_tokens
+    client.add([request(0, 9)])
+    client.add([request(1, 9), request(2, 9)])
+    client.flush()
+    client.flush()  # nothing is left
+    client.add([request(3, num_enough - 1)])
+    client.add([request(4, 1)])  # enough: it does not wait for a flush
+    client.add([request(5, 1)])
+    client.finish(Finish([5], "abort"))
+    received = [core.receive() for _ in range(4)]
+    added = [[each.seq_id for each in add.requests] for add in received[:3] if isinstance(add, Add)]
+    assert added == [[0, 1, 2], [3, 4], [5]]
+    assert received[3] == Finish([5], "abort")
 
 
 def test_silence_is_a_failure(core: Core) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
+from nanovllm.kernels.ops import Hidden, NormWeights
+from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
 from nanovllm.platforms.cpu import CpuPlatform
@@ -34,7 +37,7 @@ from tests.checkpoint.tiny_quantised import (
 from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU
 from tests.threaded_ranks import engines_of
-from tests.worker.test_quantised_models import EVEN, SIZE_OPTIONS, source
+from tests.worker.test_quantised_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,20 +131,39 @@ def test_ranks_take_their_share(checkpoint_root: Path, kept: list[str], kind: st
     assert kept
 
 
-def test_blocks_beside_experts(checkpoint_root: Path, kept: list[str]) -> None:
-    both = twins(checkpoint_root, "qwen3-moe", "fp8-block")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_experts(checkpoint_root: Path, kept: list[str], model: str, kind: str) -> None:
+    both = twins(checkpoint_root, model, kind)
     assert_equal(run(both.quantised), run(both.plain))
-    assert kept
+    assert sum("experts" in name for name in kept) == 2 * 3 * 3, "all three of every expert"
 
 
-def test_experts_are_widened(
+@pytest.mark.parametrize("kind", ["packed-zeros", "packed-channel", "awq", "gptq", "fp8-channel"])
+def test_ranks_take_their_share_of_experts(
+    checkpoint_root: Path, kept: list[str], kind: str
+) -> None:
+    experts = {**EXPERTS, "moe_intermediate_size": 64}  # whole groups for both ranks
+    config = Qwen3MoeConfig(**EVEN, **experts, head_dim=16)
+    plain = make_checkpoint(checkpoint_root / "kept-experts", config).path
+    both = write_twins(checkpoint_root / f"kept-experts-{kind}", plain, KINDS[kind], {})
+    with engines_of(2):
+        assert_equal(run(both.quantised), run(both.plain))
+    assert any("experts" in name for name in kept)
+
+
+def test_experts_that_no_kernel_reads_are_widened(
     checkpoint_root: Path, kept: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    both = twins(checkpoint_root, "qwen3-moe", "awq")
+    """If one projection of one expert is plain, all of a layer's experts are."""
+    plain = source(checkpoint_root, "qwen3-moe")
+    ignored = {"modules_to_not_convert": ["model.layers.0.mlp.experts.1.up_proj"]}
+    both = write_twins(checkpoint_root / "kept-some-experts", plain, KINDS["awq"], ignored)
     with caplog.at_level(logging.INFO, "nanovllm"):
         assert_equal(run(both.quantised), run(both.plain))
-    assert kept
-    assert not any("experts" in name for name in kept)
+    kept_experts = [name for name in kept if "experts" in name]
+    assert kept_experts
+    assert not any("layers.0" in name for name in kept_experts)
     [line] = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
     assert "such as model.layers.0.mlp.experts" in line
 
@@ -196,7 +218,7 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
     [
         pytest.param(model, kind, marks=NEEDS_GPU)
         for kind in KINDS
-        for model in ("qwen3-tied", "phi3", "gemma3")
+        for model in ("qwen3-tied", "phi3", "gemma3", "qwen3-moe")
     ],
 )
 def test_on_a_gpu(
@@ -213,10 +235,48 @@ def test_on_a_gpu(
         assert error(kept, exact) < 1.5 * error(plain, exact) + 0.02
 
 
-def score(path: Path, **options: Any) -> list[float]:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in ("fp8-channel", "fp8-tensor")]
+)
+def test_many_rows_on_a_gpu(
+    checkpoint_root: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations of a long prompt are rounded to FP8, as plain torch rounds them.
+
+    Every product is held against torch's of the same inputs: a code that is rounded differently
+    changes all that follow it.
+    """
+    path = twins(checkpoint_root, "llama", kind).quantised
+    stored_linear = pytest.importorskip("nanovllm.kernels.cuda.stored_linear")
+    many_rows, many_after_norm = stored_linear.fp8_many_rows, stored_linear.fp8_after_norm
+    errors: list[float] = []
+
+    def compare(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+        errors.append(float((got.float() - want.float()).norm() / want.float().norm()))
+        return got
+
+    def multiply(x: torch.Tensor, weight: Fp8Weight, *rest: Any) -> torch.Tensor:
+        assert len(x) > stored_linear.MAX_FP8_ROWS
+        return compare(many_rows(x, weight, *rest), quantised_product(x, weight, rest[0]))
+
+    def after_norm(hidden: Hidden, norm: NormWeights, *rest: Any) -> torch.Tensor:
+        normed, residual = TorchOps().norm(Hidden(hidden.residual.clone(), hidden.update), norm)
+        got = compare(many_after_norm(hidden, norm, *rest), quantised_product(normed, *rest))
+        torch.testing.assert_close(hidden.residual, residual)
+        return got
+
+    monkeypatch.setattr(stored_linear, "fp8_many_rows", multiply)
+    monkeypatch.setattr(stored_linear, "fp8_after_norm", after_norm)
+    score(path, dtype="bfloat16", enforce_eager=True, lengths=(90, 120))
+    assert len(errors) >= 4 * 2, "every projection of two layers"
+    assert max(errors) < 0.01
+
+
+def score(path: Path, lengths: tuple[int, ...] = (2, 17, 60), **options: Any) -> list[float]:
     """Log-probabilities of prompts' tokens, and of what follows one token at a time."""
-    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in (2, 17, 60)]
-    sizes: dict[str, Any] = {**SIZE_OPTIONS, "max_model_len": 128, "max_num_batched_tokens": 64}
+    prompts = [[(7 * i) % 90 + 3 for i in range(n)] for n in lengths]
+    sizes: dict[str, Any] = {**SIZE_OPTIONS, "max_model_len": 128}
+    sizes["max_num_batched_tokens"] = 64 if max(lengths) <= 64 else 128
     asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     forced = SamplingParams(
         temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, allowed_token_ids=[5]

@@ -19,7 +19,7 @@ from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.backends.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
-from nanovllm.kernels.cuda.elementwise import gather_decode
+from nanovllm.kernels.cuda.step_inputs import gather_decode
 from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform

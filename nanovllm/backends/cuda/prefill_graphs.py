@@ -19,8 +19,8 @@ from torch import Tensor
 from nanovllm.attention.base import DecodeRows
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.cuda.elementwise import gather_tokens, write_words
 from nanovllm.kernels.cuda.pdl import MAX_ROWS as OVERLAP_ROWS
+from nanovllm.kernels.cuda.step_inputs import gather_tokens, write_words
 from nanovllm.layers.build import ForwardBatch, SampledTokens
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward, StepLogits

@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nanovllm.checkpoint.quantised.stored_weight import read_part
 from nanovllm.checkpoint.weights import Codes, StoredTensor
+from nanovllm.fp8 import round_rows
 from nanovllm.quantisation import CodeLayout
 
-LARGEST = 448.0  # of FP8 with four bits of exponent
 # Projections of layers; a router decides by small differences and stays as it is.
 PROJECTION = re.compile(r"model\.layers\.(\d+)\..*(?<!\.gate)\.weight")
 
@@ -40,7 +39,7 @@ class RoundedWeight:
 
     def codes_of(self, rows: slice, columns: slice) -> Codes:
         # All inputs of an output share its scale, those of other ranks too.
-        whole = quantise(read_part(self.floats, rows).float())
+        whole = round_rows(read_part(self.floats, rows).float())
         return Codes(whole.codes[:, columns], whole.scales, None)
 
 
@@ -58,11 +57,3 @@ def is_rounded(name: str, num_layers: int) -> bool:
     """
     is_last = name == f"model.layers.{num_layers - 1}.mlp.down_proj.weight"
     return not is_last and PROJECTION.fullmatch(name) is not None
-
-
-def quantise(values: Tensor) -> Codes:
-    """Round each row by its largest number."""
-    scales = values.abs().amax(1, keepdim=True) / LARGEST
-    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
-    codes = (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return Codes(codes, scales, None)

@@ -17,7 +17,7 @@ from nanovllm.kernels.cpu.simd import FAST, call, pointer_to
 
 logger = logging.getLogger(__name__)
 Element = Literal["float32", "bfloat16"]
-SOURCES = ("kernels", "experts", "simd", "code_rows")  # of what the interpreter calls
+SOURCES = ("kernels", "experts", "simd", "cache_rows")  # of what the interpreter calls
 
 
 def compile_interpreter(element: Element, has_experts: bool) -> Any:

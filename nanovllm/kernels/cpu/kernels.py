@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, uint8, uint32
 
-from nanovllm.kernels.cpu.code_rows import scale_rows, spread_query, store_key, store_row
+from nanovllm.kernels.cpu.cache_rows import scale_rows, spread_query, store_key, store_row
 from nanovllm.kernels.cpu.experts import add_choices, group, grouped_linear, route
 from nanovllm.kernels.cpu.simd import (
     NUM_STREAMS,

@@ -26,7 +26,7 @@ from nanovllm.kernels.ops import (
     Routing,
 )
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
-from nanovllm.kernels.torch_ops import compose_codes
+from nanovllm.kernels.torch_ops import compose_code_experts, compose_codes
 from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
@@ -146,6 +146,11 @@ class NumbaOps:
 
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return compose_experts(self, PlainMixture(self, gate_up, down), routing)
+
+    def pack_code_experts(
+        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+    ) -> PackedExperts:
+        return compose_code_experts(self, gate_up, down, routing)
 
     def pack_step(self, weights: DecoderWeights) -> None:
         return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.cpu.codes import CodeKernels
+from nanovllm.kernels.cpu.cache_kernels import Fp8CacheKernels
 from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
 from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
 from nanovllm.kernels.cpu.pace import Pace
@@ -117,7 +117,7 @@ class Launcher:
         self.num_threads = self._team.num_threads
         self._single = Program(np.zeros((1, PROGRAM_WIDTH), np.int64), [], self._team)
         self._scratch = torch.empty(0)
-        self._codes: CodeKernels | None = None
+        self._codes: Fp8CacheKernels | None = None
         self._recordings = threading.local()  # each is seen by the thread that makes it alone
 
     def compile_experts(self) -> None:
@@ -125,10 +125,10 @@ class Launcher:
         self._team.compile_experts()
 
     @property
-    def codes(self) -> CodeKernels:
+    def codes(self) -> Fp8CacheKernels:
         """The kernels of a cache of e4m3 codes; they are compiled when one is first asked for."""
         if self._codes is None:
-            self._codes = CodeKernels("bfloat16" if self.dtype == torch.bfloat16 else "float32")
+            self._codes = Fp8CacheKernels("bfloat16" if self.dtype == torch.bfloat16 else "float32")
         return self._codes
 
     def launch(self, *instruction: int) -> None:

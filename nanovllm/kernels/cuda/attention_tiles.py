@@ -185,58 +185,24 @@ def attend_head(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     HAS_MANY: tl.constexpr,
 ):
-    """Take a span of one head's keys into the softmax: see `attend_keys`, if there are many."""
+    """Take a span of one head's keys, which may be many, into the softmax."""
     caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
     WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
     softmax, q_tile, scale = begin_tiles(softmax, q_tile, scale, len(caches) > 2)
-    if HAS_MANY:
-        softmax, _ = attend_keys(
-            *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), span),
-            *(seen_by_all, seen, block_stride, scale, WINDOW, WIDTH, KV_HEADS, BLOCK_SIZE, TILE),
-        )
-    else:
-        softmax, _ = attend_tiles(
-            *(softmax, q_tile, caches, blocks, block_ids, length, head_dims(WIDTH), span),
-            *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
-        )
-    return end_tiles(softmax, len(caches) > 2)
-
-
-@triton.jit
-def attend_keys(  # type: ignore[no-untyped-def]
-    softmax,
-    q_tile,
-    caches,
-    blocks,
-    block_ids,
-    length,
-    dims,
-    span,
-    seen_by_all,
-    seen,
-    block_stride,
-    scale,
-    WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Like `attend_tiles`, but without a window the tiles whose keys are all there come first."""
+    dims = head_dims(WIDTH)
     lo, hi, first = span
     whole = lo
-    if WINDOW is None:
+    if HAS_MANY and WINDOW is None:  # the tiles whose keys are all there come first
         whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
         softmax, block_ids = attend_tiles(
             *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, whole, first)),
-            *(seen_by_all, seen, block_stride, scale),
-            *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, True),
+            *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, True),
         )
-    return attend_tiles(
+    softmax, _ = attend_tiles(
         *(softmax, q_tile, caches, blocks, block_ids, length, dims, (whole, hi, first)),
-        *(seen_by_all, seen, block_stride, scale),
-        *(HEAD_DIM, KV_HEADS, BLOCK_SIZE, TILE, False),
+        *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
+    return end_tiles(softmax, len(caches) > 2)
 
 
 @triton.jit

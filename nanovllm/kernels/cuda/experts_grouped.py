@@ -14,11 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.codes_few_rows import multiply_codes
 from nanovllm.kernels.cuda.experts_pairs import route
-from nanovllm.kernels.cuda.linear_few_rows import shared_bytes
+from nanovllm.kernels.cuda.linear_tiles import shared_bytes, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Routing
+from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+
+# [experts, outputs, inputs], or the rows of all experts as one weight that stays quantised.
+ExpertsWeight = Tensor | Fp8Weight | Int4Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,18 @@ CONFIGS = (
     (48, GroupedConfig(64, 128, 64, 4, 4)),
     (math.inf, GroupedConfig(128, 128, 64, 8, 4)),
 )
+# Of weights that stay quantised, in steps of 128 inputs.
+CODES_CONFIGS = (
+    (8, GroupedConfig(16, 64, 128, 4, 5)),
+    (20, GroupedConfig(32, 128, 128, 8, 4)),
+    (48, GroupedConfig(64, 128, 128, 8, 4)),
+    (math.inf, GroupedConfig(128, 128, 128, 8, 3)),
+)
 
 
-def grouped_config(rows_per_expert: int, x: Tensor) -> GroupedConfig:
+def grouped_config(rows_per_expert: int, x: Tensor, has_codes: bool = False) -> GroupedConfig:
+    if has_codes:
+        return next(config for most, config in CODES_CONFIGS if rows_per_expert <= most)
     if x.dtype == torch.float32:  # no tensor cores
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
     config = next(config for most, config in CONFIGS if rows_per_expert <= most)
@@ -50,16 +63,17 @@ def grouped_config(rows_per_expert: int, x: Tensor) -> GroupedConfig:
 def run_grouped(
     x: Tensor,
     logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertsWeight,
+    down: ExpertsWeight,
     routing: Routing,
     config: GroupedConfig | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous."""
-    num_tokens, top_k = len(x), routing.top_k
-    num_experts, hidden, size = down.shape
+    num_tokens, top_k, num_experts = len(x), routing.top_k, logits.shape[1]
+    hidden, size = x.shape[1], down.shape[-1]
     num_pairs = num_tokens * top_k
-    config = config or grouped_config(num_pairs // num_experts, x)
+    has_codes = not isinstance(down, Tensor)
+    config = config or grouped_config(num_pairs // num_experts, x, has_codes)
     counts = torch.zeros(num_experts, device=x.device, dtype=torch.int32)
     ids, weights, ranks = route(logits, routing, counts)
     max_tiles = min(num_pairs, num_experts + num_pairs // config.block_rows)
@@ -97,7 +111,7 @@ def run_grouped(
 def _multiply(
     y: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: ExpertsWeight,
     order: Tensor,
     tiles: Tensor,
     top_k: int,
@@ -109,22 +123,26 @@ def _multiply(
     Gated: from the rows of tokens to those of pairs, sorted by expert; else from these to the rows
     of pairs as they were.
     """
-    _, num_out, num_in = weight.shape
-    num_out = num_out // 2 if is_gated else num_out
+    num_out, num_in = y.shape[-1], x.shape[-1]
+    num_rows = 2 * num_out if is_gated else num_out
     block_out = config.block_out // 2 if is_gated else config.block_out
     _grouped[(triton.cdiv(num_out, block_out), len(tiles))](
         y,
         x,
-        weight,
+        weight if isinstance(weight, Tensor) else weight.words,
+        None if isinstance(weight, Tensor) else (weight.scales, weight.zeros),
         order,
         tiles,
         num_out,
+        NUM_ROWS=num_rows,
         NUM_IN=num_in,
+        NUM_WORDS=0 if isinstance(weight, Tensor) else weight.words.shape[1],
+        GROUP=0 if isinstance(weight, Tensor) else weight.group,
         TOP_K=top_k,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
         BLOCK_IN=config.block_in,
-        IS_GATED=is_gated,
+        ACTIVATION="silu" if is_gated else None,
         IS_EVEN=num_out % block_out == 0 and num_in % config.block_in == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -177,40 +195,61 @@ def _grouped(  # type: ignore[no-untyped-def]
     y,
     x,
     weight,
+    stored,
     order,
     tiles,
     num_out,
+    NUM_ROWS: tl.constexpr,
     NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The weight is the left operand: its rows fill the tensor cores, however few the pairs."""
+    """The grid is (outputs, tiles); a weight with scales and zero points is words of codes."""
     wait_for_inputs(OVERLAP)
     tile = tiles + 3 * tl.program_id(1)
     expert, begin, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if begin >= end:
         return
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    w_rows = outs
-    if IS_GATED:  # rows of gate, then the same rows of up
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
-        w_rows = outs + both // BLOCK_OUT * num_out
-        weight += expert * 2 * num_out * NUM_IN
-    else:
-        weight += expert * num_out * NUM_IN
-    w_start = weight + w_rows[:, None] * NUM_IN
-    is_out = (outs < num_out)[:, None]
+    w_rows, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, ACTIVATION is not None)
+    w_rows += expert * NUM_ROWS
     rows = begin + tl.arange(0, BLOCK_ROWS)
     is_row = rows < end
     pairs = tl.load(order + rows, mask=is_row, other=0).to(tl.int64)
-    sources = pairs // TOP_K if IS_GATED else rows.to(tl.int64)
+    sources = rows.to(tl.int64) if ACTIVATION is None else pairs // TOP_K
     x_start = x + sources[None, :] * NUM_IN
+    if NUM_WORDS == 0:
+        sums = _multiply_plain(
+            weight, w_rows, is_out, x_start, is_row, NUM_IN, BLOCK_IN, BLOCK_ROWS, IS_EVEN
+        )
+    else:
+        sums = multiply_codes(
+            *(weight, w_rows, is_out, stored, x_start, is_row, 0, NUM_WORDS, NUM_IN, NUM_WORDS),
+            *(NUM_WORDS // ((NUM_IN + 127) // 128), GROUP, IS_EVEN),
+        )
+    targets = pairs if ACTIVATION is None else rows.to(tl.int64)
+    store_tile(y, sums, tl.program_id(0), targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
+
+
+@triton.jit
+def _multiply_plain(  # type: ignore[no-untyped-def]
+    weight,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    NUM_IN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    w_start = weight + w_rows[:, None] * NUM_IN
     inputs = tl.arange(0, BLOCK_IN)
     sums = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
     for first in tl.range(0, NUM_IN, BLOCK_IN):
@@ -220,17 +259,12 @@ def _grouped(  # type: ignore[no-untyped-def]
             x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
         else:
             is_in = i < NUM_IN
-            w_tile = tl.load(w_start + i[None, :], mask=is_out & is_in[None, :], other=0.0)
+            w_mask = is_out[:, None] & is_in[None, :]
+            w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
             mask = is_row[None, :] & is_in[:, None]
             x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
         sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
-    if IS_GATED:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
-        sums = activate(gate, "silu") * up
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    targets = rows.to(tl.int64) if IS_GATED else pairs
-    y_tile = y + targets[None, :] * num_out + outs[:, None]
-    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row[None, :] & (outs < num_out)[:, None])
+    return sums
 
 
 @triton.jit

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
+from nanovllm.fp8 import LARGEST_FP8
 from nanovllm.kernels import fp8_rows
 
-LARGEST = tl.constexpr(fp8_rows.LARGEST)
+LARGEST = tl.constexpr(LARGEST_FP8)
 MIN_EXPONENT = tl.constexpr(fp8_rows.MIN_EXPONENT)
 MAX_EXPONENT = tl.constexpr(fp8_rows.MAX_EXPONENT)
 NOT_FINITE = tl.constexpr(fp8_rows.NOT_FINITE)

@@ -2,20 +2,19 @@
 
 A program computes 64 outputs of up to 128 rows. Where that makes too few programs to fill the
 device, the product is split along the inputs (split-K): each split gives partial sums in float32,
-which the RMSNorm that follows adds up. A weight in FP8 is widened in registers.
+which the RMSNorm that follows adds up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.linear_tiles import add_bias, shared_bytes, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, prefetch, wait_for_inputs
 from nanovllm.kernels.ops import Activation
 
@@ -43,18 +42,8 @@ def few_rows_config(num_rows: int, num_in: int, x: Tensor, weight: Tensor) -> Fe
     block_rows = 128 if num_rows > 128 else min(max(16, triton.next_power_of_2(num_rows)), 64)
     block_in = 128 // weight.itemsize  # a cache line
     stage_bytes = (BLOCK_OUT * weight.itemsize + block_rows * x.itemsize) * block_in
-    # What is widened in registers takes longer than it is loaded.
-    most = 8 if weight.itemsize > 1 else 6 if block_rows == 16 else 4
-    num_stages = min(most, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
+    num_stages = min(8, shared_bytes(x.device) // stage_bytes, num_in // block_in + 1)
     return FewRowsConfig(block_rows, block_in, num_stages)
-
-
-def shared_bytes(device: torch.device) -> int:
-    """The shared memory that one program may take."""
-    if device.type != "cuda":
-        return 1 << 16
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin) - 8192
 
 
 def has_few_rows(num_rows: int, weight: Tensor) -> bool:
@@ -80,7 +69,6 @@ def few_rows_linear(
     activation: Activation | None,
     num_splits: int = 1,
     config: FewRowsConfig | None = None,
-    scales: Tensor | None = None,  # of an Fp8Weight, whose codes are then the weight
 ) -> Tensor:
     """Project x to [rows, out]; with splits, to partial sums: float32 [splits, rows, out]."""
     num_rows, num_in = x.shape
@@ -99,9 +87,7 @@ def few_rows_linear(
         bias,
         num_rows,
         num_out,
-        scales,
         NUM_IN=num_in,
-        NUM_SCALES=0 if scales is None else scales.shape[1],
         SPLIT_IN=triton.cdiv(num_in, num_splits * config.block_in) * config.block_in,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
@@ -122,59 +108,11 @@ def _load(w_start, x_start, i, is_out, is_row, num_in, IS_EVEN: tl.constexpr):  
         w_tile = tl.load(w_start + i[None, :])
         x_tile = tl.load(x_start + i[:, None], mask=is_row, other=0.0)
     else:
-        w_tile = tl.load(w_start + i[None, :], mask=is_out & (i < num_in)[None, :], other=0.0)
+        w_tile = tl.load(
+            w_start + i[None, :], mask=is_out[:, None] & (i < num_in)[None, :], other=0.0
+        )
         x_tile = tl.load(x_start + i[:, None], mask=is_row & (i < num_in)[:, None], other=0.0)
     return w_tile, x_tile
-
-
-@triton.jit
-def _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the product of codes; where blocks of inputs have scales, a tile is one."""
-    wide = _widen(w_tile, x_tile.dtype)
-    if NUM_SCALES == 1:
-        return tl.dot(wide, x_tile, sums, input_precision="ieee")
-    else:
-        pointers = scales + w_rows.to(tl.int64)[:, None] * NUM_SCALES + block
-        scale = tl.load(pointers, mask=is_out & (block < NUM_SCALES), other=0.0)
-        return sums + tl.dot(wide, x_tile, input_precision="ieee") * scale
-
-
-@triton.jit
-def _widen(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Widen FP8; to bfloat16 by moving bits, which is faster than the two conversions it takes."""
-    if dtype == tl.bfloat16:
-        return _widen_to_bfloat16(tile)
-    else:
-        return tile.to(dtype)
-
-
-@triton.jit
-def _widen_to_bfloat16(tile):  # type: ignore[no-untyped-def]
-    # Sign, exponent and fraction have their places; then the exponents' biases differ by 120.
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        and.b32 c, a, 0x7F007F00;
-        and.b32 d, b, 0x7F007F00;
-        shr.b32 c, c, 4;
-        shr.b32 d, d, 4;
-        lop3.b32 a, a, 0x80008000, c, 0xEA;
-        lop3.b32 b, b, 0x80008000, d, 0xEA;
-        mov.b32 c, 0x7B807B80;
-        mov.b32 d, 0x80008000;
-        fma.rn.bf16x2 $0, a, c, d;
-        fma.rn.bf16x2 $1, b, c, d;
-        }
-        """,
-        "=r,=r,r",
-        [tile],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit(do_not_specialize=("num_rows",))  # one kernel serves all batches up to BLOCK_ROWS
@@ -185,9 +123,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     bias,
     num_rows,
     num_out,
-    scales,
     NUM_IN: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
     SPLIT_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -196,19 +132,10 @@ def _few_rows(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (outputs, rows, splits). The weight is the left operand of the products.
-
-    So its rows, of which there are many, fill the tensor cores however few rows x has.
-    """
+    """The grid is (outputs, rows, splits), of which the first adds the bias."""
     first_in = tl.program_id(2) * SPLIT_IN
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    w_rows = outs
-    if ACTIVATION is not None:  # rows of gate, then the same rows of up
-        both = tl.arange(0, 2 * BLOCK_OUT)
-        outs = tl.program_id(0) * BLOCK_OUT + both % BLOCK_OUT
-        w_rows = outs + both // BLOCK_OUT * num_out
+    w_rows, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, ACTIVATION is not None)
     w_start = weight + first_in + w_rows.to(tl.int64)[:, None] * NUM_IN
-    is_out = (outs < num_out)[:, None]
     if OVERLAP and IS_EVEN:  # the kernels before this one do not write the weight
         for begin in tl.range(0, min(SPLIT_IN, NUM_PREFETCHED), CACHE_LINE):
             prefetch(w_start + begin)
@@ -220,19 +147,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
     for begin in tl.range(0, SPLIT_IN, BLOCK_IN):
         i = begin + tl.arange(0, BLOCK_IN)
         w_tile, x_tile = _load(w_start, x_start, i, is_out, is_row, NUM_IN - first_in, IS_EVEN)
-        if NUM_SCALES == 0:
-            sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
-        else:
-            block = (first_in + begin) // BLOCK_IN
-            sums = _add_codes(sums, w_tile, x_tile, scales, w_rows, is_out, block, NUM_SCALES)
-    if NUM_SCALES == 1:
-        sums *= tl.load(scales + w_rows[:, None], mask=is_out, other=0.0)
-    if bias is not None:  # which the first split adds
-        mask = is_out & (first_in + 0 * w_rows == 0)[:, None]
-        sums += tl.load(bias + w_rows[:, None], mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT, BLOCK_ROWS).permute(1, 2, 0))
-        sums = activate(gate, ACTIVATION) * up
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    y_tile = y + (tl.program_id(2) * num_rows + rows)[None, :] * num_out + outs[:, None]
-    tl.store(y_tile, sums.to(y.dtype.element_ty), mask=is_row & (outs < num_out)[:, None])
+        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+    sums = add_bias(sums, bias, w_rows, is_out, first_in == 0)
+    targets = tl.program_id(2) * num_rows + rows
+    tile, is_row = tl.program_id(0), rows < num_rows
+    store_tile(y, sums, tile, targets, is_row, num_out, BLOCK_OUT, ACTIVATION)

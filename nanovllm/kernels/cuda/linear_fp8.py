@@ -1,7 +1,8 @@
 """Products of many rows with weights in FP8 on CUDA: activations are rounded to FP8 as well.
 
 A row has one scale, or one for every 128 inputs where the weight has; `quantise_rows` and
-`quantised_product` in stored_weights.py say in plain torch what these compute.
+`quantised_product` in stored_weights.py say in plain torch what these compute. Codes of rows lie in
+the order of the weight's, which is one that a product may have its inputs in.
 """
 
 from __future__ import annotations
@@ -11,18 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
+from nanovllm.kernels.cuda.elementwise import add_and_norm, count_splits
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.stored_weights import (
-    FP8,
-    LARGEST_FP8,
-    SMALLEST_LARGEST,
-    Fp8Weight,
-    ScaledRows,
-    num_blocks,
-)
+from nanovllm.kernels.ops import Hidden, NormWeights
+from nanovllm.kernels.stored_weights import Fp8Weight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
-SMALLEST = tl.constexpr(SMALLEST_LARGEST)
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
 MULTIPLE = 16  # of inputs, outputs and, with blocks, rows, which the library's product needs
 
 
@@ -31,17 +28,33 @@ def fp8_many_rows(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
     Scales of the weight are those of outputs, or those of blocks [outputs / 128, blocks].
     """
-    rows = fp8_quantise(x, weight.has_blocks)
+    return _multiply(fp8_quantise(x, weight.has_blocks), weight, bias, x.dtype)[: len(x)]
+
+
+def fp8_after_norm(
+    hidden: Hidden, norm: NormWeights, weight: Fp8Weight, bias: Tensor | None
+) -> Tensor:
+    """Like fp8_many_rows, of the norm of residual + update; the residual becomes that sum.
+
+    The weight has no blocks.
+    """
+    dtype = hidden.residual.dtype
+    return _multiply(fp8_norm(hidden, norm), weight, bias, dtype)
+
+
+def _multiply(
+    rows: ScaledCodes, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     y: Tensor = torch._scaled_mm(
         rows.codes,
         weight.codes.t(),
         scale_a=rows.scales,
         scale_b=weight.scales.t(),
         bias=bias,
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         use_fast_accum=not weight.has_blocks,
     )
-    return y[: len(x)]
+    return y
 
 
 def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
@@ -49,30 +62,30 @@ def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
     num_out, num_in = weight.shape
     capability = torch.cuda.get_device_capability(weight.codes.device)
     if not weight.has_blocks:
-        is_whole = num_out % MULTIPLE == num_in % MULTIPLE == 0
-        return weight if is_whole and capability >= (9, 0) else None
+        return weight if num_out % MULTIPLE == 0 and capability >= (9, 0) else None
     # The library reads scales of inputs four blocks at a time.
-    is_whole = num_out % 128 == num_in % 512 == 0
+    is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
         return None
     blocks = weight.scales[::128].contiguous()
     is_even = torch.equal(blocks.repeat_interleave(128, 0), weight.scales)
-    return Fp8Weight(weight.codes, blocks) if is_even else None
+    return Fp8Weight(weight.codes, blocks, num_in) if is_even else None
 
 
 def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
-def fp8_quantise(x: Tensor, by_block: bool) -> ScaledRows:
-    """See quantise_rows; with blocks, rows are padded to a multiple of 16, which hold anything.
+def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
+    """See quantise_rows, and order_codes for how the codes lie.
 
-    Their scales then lie block by block, as the library wants them.
+    With blocks, rows are padded to a multiple of 16, which hold anything, and their scales lie
+    block by block, as the library wants them.
     """
     num_rows, num_in = x.shape
     num_scales = num_blocks(num_in) if by_block else 1
     padded = triton.cdiv(num_rows, MULTIPLE) * MULTIPLE if by_block else num_rows
-    codes = torch.empty(padded, num_in, device=x.device, dtype=FP8)
+    codes = torch.empty(padded, num_blocks(num_in) * 128, device=x.device, dtype=FP8)
     scales = torch.empty(num_scales, padded, device=x.device, dtype=torch.float32).t()
     block = max(128, triton.next_power_of_2(num_in))
     _quantise[(num_rows,)](
@@ -81,24 +94,33 @@ def fp8_quantise(x: Tensor, by_block: bool) -> ScaledRows:
         x,
         padded,
         NUM_IN=num_in,
+        NUM_CODES=codes.shape[1],
         NUM_SCALES=num_scales,
         BY_BLOCK=by_block,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
         **launch_options(x, num_rows),
     )
-    return ScaledRows(codes, scales)
+    return ScaledCodes(codes, scales)
 
 
-def fp8_widen(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] in a dtype of 16 bits."""
-    num_out, num_in = weight.shape
-    y = torch.empty(num_out, num_in, device=weight.codes.device, dtype=dtype)
-    num_scales, block = weight.scales.shape[1], 1024
-    _widen[(triton.cdiv(num_in, block), num_out)](
-        y, weight.codes, weight.scales, num_in, NUM_SCALES=num_scales, BLOCK=block, num_warps=4
+def fp8_norm(hidden: Hidden, norm: NormWeights) -> ScaledCodes:
+    """The rows of the norm, each with a scale; see rms_norm and fp8_quantise."""
+    residual, update = hidden.residual, hidden.update
+    num_rows, dim = residual.shape
+    num_codes = num_blocks(dim) * 128
+    codes = torch.empty(num_rows, num_codes, device=residual.device, dtype=FP8)
+    scales = torch.empty(num_rows, 1, device=residual.device, dtype=torch.float32)
+    block = triton.next_power_of_2(num_codes)
+    _norm[(num_rows,)](
+        *(codes, scales, residual, update, norm.weight, norm.eps, dim),
+        NUM_CODES=num_codes,
+        BLOCK=block,
+        NUM_SPLITS=count_splits(update),
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(residual, num_rows),
     )
-    return y
+    return ScaledCodes(codes, scales)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -108,6 +130,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     x,
     num_rows,
     NUM_IN: tl.constexpr,
+    NUM_CODES: tl.constexpr,
     NUM_SCALES: tl.constexpr,
     BY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,23 +140,51 @@ def _quantise(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     PARTS: tl.constexpr = BLOCK // 128 if BY_BLOCK else 1
     part = tl.arange(0, PARTS)
-    i = part[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
+    place = part[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
+    i = _input_of(place)
     wait_for_inputs(OVERLAP)
     values = tl.load(x + row * NUM_IN + i, mask=i < NUM_IN, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST)
-    limit = tl.zeros_like(largest) + LARGEST
-    tl.store(scales + part * num_rows + row, largest * (1 / LARGEST), mask=part < NUM_SCALES)
-    scaled = tl.clamp(values * tl.div_rn(limit, largest)[:, None], -LARGEST, LARGEST)
-    tl.store(codes + row * NUM_IN + i, scaled.to(codes.dtype.element_ty), mask=i < NUM_IN)
+    scaled, scale = _scale(values)
+    tl.store(scales + part * num_rows + row, scale, mask=part < NUM_SCALES)
+    mask = place < NUM_CODES
+    tl.store(codes + row * NUM_CODES + place, scaled.to(codes.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _widen(y, codes, scales, num_in, NUM_SCALES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The grid is (inputs, outputs)."""
-    out = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_in = i < num_in
-    block = i // 128 if NUM_SCALES > 1 else 0 * i
-    scale = tl.load(scales + out * NUM_SCALES + block, mask=is_in, other=0.0)
-    values = tl.load(codes + out * num_in + i, mask=is_in, other=0.0).to(tl.float32) * scale
-    tl.store(y + out * num_in + i, values.to(y.dtype.element_ty), mask=is_in)
+def _norm(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    residual,
+    update,
+    weight,
+    eps,
+    dim,
+    NUM_CODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program has one row."""
+    place = tl.arange(0, BLOCK)
+    i = _input_of(place)
+    normed = add_and_norm(residual, update, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    scaled, scale = _scale(normed.to(tl.float32)[None, :])
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    places = codes + row * NUM_CODES + place
+    tl.store(places[None, :], scaled.to(codes.dtype.element_ty), mask=(place < NUM_CODES)[None, :])
+
+
+@triton.jit
+def _input_of(place):  # type: ignore[no-untyped-def]
+    """The input whose code is at a place: see order_codes."""
+    return place // 128 * 128 + place % 4 * 32 + place % 128 // 4
+
+
+@triton.jit
+def _scale(values):  # type: ignore[no-untyped-def]
+    """Scale rows [rows, columns] to the range of codes; return also the scales."""
+    largest = tl.max(tl.abs(values), 1)
+    scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), SMALLEST)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return tl.clamp(values * inverse[:, None], -LARGEST, LARGEST), scale

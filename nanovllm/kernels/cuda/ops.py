@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cuda import elementwise
-from nanovllm.kernels.cuda.experts_grouped import run_grouped
+from nanovllm.kernels.cuda.experts_codes import run_code_pairs
+from nanovllm.kernels.cuda.experts_grouped import ExpertsWeight, run_grouped
 from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
 from nanovllm.kernels.cuda.linear_few_rows import choose_splits, few_rows_linear, has_few_rows
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
@@ -65,6 +66,11 @@ class TritonOps:
     def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
         return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
 
+    def pack_code_experts(
+        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+    ) -> PackedExperts:
+        return CudaExperts(self, gate_up, down, routing)
+
     def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
         if not triton.__version__.startswith(STEP_TRITON):
             version = triton.__version__
@@ -113,8 +119,8 @@ class CudaExperts:
     """Tokens read their experts each for itself while they are few, together when they are more."""
 
     ops: TritonOps
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertsWeight
+    down: ExpertsWeight
     routing: Routing
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -124,7 +130,7 @@ class CudaExperts:
         if len(x) > MAX_PAIR_TOKENS:
             return run_grouped(x, logits, self.gate_up, self.down, self.routing)
         ids, weights, _ = route(logits, self.routing)
-        return run_pairs(x, ids, weights, self.gate_up, self.down)
+        return self.run_pairs(x, ids, weights)
 
     def after_norm(
         self, hidden: Hidden, norm: NormWeights, router: PackedLinear
@@ -133,6 +139,15 @@ class CudaExperts:
             logits, residual = router.after_norm(hidden, norm)
             normed = torch.empty_like(residual)
             ids, weights, _ = route(logits, self.routing, x=residual, norm=norm, normed=normed)
-            return run_pairs(normed, ids, weights, self.gate_up, self.down), residual
+            return self.run_pairs(normed, ids, weights), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed, router(normed)), residual
+
+    def run_pairs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Run the experts of each token, which it reads for itself."""
+        gate_up, down = self.gate_up, self.down
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return run_pairs(x, ids, weights, gate_up, down)
+        assert not isinstance(gate_up, Tensor)
+        assert not isinstance(down, Tensor)
+        return run_code_pairs(x, ids, weights, gate_up, down)

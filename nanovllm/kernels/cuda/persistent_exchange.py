@@ -8,9 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_sizes import (
-    num_chunks,
-)
+from nanovllm.kernels.cuda.persistent_codes import stage
+from nanovllm.kernels.cuda.persistent_sizes import num_chunks
 
 NUM_PROGRAMS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
@@ -147,9 +146,9 @@ class Exchange:
     size: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, memory, flag, sm, width):
+    def __init__(self, memory, flag, sm, width, bits):
         self.memory, self.flag, self.sm = memory, flag, sm
-        self.width, self.size = gl.constexpr(width), gl.constexpr(num_chunks(width) * 1024)
+        self.width, self.size = gl.constexpr(width), gl.constexpr(num_chunks(width, bits) * 1024)
 
     @gluon.jit
     def publish(self, y, row, block, now, COUNT: gl.constexpr):
@@ -189,16 +188,21 @@ class Exchange:
         )
 
     @gluon.jit
-    def take(self, now):
-        """Read the vector into shared memory, a piece for each chunk."""
+    def take(self, now, BITS: gl.constexpr):
+        """Read the vector into shared memory, in pieces for weights of so many bits."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(now)
         staged = ()
-        for k in gl.static_range(N):
-            both = gl.reshape(gl.join(words[2 * k], words[2 * k + 1]), [16, 32])
-            chunk = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
-            chunk._reinterpret(gl.int32, [16, 32], S2).store(both)
-            staged = staged + (chunk,)
+        if BITS == 16:
+            for k in gl.static_range(N):
+                both = gl.reshape(gl.join(words[2 * k], words[2 * k + 1]), [16, 32])
+                chunk = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
+                chunk._reinterpret(gl.int32, [16, 32], S2).store(both)
+                staged = staged + (chunk,)
+        else:
+            for k in gl.static_range(N):
+                x = four_floats(words[2 * k], words[2 * k + 1])
+                staged = stage(staged, k, x, BITS)
         return staged
 
     @gluon.jit
@@ -210,7 +214,7 @@ class Exchange:
         return factors
 
     @gluon.jit
-    def take_normed(self, now, factors, eps):
+    def take_normed(self, now, factors, eps, BITS: gl.constexpr):
         """Stage x times the norm's weight; what is left of the norm is the factor returned."""
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(now)
@@ -219,9 +223,7 @@ class Exchange:
         for k in gl.static_range(N):
             x = four_floats(words[2 * k], words[2 * k + 1])
             w = four_floats(factors[k].to(gl.int32), (factors[k] >> 32).to(gl.int32))
-            chunk = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
-            chunk.store(gl.reshape((x * w).to(gl.bfloat16), [16, 64]))
-            staged = staged + (chunk,)
+            staged = stage(staged, k, x * w, BITS)
             total += gl.convert_layout(gl.sum(x * x, 1), gl.SliceLayout(1, THREADS))
         squares = gl.allocate_shared_memory(gl.float32, [8], S1)
         squares.store(total)

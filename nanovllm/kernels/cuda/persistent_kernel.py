@@ -10,10 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_attention import Attention
+from nanovllm.kernels.cuda.persistent_codes import FACTORS
 from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
     NUM_BUFFERS,
     PREFETCH_AND_KEEP,
+    S1,
     S3,
     Exchange,
     block_index,
@@ -22,8 +24,11 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     prefetch,
     thread_index,
 )
+from nanovllm.kernels.cuda.persistent_experts import Experts
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
+    factor_piece,
+    gated_at_once,
     group_tiles,
     head_blocks_at_once,
     num_blocks,
@@ -32,6 +37,10 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_head_blocks,
     num_slots,
     num_splits,
+    num_tiles,
+    q_width,
+    qkv_width,
+    slot_factors,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
     HEAD_FLYING,
@@ -84,10 +93,12 @@ class Exchanges:
     attended: Exchange
     y: Exchange  # the residual before the MLP
     gated: Exchange
+    routed: Exchange  # logits of experts; without any, something else
 
     @gluon.constexpr_function
-    def __init__(self, x, qkv, attended, y, gated):
+    def __init__(self, x, qkv, attended, y, gated, routed):
         self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
+        self.routed = routed
 
 
 @gluon.jit
@@ -99,13 +110,14 @@ def next_buffer(now):
 def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     """x -> q, k and v."""
     B: gl.constexpr = num_blocks(given.qkv.width)
-    C: gl.constexpr = num_chunks(given.x.width)
-    N: gl.constexpr = blocks_at_once(B, C)
+    C: gl.constexpr = num_tiles(given.x.width, stream.bits)
+    N: gl.constexpr = blocks_at_once(B, C, stream.bits)
     held = stream.grab_early(t, g, B, C)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps)
+    x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
+    held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, N, C, stream.flying)
-        y = add_up(stream.sums, sums, 0, N) * factor
+        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
+        y = add_up(stream.sums, sums, 0, N, stream.bits) * factor
         if parameters.has_bias:
             line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
             is_ours = (block_index() < N) & (line < given.qkv.width)
@@ -113,27 +125,44 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
         given.qkv.publish(y, 0, i * N, now, N)
         t += N * C
-        g += N * C // group_tiles(N, C)
+        g += N * C // group_tiles(N, C, stream.bits)
     return t, g
 
 
 @gluon.jit
-def project_back(stream, t, g, source, target, residual, now, target_now):
+def route(stream, t, g, given, norm, parameters, experts, now):
+    """Choose the experts of y."""
+    C: gl.constexpr = given.y.size // CHUNK
+    x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
+    sums = stream.products(t, g, (), x, ((), ()), 1, C, stream.flying, 16)
+    given.routed.publish(add_up(stream.sums, sums, 0, 1, 16) * factor, 0, 0, now, 1)
+    experts.choose(given.routed, now)
+    return t + C, g + C // group_tiles(1, C, 16)
+
+
+@gluon.jit
+def project_back(
+    stream, t, g, source, target, residual, experts, now, target_now, GATED: gl.constexpr
+):
     """Add a projection of source to the residual: o after attention, down after the gate."""
+    bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
-    C: gl.constexpr = num_chunks(source.width)
-    N: gl.constexpr = blocks_at_once(B, C)
-    held = stream.grab_early(t, g, B, C)
-    x = source.take(now)
+    C: gl.constexpr = num_tiles(source.width, bits)
+    N: gl.constexpr = blocks_at_once(B, C, bits)
+    HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
+    PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
+    held = stream.grab_early(t, g, B, C, PIECE)
+    x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
+    held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, N, C, stream.flying)
-        added = residual + add_up(stream.sums, sums, i * N, N)
+        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, bits, PIECE)
+        added = residual + add_up(stream.sums, sums, i * N, N, bits)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
         residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
         target.publish(residual, i * N, i * N, target_now, N)
         t += N * C
-        g += N * C // group_tiles(N, C)
+        g += N * C // group_tiles(N, C, stream.bits)
     return residual, t, g
 
 
@@ -141,35 +170,36 @@ def project_back(stream, t, g, source, target, residual, now, target_now):
 def project_gate_up(stream, t, g, given, norm, parameters, now):
     """y -> the gated values: blocks of gate and up lie in turn."""
     B: gl.constexpr = num_blocks(given.gated.width)
-    C: gl.constexpr = num_chunks(given.y.width)
-    N: gl.constexpr = blocks_at_once(B, 2 * C)
+    C: gl.constexpr = num_tiles(given.y.width, stream.bits)
+    N: gl.constexpr = gated_at_once(B, C, stream.bits)
     held = stream.grab_early(t, g, 2 * B, C)
-    x, factor = given.y.take_normed(now, norm, parameters.eps)
+    x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+    held_x = stream.hold_x(x, C)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, 2 * N, C, stream.flying)
-        spread(stream.sums, sums, 0, 0, 2, N)
-        spread(stream.more_sums, sums, 0, 1, 2, N)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, C, stream.flying, stream.bits)
+        spread(stream.sums, sums, 0, 0, 2, N, stream.bits)
+        spread(stream.more_sums, sums, 0, 1, 2, N, stream.bits)
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
         slope = parameters.gate_linear + parameters.gate_cubic * gate * gate
         given.gated.publish(gate / (1.0 + gl.exp(-gate * slope)) * up, 0, i * N, now, N)
         t += 2 * N * C
-        g += 2 * N * C // group_tiles(2 * N, C)
+        g += 2 * N * C // group_tiles(2 * N, C, stream.bits)
     return t, g
 
 
 @gluon.jit
 def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    C: gl.constexpr = num_chunks(given.x.width)
-    N: gl.constexpr = head_blocks_at_once(given.x.width)
+    C: gl.constexpr = given.x.size // CHUNK
+    N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
-    x, factor = given.x.take_normed(x_now, norm, parameters.eps)
-    for i in range(num_head_blocks(VOCAB, given.x.width) // N):
-        sums = stream.products(t, g, (), x, N, C, HEAD_FLYING)
-        y = add_up(stream.sums, sums, 0, N) * factor
+    x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
+    for i in range(num_head_blocks(VOCAB, C) // N):
+        sums = stream.products(t, g, (), x, ((), ()), N, C, HEAD_FLYING, 16)
+        y = add_up(stream.sums, sums, 0, N, 16) * factor
         line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
         gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
         t += N * C
-        g += N * C // group_tiles(N, C)
+        g += N * C // group_tiles(N, C, 16)
 
 
 @gluon.jit
@@ -177,7 +207,7 @@ def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer,
     """Ask for what the next layer loads beside its weights, before they crowd memory."""
     skip = (later - layer).to(gl.int64) * stride
     attention.prefetch(k_cache + skip, v_cache + skip, place)
-    NORMS: gl.constexpr = 2 * num_chunks(given.x.width)  # elements of a thread
+    NORMS: gl.constexpr = 2 * (given.x.size // CHUNK)  # elements of a thread
     at = parameters.norms + later * (256 * NORMS)
     prefetch(at + thread_index() * NORMS, PREFETCH_AND_KEEP)
     if parameters.has_norm:
@@ -192,14 +222,14 @@ def prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer,
 
 @gluon.jit
 def compute(
-    stream, given, attention, parameters, embedding, caches, turns, logits, num_layers,
+    stream, given, attention, parameters, experts, embedding, caches, turns, logits, num_layers,
     VOCAB: gl.constexpr,
 ):  # fmt: skip
     """What eight warps of a program do."""
     k_caches, v_caches, stride = caches
     now, x_now = gl.load(turns), gl.load(turns + 1)
     D: gl.constexpr = attention.dim
-    NORM: gl.constexpr = num_chunks(given.x.width) * 256  # elements of a norm's weight
+    NORM: gl.constexpr = given.x.size // 4  # elements of a norm's weight
     line = block_index() * CHUNK + stream.sm * 8 + line_index()
     residual = gl.load(embedding + line, mask=line < given.x.width, other=0.0).to(gl.float32)
     given.x.publish(residual, 0, 0, x_now, 8)
@@ -226,13 +256,19 @@ def compute(
             attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
         attention.join(given.attended, now)
         norm = given.y.load_norm(parameters.norms + (2 * layer + 1) * NORM)
-        residual, t, g = project_back(stream, t, g, given.attended, given.y, residual, now, now)
+        residual, t, g = project_back(
+            stream, t, g, given.attended, given.y, residual, experts, now, now, False
+        )
         fence()
         attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
+        if experts.count > 0:
+            t, g = route(stream, t, g, given, norm, parameters, experts, now)
         t, g = project_gate_up(stream, t, g, given, norm, parameters, now)
         norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
-        residual, t, g = project_back(stream, t, g, given.gated, given.x, residual, now, x_now)
+        residual, t, g = project_back(
+            stream, t, g, given.gated, given.x, residual, experts, now, x_now, True
+        )
         now = next_buffer(now)
     project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB)
     if stream.sm == 0:  # the others read them before they had anything to say
@@ -241,39 +277,61 @@ def compute(
 
 
 @gluon.jit
-def load(
-    stream, qkv, o, gate_up, down, head, num_layers, HIDDEN: gl.constexpr, Q: gl.constexpr,
-    QKV: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr,
-):  # fmt: skip
+def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
     """What the ninth warp does: ask for tiles, across phases and layers, as slots come free."""
-    H: gl.constexpr = num_chunks(HIDDEN)
-    A: gl.constexpr = num_chunks(Q)
-    M: gl.constexpr = num_chunks(MLP)
+    HIDDEN: gl.constexpr = SIZES[0]
+    Q: gl.constexpr = q_width(SIZES)
+    QKV: gl.constexpr = qkv_width(SIZES)
+    MLP: gl.constexpr = SIZES[4]
+    VOCAB: gl.constexpr = SIZES[5]
+    qkv, o, gate_up, down, router = weights
+    BITS: gl.constexpr = stream.bits
+    H: gl.constexpr = num_tiles(HIDDEN, BITS)
+    A: gl.constexpr = num_tiles(Q, BITS)
+    M: gl.constexpr = num_tiles(MLP, BITS)
+    V: gl.constexpr = num_chunks(HIDDEN, BITS)
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
     BM: gl.constexpr = num_blocks(MLP)
-    BV: gl.constexpr = num_head_blocks(VOCAB, HIDDEN)
+    BV: gl.constexpr = num_head_blocks(VOCAB, V)
     # tiles in a group
-    GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
-    GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
-    GG: gl.constexpr = group_tiles(2 * blocks_at_once(BM, 2 * H), H)
-    GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
-    GV: gl.constexpr = group_tiles(head_blocks_at_once(HIDDEN), H)
+    GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H, BITS), H, BITS)
+    GO: gl.constexpr = group_tiles(blocks_at_once(B, A, BITS), A, BITS)
+    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, BITS), H, BITS)
+    GD: gl.constexpr = group_tiles(blocks_at_once(B, M, BITS), M, BITS)
+    GR: gl.constexpr = group_tiles(1, V, 16)
+    GV: gl.constexpr = group_tiles(head_blocks_at_once(V), V, 16)
     F: gl.constexpr = stream.flying
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)
     for layer in range(num_layers):
-        t, g, owners = stream.fetch(qkv, t, g, owners, layer, QKV, BQ, H, 1, GQ, F)
-        t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F)
-        t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F)
-        t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F)
-    stream.fetch(head, t, g, owners, 0, VOCAB, BV, H, 1, GV, HEAD_FLYING)
+        t, g, owners = stream.fetch(qkv, t, g, owners, layer, QKV, BQ, H, 1, GQ, F, BITS)
+        t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F, BITS)
+        if experts.count == 0:
+            t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F, BITS)
+            t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F, BITS)
+        else:
+            E: gl.constexpr = experts.count
+            t, g, owners = stream.fetch(router, t, g, owners, layer, E, 1, V, 1, GR, F, 16)
+            ids = experts.wait(layer)
+            t, g, owners = experts.fetch_gate_up(
+                stream, gate_up, t, g, owners, layer, ids, BM, H, GG
+            )
+            t, g, owners = experts.fetch_down(
+                stream, down, t, g, owners, layer, ids, HIDDEN, B, M, GD
+            )
+    stream.fetch((head, head), t, g, owners, 0, VOCAB, BV, V, 1, GV, HEAD_FLYING, 16)
 
 
 @gluon.jit
-def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr):
+def make_stream(sm, SIZES: gl.constexpr):
+    SLOTS: gl.constexpr = num_slots(SIZES)
+    BITS: gl.constexpr = SIZES[6]
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
+    factors = ring
+    if BITS < 16:
+        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_factors(SIZES)], FACTORS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [NUM_USED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -282,7 +340,33 @@ def make_stream(sm, SLOTS: gl.constexpr, FLYING: gl.constexpr):
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    return Stream(ring, words, full, used, sums, more_sums, sm, SLOTS, FLYING)
+    FLYING: gl.constexpr = num_flying(SIZES[0])
+    return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
+
+
+@gluon.jit
+def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
+    x, qkv, _, attended, y, gated, routed = memories
+    BITS: gl.constexpr = SIZES[6]
+    return Exchanges(
+        Exchange(x, flag, sm, SIZES[0], BITS),
+        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
+        Exchange(attended, flag, sm, q_width(SIZES), BITS),
+        Exchange(y, flag, sm, SIZES[0], BITS),
+        Exchange(gated, flag, sm, SIZES[4], BITS),
+        Exchange(routed, flag, sm, SIZES[7], 16),
+    )
+
+
+@gluon.jit
+def make_experts(stream, SIZES: gl.constexpr):
+    ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
+    if SIZES[7] > 0:
+        ids = gl.allocate_shared_memory(gl.int32, [32], S1)
+        weights = gl.allocate_shared_memory(gl.float32, [32, 1], S1)
+        chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(chosen, count=1)
+    return Experts(ids, weights, chosen, SIZES)
 
 
 @gluon.jit
@@ -304,30 +388,26 @@ def make_attention(
 
 @gluon.jit
 def persistent_step(
-    qkv, o, gate_up, down, head, vectors, caches, tables, signals, memories, outputs, numbers,
-    HIDDEN: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
-    DIM: gl.constexpr, MLP: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
+    vectors, caches, tables, signals, memories, outputs, numbers,
+    SIZES: gl.constexpr, BLOCK_SIZE: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """`PersistentStep.run` says what the tuples hold."""
+    """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described."""
+    HIDDEN: gl.constexpr = SIZES[0]
+    DIM: gl.constexpr = SIZES[3]
+    VOCAB: gl.constexpr = SIZES[5]
+    gates, downs = (gate_up, gate_up_factors), (down, down_factors)
+    weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
     slot, lengths, tokens, tokens_width, block_table, table_width = tables
     turns, flag = signals
-    x_memory, qkv_memory, partials, attended_memory, y_memory, gated_memory = memories
+    partials = memories[2]
     logits, context_len = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
-    Q: gl.constexpr = NUM_HEADS * DIM
-    QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
-    SLOTS: gl.constexpr = num_slots(HIDDEN, NUM_HEADS, NUM_KV_HEADS, DIM, MLP)
-    stream = make_stream(sm, SLOTS, num_flying(HIDDEN))
-    given = Exchanges(
-        Exchange(x_memory, flag, sm, HIDDEN),
-        Exchange(qkv_memory, flag, sm, QKV),
-        Exchange(attended_memory, flag, sm, Q),
-        Exchange(y_memory, flag, sm, HIDDEN),
-        Exchange(gated_memory, flag, sm, MLP),
-    )
+    stream = make_stream(sm, SIZES)
+    experts = make_experts(stream, SIZES)
+    given = make_exchanges(memories, flag, sm, SIZES)
     # A length of 0 is padding: its result is not used, and its key must go nowhere.
     slot = gl.load(slot)
     length = gl.load(lengths + slot)
@@ -335,8 +415,8 @@ def persistent_step(
     if sm == 0:
         gl.store(context_len, length)
     attention = make_attention(
-        block_table + slot * table_width, partials, given.qkv, length, position, window, NUM_HEADS,
-        NUM_KV_HEADS, DIM, BLOCK_SIZE,
+        block_table + slot * table_width, partials, given.qkv, length, position, window, SIZES[1],
+        SIZES[2], DIM, BLOCK_SIZE,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,
@@ -350,12 +430,12 @@ def persistent_step(
         [
             (
                 compute,
-                (stream, given, attention, parameters, embedding, caches, turns, logits,
+                (stream, given, attention, parameters, experts, embedding, caches, turns, logits,
                  num_layers, VOCAB),
             ),
             (
                 load,
-                (stream, qkv, o, gate_up, down, head, num_layers, HIDDEN, Q, QKV, MLP, VOCAB),
+                (stream, experts, weights, head, num_layers, SIZES),
             ),
         ],
         [1],

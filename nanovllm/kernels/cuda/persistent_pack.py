@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.ops import CudaLinear
-from nanovllm.kernels.cuda.persistent_step import PersistentStep, StepShape, device_problem
-from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
-from nanovllm.kernels.ops import DecoderWeights, PackedLinear
+from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
+from nanovllm.kernels.cuda.persistent_codes import LOWER, MIDDLE
+from nanovllm.kernels.cuda.persistent_step import (
+    NO_EXPERTS,
+    ExpertsShape,
+    PersistentStep,
+    StepShape,
+    device_problem,
+)
+from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
+from nanovllm.kernels.cuda.stored_linear import StoredLinear
+from nanovllm.kernels.ops import (
+    Activation,
+    DecoderWeights,
+    LayerWeights,
+    PackedLinear,
+    Routing,
+    SparseWeights,
+)
+from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, StoredWeight, num_blocks
+from nanovllm.kernels.stored_weights import MIDDLE as MIDDLE_CODE
 
 logger = logging.getLogger(__name__)
+
+Weight = Tensor | StoredWeight
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatrices:
+    """The matrices of a layer."""
+
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    router: Tensor | None
+
+    @property
+    def large(self) -> tuple[Weight, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 def pack_step(weights: DecoderWeights) -> PersistentStep | None:
@@ -24,36 +59,42 @@ def pack_step(weights: DecoderWeights) -> PersistentStep | None:
 
 
 def pack_tensors(weights: DecoderWeights) -> StepTensors:
-    layers = weights.layers
-    qkv = [_linear(layer.qkv) for layer in layers]
+    layers, matrices = weights.layers, _matrices(weights)
+    routers = [each.router for each in matrices if each.router is not None]
     return StepTensors(
         embedding=weights.embedding,
         norms=_stack_pairs([(layer.norm.weight, layer.mlp_norm.weight) for layer in layers]),
-        qkv=_move_together(qkv),
-        qkv_bias=_stack_biases(qkv),
+        qkv=move_together([each.qkv for each in matrices]),
+        qkv_bias=_stack_biases(layers),
         qk_norms=_stack_qk_norms(weights),
-        o=_move_together([_linear(layer.o) for layer in layers]),
-        gate_up=_move_together([_linear(layer.gate_up) for layer in layers]),
-        down=_move_together([_linear(layer.down) for layer in layers]),
+        o=move_together([each.o for each in matrices]),
+        gate_up=move_together([each.gate_up for each in matrices]),
+        down=move_together([each.down for each in matrices]),
         final_norm=weights.norm.weight.bfloat16(),
-        head=_linear(weights.head).weight,
+        head=_head(weights),
         rope=layers[0].rope,
+        router=torch.stack(routers) if routers else None,
     )
 
 
 def pack_constants(weights: DecoderWeights) -> StepConstants:
-    layer = weights.layers[0]
-    activation = _linear(layer.gate_up).activation
-    assert activation is not None
-    return StepConstants(weights.norm.eps, layer.scale, layer.window, activation)
+    layer, routing = weights.layers[0], _routing(weights.layers[0])
+    activation = "silu" if isinstance(layer.mlp, SparseWeights) else _activation(layer.mlp.gate_up)
+    return StepConstants(weights.norm.eps, layer.scale, layer.window, activation, routing)
 
 
 def _problem(weights: DecoderWeights) -> str | None:
-    linears = [linear for layer in _linears(weights) for linear in layer]
-    if any(not isinstance(linear, CudaLinear) for linear in linears):
-        return "its weights are not plain matrices in 16 bits"
-    if _linear(weights.head).weight.dtype != torch.bfloat16:
+    if not all(map(_is_known, weights.layers)) or not isinstance(weights.head, CudaLinear):
+        return "its weights are not plain matrices in 16 bits, or codes"
+    if _head(weights).dtype != torch.bfloat16:
         return "its weights are not bfloat16"
+    matrices = [matrix for each in _matrices(weights) for matrix in each.large]
+    if len({_bits(matrix) for matrix in matrices}) > 1:
+        return "its weights are not all of as many bits"
+    if any(map(_is_unusual, matrices)):
+        return "its codes have other groups than of 128, or scales of more digits than bfloat16"
+    if len({_routing(layer) for layer in weights.layers}) > 1:
+        return "some layers have experts, and some have none"
     if problem := device_problem(weights.embedding.device):
         return problem
     if problem := _shape(weights).problem:
@@ -61,15 +102,39 @@ def _problem(weights: DecoderWeights) -> str | None:
     return _odd_layers(weights) or _lack_of_room(weights)
 
 
+def _is_known(layer: LayerWeights) -> bool:
+    linears = [layer.qkv, layer.o]
+    if isinstance(layer.mlp, SparseWeights):
+        is_known = isinstance(layer.mlp.experts, CudaExperts)
+        return (
+            is_known and isinstance(layer.mlp.router, CudaLinear) and all(map(_has_matrix, linears))
+        )
+    return all(map(_has_matrix, (*linears, layer.mlp.gate_up, layer.mlp.down)))
+
+
+def _has_matrix(packed: PackedLinear) -> bool:
+    return isinstance(packed, CudaLinear | StoredLinear)
+
+
+def _bits(weight: Weight) -> int:
+    if isinstance(weight, Tensor):
+        return 16
+    return 8 if isinstance(weight, Fp8Weight) else 4
+
+
+def _is_unusual(weight: Weight) -> bool:
+    if isinstance(weight, Tensor | Fp8Weight):
+        return False
+    return weight.group != BLOCK or not _is_bfloat16(weight.scales)
+
+
 def _odd_layers(weights: DecoderWeights) -> str | None:
     """Why the kernel cannot do what some of the layers do."""
     layers = weights.layers
-    if weights.embedding_scale != 1 or _linear(weights.head).bias is not None:
+    if weights.embedding_scale != 1 or _bias(weights.head) is not None:
         return "it scales embeddings, or its head has a bias"
-    others = [
-        _linear(linear) for layer in layers for linear in (layer.o, layer.gate_up, layer.down)
-    ]
-    if any(linear.bias is not None for linear in others):
+    others = [linear for layer in layers for linear in _linears(layer)[1:]]
+    if any(_bias(linear) is not None for linear in others):
         return "there are biases beside those of q, k and v"
     if len({(layer.scale, layer.window, layer.rope.data_ptr()) for layer in layers}) > 1:
         return "layers differ in their attention"
@@ -84,8 +149,8 @@ def _odd_layers(weights: DecoderWeights) -> str | None:
 
 def _lack_of_room(weights: DecoderWeights) -> str | None:
     """While the weights of one kind move, they are there twice."""
-    kinds = zip(*_linears(weights), strict=True)
-    largest = max(sum(_linear(linear).weight.nbytes for linear in kind) for kind in kinds)
+    kinds = zip(*(each.large for each in _matrices(weights)), strict=True)
+    largest = max(sum(_words(matrix).nbytes for matrix in kind) for kind in kinds)
     device = weights.embedding.device
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -96,34 +161,99 @@ def _lack_of_room(weights: DecoderWeights) -> str | None:
 
 
 def _shape(weights: DecoderWeights) -> StepShape:
-    layer, dim = weights.layers[0], weights.head_dim
-    num_kv_heads = (len(_linear(layer.qkv).weight) // dim - weights.num_heads) // 2
-    vocab, hidden = _linear(weights.head).weight.shape
-    mlp = _linear(layer.down).weight.shape[1]
-    return StepShape(hidden, weights.num_heads, num_kv_heads, dim, mlp, vocab)
+    first, dim, routing = _matrices(weights)[0], weights.head_dim, _routing(weights.layers[0])
+    num_kv_heads = (first.qkv.shape[0] // dim - weights.num_heads) // 2
+    vocab, hidden = _head(weights).shape
+    mlp, experts = first.down.shape[-1], NO_EXPERTS
+    if routing is not None and first.router is not None:
+        experts = ExpertsShape(len(first.router), routing.top_k, mlp, routing.is_normalized)
+        mlp *= routing.top_k
+    sizes = hidden, weights.num_heads, num_kv_heads, dim, mlp, vocab
+    return StepShape(*sizes, _bits(first.qkv), experts)
 
 
-def _linears(weights: DecoderWeights) -> list[tuple[PackedLinear, ...]]:
-    return [(layer.qkv, layer.o, layer.gate_up, layer.down) for layer in weights.layers]
+def _matrices(weights: DecoderWeights) -> list[LayerMatrices]:
+    found = []
+    for layer in weights.layers:
+        attention = _matrix(layer.qkv), _matrix(layer.o)
+        if isinstance(layer.mlp, SparseWeights):
+            experts, router = layer.mlp.experts, _matrix(layer.mlp.router)
+            assert isinstance(experts, CudaExperts)
+            assert isinstance(router, Tensor)
+            found.append(LayerMatrices(*attention, experts.gate_up, experts.down, router))
+        else:
+            mlp = _matrix(layer.mlp.gate_up), _matrix(layer.mlp.down)
+            found.append(LayerMatrices(*attention, *mlp, None))
+    return found
 
 
-def _linear(packed: PackedLinear) -> CudaLinear:
-    assert isinstance(packed, CudaLinear)
-    return packed
+def _linears(layer: LayerWeights) -> tuple[PackedLinear, ...]:
+    mlp = layer.mlp
+    rest = (mlp.router,) if isinstance(mlp, SparseWeights) else (mlp.gate_up, mlp.down)
+    return layer.qkv, layer.o, *rest
 
 
-def _move_together(linears: list[CudaLinear]) -> Tensor:
+def _matrix(packed: PackedLinear) -> Weight:
+    assert isinstance(packed, CudaLinear | StoredLinear)
+    return packed.weight
+
+
+def _head(weights: DecoderWeights) -> Tensor:
+    head = _matrix(weights.head)
+    assert isinstance(head, Tensor)
+    return head
+
+
+def _bias(packed: PackedLinear) -> Tensor | None:
+    assert isinstance(packed, CudaLinear | StoredLinear)
+    return packed.bias
+
+
+def _activation(packed: PackedLinear) -> Activation:
+    assert isinstance(packed, CudaLinear | StoredLinear)
+    assert packed.activation is not None
+    return packed.activation
+
+
+def _routing(layer: LayerWeights) -> Routing | None:
+    if not isinstance(layer.mlp, SparseWeights):
+        return None
+    assert isinstance(layer.mlp.experts, CudaExperts)
+    return layer.mlp.experts.routing
+
+
+def _words(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.words
+
+
+def move_together(weights: list[Weight]) -> Tensor | StackedCodes:
     """Make the weights of all layers views of one tensor, so that none is held twice."""
-    first = linears[0].weight
-    stacked = first.new_empty(len(linears), *first.shape)
-    for i, linear in enumerate(linears):
-        stacked[i].copy_(linear.weight)
-        linear.weight = stacked[i]
-    return stacked
+    first = _words(weights[0])
+    stacked = first.new_empty(len(weights), *first.shape)
+    for i, weight in enumerate(weights):
+        stacked[i].copy_(_words(weight))
+        if isinstance(weight, Tensor):
+            weight.data = stacked[i]
+        else:
+            weight.move_to(stacked[i])
+    stored = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if not stored:
+        return stacked
+    return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(factors_of, stored))))
 
 
-def _stack_biases(linears: list[CudaLinear]) -> Tensor | None:
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+def factors_of(weight: StoredWeight) -> Tensor:
+    """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
+    if isinstance(weight, Fp8Weight):
+        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
+        return scales.contiguous().view(torch.int32)
+    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if weight.zeros is None else weight.zeros
+    halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
+    return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
+
+
+def _stack_biases(layers: list[LayerWeights]) -> Tensor | None:
+    biases = [bias for layer in layers if (bias := _bias(layer.qkv)) is not None]
     return torch.stack(biases) if biases else None
 
 

@@ -7,13 +7,41 @@ SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
 TILE_BYTES = gl.constexpr(16384)
 
 
+# Codes of 8 or 4 bits come in tiles of as many bytes, which are that many more columns.
+
+
 @gluon.constexpr_function
-def num_chunks(width):
-    """Chunks of a vector, padded so that more than six are some groups of `group_chunks`."""
+def tile_chunks(bits):
+    """Chunks of a vector that a tile of codes is multiplied with."""
+    return 16 // bits
+
+
+@gluon.constexpr_function
+def tile_groups(bits):
+    """Scales of a line in a tile: one for 128 codes; weights of 16 bits have none."""
+    return 0 if bits == 16 else tile_chunks(bits) * 8
+
+
+@gluon.constexpr_function
+def num_chunks(width, bits=16):
+    """Chunks of a vector, padded to whole tiles, of which more than six are some groups of
+    `group_chunks`."""
     chunks = -(-width // 1024)
-    while chunks > 6 and all(chunks % size for size in (4, 5, 6, 7, 3)):
+    while chunks % tile_chunks(bits) or is_odd(chunks) or is_odd(chunks // tile_chunks(bits)):
         chunks += 1
     return chunks
+
+
+@gluon.constexpr_function
+def is_odd(count):
+    """Whether groups of tiles would leave a rest."""
+    return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
+
+
+@gluon.constexpr_function
+def num_tiles(width, bits):
+    """Tiles of a line of weights."""
+    return num_chunks(width, bits) // tile_chunks(bits)
 
 
 @gluon.constexpr_function
@@ -23,40 +51,88 @@ def num_blocks(lines):
 
 
 @gluon.constexpr_function
-def is_held(blocks, chunks):
+def is_wide(tiles, bits):
+    """Whether a line has too many tiles for all of x to be in registers."""
+    return tiles > {16: 3, 8: 2, 4: 1}[bits]
+
+
+@gluon.constexpr_function
+def max_held(bits):
+    """Tiles that registers have room for, beside x."""
+    return {16: 6, 8: 6, 4: 4}[bits]
+
+
+@gluon.constexpr_function
+def is_held(blocks, tiles, bits):
     """Whether all tiles of a projection are in registers before its x has come."""
-    return blocks * chunks <= 6
+    return blocks * tiles <= max_held(bits) and (bits == 16 or not is_wide(tiles, bits))
 
 
 @gluon.constexpr_function
-def blocks_at_once(blocks, chunks):
-    """Blocks of lines whose tiles are loaded together; wide ones go chunk by chunk instead."""
-    if chunks > 3 and not is_held(blocks, chunks):
+def goes_by_tile(blocks, tiles, bits):
+    """Whether tiles are multiplied as they come, without being moved into registers first."""
+    return is_wide(tiles, bits) and not is_held(blocks, tiles, bits)
+
+
+@gluon.constexpr_function
+def blocks_at_once(blocks, tiles, bits):
+    """Blocks of lines whose tiles are loaded together; wide ones go tile by tile instead."""
+    if goes_by_tile(blocks, tiles, bits):
         return 1
-    return max(n for n in range(1, 7) if blocks % n == 0 and n * chunks <= 6)
+    return max(n for n in range(1, 7) if blocks % n == 0 and n * tiles <= max_held(bits))
 
 
 @gluon.constexpr_function
-def group_chunks(chunks):
-    """Chunks of a wide line that are waited for together."""
-    return next(size for size in (4, 5, 6, 7, 3, 1) if chunks % size == 0)
+def gated_at_once(blocks, tiles, bits):
+    """Blocks of gate, and as many of up, that are loaded together."""
+    most = max_held(bits) // (2 * tiles)
+    return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 
 
 @gluon.constexpr_function
-def group_tiles(blocks, chunks):
+def group_chunks(tiles):
+    """Tiles of a wide line that are waited for together."""
+    return next(size for size in (4, 5, 6, 7, 3, 2, 1) if tiles % size == 0)
+
+
+@gluon.constexpr_function
+def group_tiles(blocks, tiles, bits):
     """Tiles that are used together, of as many blocks as are multiplied together."""
-    if chunks > 3 and not is_held(blocks, chunks):
-        return group_chunks(chunks)
-    return blocks * chunks
+    if goes_by_tile(blocks, tiles, bits):
+        return group_chunks(tiles)
+    return blocks * tiles
+
+
+# Sizes, for those below: of hidden, heads, kv heads, a head, the MLP and the vocabulary; bits of a
+# weight; experts, how many are chosen, the size of one, whether weights are normalized.
 
 
 @gluon.constexpr_function
-def num_slots(hidden, num_heads, num_kv_heads, dim, mlp):
+def q_width(sizes):
+    return sizes[1] * sizes[3]
+
+
+@gluon.constexpr_function
+def qkv_width(sizes):
+    return (sizes[1] + 2 * sizes[2]) * sizes[3]
+
+
+@gluon.constexpr_function
+def slot_factors(sizes):
+    """Words for the factors of any tile."""
+    bits = sizes[6]
+    piece = factor_piece(sizes[9], bits) if sizes[7] else 8
+    return 0 if bits == 16 else factor_words(bits, piece)
+
+
+@gluon.constexpr_function
+def num_slots(sizes):
     """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-    num_staged = max(map(num_chunks, (hidden, num_heads * dim, mlp)))
+    hidden, num_heads, num_kv_heads, dim, mlp, _, bits = sizes[:7]
+    num_staged = max(num_chunks(width, bits) for width in (hidden, num_heads * dim, mlp))
     heads = 16 * dim * 2 + power_of_two(num_heads // num_kv_heads) * 8 * (dim + 2) * 4
     scratch = max(num_staged * 2048, heads) + 8192 + 1024
-    return min(12, (SHARED_BYTES - scratch) // TILE_BYTES.value)
+    return min(12, (SHARED_BYTES - scratch) // (TILE_BYTES.value + 4 * slot_factors(sizes)))
 
 
 @gluon.constexpr_function
@@ -66,13 +142,13 @@ def num_flying(hidden):
 
 
 @gluon.constexpr_function
-def head_blocks_at_once(hidden):
-    return {1: 4, 2: 2, 3: 2}.get(num_chunks(hidden), 1)
+def head_blocks_at_once(chunks):
+    return {1: 4, 2: 2, 3: 2}.get(chunks, 1)
 
 
 @gluon.constexpr_function
-def num_head_blocks(vocab, hidden):
-    at_once = head_blocks_at_once(hidden)
+def num_head_blocks(vocab, chunks):
+    at_once = head_blocks_at_once(chunks)
     return -(-num_blocks(vocab) // at_once) * at_once
 
 
@@ -141,3 +217,41 @@ def head_layout(group):
 def join_layout(group):
     """[heads, 8 warps, dim]: a thread joins what the warps have of a column."""
     return gl.BlockedLayout([1, 8, 1], [1, 1, 32], [group, 1, 8 // group], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def segments(width, bits):
+    """Of 128 bytes, in a line of so many weights; a tile has 16."""
+    return width * bits // 1024
+
+
+@gluon.constexpr_function
+def piece_segments(width, bits):
+    """Segments of a tile that can come together, if its lines are put together of such widths."""
+    return next(size for size in (16, 8, 4, 2, 1) if segments(width, bits) % size == 0)
+
+
+@gluon.constexpr_function
+def factor_words(bits, piece):
+    """Room for the factors of a tile: those of a piece begin at a multiple of 128 bytes."""
+    return 16 // piece * max(piece * 8 * tile_groups(bits) // 16, 32)
+
+
+@gluon.constexpr_function
+def factor_piece(width, bits):
+    """Segments whose factors come together: those of half a tile, or fewer."""
+    return min(piece_segments(width, bits), 8)
+
+
+@gluon.constexpr_function
+def rank_layout(count):
+    """[experts, experts]: each is compared with all others, by one or more threads."""
+    columns = min(max(256 // count, 1), count, 32)
+    rows = max(count // 256, 1)
+    return gl.BlockedLayout([rows, count // columns], [32 // columns, columns], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def chosen_layout(count):
+    """[experts, 32 places]."""
+    return gl.BlockedLayout([max(count // 8, 1), 1], [1, 32], [8, 1], [1, 0])

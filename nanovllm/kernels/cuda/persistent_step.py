@@ -6,12 +6,14 @@ docs/persistent-step.md explains the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.errors import EngineError
+from nanovllm.kernels.cuda.persistent_codes import FACTORS
 from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.kernels.cuda.persistent_kernel import persistent_step
 from nanovllm.kernels.cuda.persistent_sizes import (
@@ -19,15 +21,37 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_partials,
     num_slots,
     num_splits,
+    num_tiles,
+    piece_segments,
     power_of_two,
+    tile_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import RING
-from nanovllm.kernels.cuda.step_tensors import StepConstants, StepTensors
+from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
 
 LOG2_E = 1.4426950408889634
+MAX_EXPERTS = 256  # of which each is compared with all others
+MAX_TOP_K = 32
 MIN_SLOTS = 7  # a group of tiles
 NO_WINDOW = 1 << 30
 MAX_WORDS = 1 << 31  # places in a layer's cache are counted in 32 bits
+
+
+class ExpertsShape(NamedTuple):
+    num_experts: int = 0
+    top_k: int = 1
+    size: int = 64  # of an expert's MLP
+    is_normalized: bool = False  # whether the weights of the chosen sum to one
+
+    def problem(self, bits: int) -> str | None:
+        if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
+            return f"{self.top_k} of {self.num_experts} experts"
+        if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
+            return f"experts of {self.size}"
+        return None
+
+
+NO_EXPERTS = ExpertsShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +62,10 @@ class StepShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp: int
+    mlp: int  # of experts: all that a token goes to
     vocab: int
+    bits: int = 16  # of all weights but the head's and the router's
+    experts: ExpertsShape = NO_EXPERTS
 
     @property
     def q(self) -> int:
@@ -48,6 +74,12 @@ class StepShape:
     @property
     def qkv(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """All of it, for the kernel."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
 
     @property
     def problem(self) -> str | None:
@@ -59,10 +91,12 @@ class StepShape:
             return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
         if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
             return f"a kv head for every {group} of {self.head_dim}"
-        if self.hidden % 64 or self.mlp % 64 or self.hidden > 8192:
+        if problem := self.experts.problem(self.bits):
+            return problem
+        part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
+        if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
             return f"widths of {self.hidden} and {self.mlp}"
-        sizes = self.hidden, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp
-        return None if num_slots(*sizes) >= MIN_SLOTS else "too little shared memory"
+        return None if num_slots(self.sizes) >= MIN_SLOTS else "too little shared memory"
 
 
 def device_problem(device: torch.device) -> str | None:
@@ -80,29 +114,42 @@ class PersistentStep:
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
         self.shape, self.tensors, self.constants = shape, tensors, constants
-        self.num_layers = len(tensors.qkv)
+        self.num_layers = len(tensors.norms)
         # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
         self.max_context = 16384 if shape.hidden >= 4096 else 8192
-        device = tensors.qkv.device
-        weights = tensors.qkv, tensors.o, tensors.gate_up, tensors.down, tensors.head
-        self._weights = [describe(weight) for weight in weights]
+        device = tensors.head.device
+        weights = tensors.qkv, tensors.o, tensors.gate_up
+        router = tensors.head if tensors.router is None else tensors.router
+        self._weights = (
+            *[part for weight in weights for part in describe_both(weight)],
+            *describe_both(tensors.down, self._piece()),
+            describe(router),
+            describe(tensors.head),
+        )
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
             tensors.embedding,
-            four_in_one(tensors.norms),
-            four_in_one(tensors.final_norm),
+            four_in_one(tensors.norms, shape.bits),
+            four_in_one(tensors.final_norm, shape.bits),
             None if norms is None else norms.contiguous().view(torch.int32),
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        widths = shape.hidden, shape.qkv, shape.q, shape.hidden, shape.mlp
-        x, qkv, attended, y, gated = (empty_exchange(width, device) for width in widths)
+        widths = shape.hidden, shape.q, shape.hidden, shape.mlp
+        x, attended, y, gated = (empty_exchange(width, device, shape.bits) for width in widths)
+        qkv = empty_exchange(shape.qkv, device)
         partials = empty_partials(shape, device)
-        self._exchanges = x, qkv, partials, attended, y, gated
+        routed = empty_exchange(shape.experts.num_experts, device)
+        self._exchanges = x, qkv, partials, attended, y, gated, routed
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         # The kernel writes it if a program waits in vain, and the host can look without waiting.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
+
+    def _piece(self) -> int:
+        """Segments of a tile of `down` that come together."""
+        shape, experts = self.shape, self.shape.experts
+        return piece_segments(experts.size, shape.bits) if experts.num_experts else 16
 
     def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
         strides = {
@@ -138,12 +185,7 @@ class PersistentStep:
             self._exchanges,
             (logits, context_len),
             (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
-            HIDDEN=shape.hidden,
-            NUM_HEADS=shape.num_heads,
-            NUM_KV_HEADS=shape.num_kv_heads,
-            DIM=shape.head_dim,
-            MLP=shape.mlp,
-            VOCAB=shape.vocab,
+            SIZES=shape.sizes,
             BLOCK_SIZE=k.shape[1],
             ACTIVATION=constants.activation,
             num_warps=8,
@@ -159,22 +201,49 @@ class PersistentStep:
             )
 
 
-def describe(weight: Tensor) -> TensorDescriptor:
+def describe_both(
+    weight: Tensor | StackedCodes, piece: int = 16
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Tell the copy engine of codes and their factors; what is no code has only the first.
+
+    Tiles come whole, or in pieces of fewer than 16 segments, of lines that are put together.
+    """
+    if isinstance(weight, Tensor):
+        return describe(weight, piece), describe(weight, piece)
+    factors = by_tile(weight.factors, weight.bits, is_whole=piece == 16)
+    size = 8 * tile_groups(weight.bits) * piece // 16
+    codes = weight.words.view(torch.bfloat16)
+    described = TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
+    return describe(codes, piece), described
+
+
+def describe(weight: Tensor, piece: int = 16) -> TensorDescriptor:
     """Tell the copy engine of lines [..., width] in tiles of 8 lines and 1,024 columns."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
-    return TensorDescriptor(weight, shape, [64, width, 1], [16, 8, 64], RING.value)
+    return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
-def four_in_one(norms: Tensor) -> Tensor:
+def by_tile(factors: Tensor, bits: int, is_whole: bool = True) -> Tensor:
+    """Lay factors [..., out, groups] out for 8 lines at a time, group by group.
+
+    Lines are padded to whole tiles, if they are not put together.
+    """
+    groups = factors.shape[-1]
+    padded = num_tiles(groups * 128, bits) * tile_groups(bits) if is_whole else groups
+    whole = torch.nn.functional.pad(factors, (0, padded - groups))
+    return whole.view(-1, 8, padded).transpose(1, 2).contiguous().flatten()
+
+
+def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
     """Pad norm weights [..., hidden] to whole chunks, and view four of them as one element."""
-    padding = num_chunks(norms.shape[-1]) * 1024 - norms.shape[-1]
+    padding = num_chunks(norms.shape[-1], bits) * 1024 - norms.shape[-1]
     padded: Tensor = torch.nn.functional.pad(norms, (0, padding))
     return padded.contiguous().view(torch.int64)
 
 
-def empty_exchange(width: int, device: torch.device) -> Tensor:
-    size = num_chunks(width) * 1024
+def empty_exchange(width: int, device: torch.device, bits: int = 16) -> Tensor:
+    size = num_chunks(width, bits) * 1024
     memory = torch.zeros(NUM_BUFFERS.value, 2, size, dtype=torch.int16, device=device)
     memory[..., :width] = -1
     return memory

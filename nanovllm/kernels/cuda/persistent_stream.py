@@ -8,8 +8,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from nanovllm.kernels.cuda.persistent_codes import (
+    ONE,
+    both_blocks,
+    load_factors,
+    load_x,
+    multiply_codes,
+    sixteen,
+    sum_of,
+)
 from nanovllm.kernels.cuda.persistent_exchange import CHUNK, LINES, S2, SUMS
-from nanovllm.kernels.cuda.persistent_sizes import TILE_BYTES, group_chunks, is_held
+from nanovllm.kernels.cuda.persistent_sizes import (
+    TILE_BYTES,
+    group_chunks,
+    is_held,
+    is_wide,
+    tile_groups,
+)
 
 HEAD_FLYING = gl.constexpr(4)  # tiles of the head on their way at once
 NUM_USED = gl.constexpr(16)  # barriers of groups: more than a ring has slots
@@ -18,7 +33,6 @@ RING = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
 RING_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 3))
 # A tile as words of two weights, [16, 8 lines, 32]: the layout that the tensor cores want of B
 TILE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
-ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
 
 
 @gluon.constexpr_function
@@ -44,33 +58,10 @@ def product_registers(words):
 
 
 @gluon.jit
-def halves(t, N: gl.constexpr):
-    return gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
-
-
-@gluon.jit
-def quarters(t, N: gl.constexpr):
-    even, odd = halves(t, N)
-    first, third = halves(even, N // 2)
-    second, fourth = halves(odd, N // 2)
-    return first, second, third, fourth
-
-
-@gluon.jit
 def words_of(tile):
     """The 16 words that each thread has of a tile, as tensors of one word."""
     t = gl.permute(gl.reshape(tile, [2, 8, 8, 4, 8]), [1, 2, 3, 0, 4])
-    a = quarters(gl.reshape(t, [8, 8, 4, 16]), 16)  # word m is in a[m % 4], at m // 4
-    b0, b1, b2, b3 = quarters(a[0], 4), quarters(a[1], 4), quarters(a[2], 4), quarters(a[3], 4)
-    words = ()
-    for k in gl.static_range(4):
-        words = words + (one(b0[k]), one(b1[k]), one(b2[k]), one(b3[k]))
-    return words
-
-
-@gluon.jit
-def one(t):
-    return gl.convert_layout(gl.reshape(t, [8, 8, 4]), ONE, assert_trivial=True)
+    return sixteen(gl.reshape(t, [8, 8, 4, 16]))
 
 
 @gluon.jit
@@ -97,14 +88,25 @@ def multiply(w, i: gl.constexpr, x, c0, c1):
 
 
 @gluon.jit
-def spread(memory, sums, row, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr):
+def spread(
+    memory, sums, row, first: gl.constexpr, step: gl.constexpr, N: gl.constexpr, BITS: gl.constexpr
+):
     """Store the warps' sums of N blocks for `total`, as rows `row` and on."""
-    n = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None] - row
-    even, odd = sums[2 * first], sums[2 * first + 1]
-    for r in gl.static_range(1, N):
-        even = gl.where(n == r, sums[2 * (first + r * step)], even)
-        odd = gl.where(n == r, sums[2 * (first + r * step) + 1], odd)
-    memory.store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
+    if BITS < 16:
+        # Those of a line are in four threads, of which each stores two rows.
+        n = 2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, ONE)))[None, None, :] - row
+        even, odd = sums[first], sums[first]
+        for r in gl.static_range(N):
+            even = gl.where(n == r, sums[first + r * step], even)
+            odd = gl.where(n + 1 == r, sums[first + r * step], odd)
+        memory.permute([0, 2, 1]).store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
+    else:
+        n = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, ONE)))[None, :, None] - row
+        even, odd = sums[2 * first], sums[2 * first + 1]
+        for r in gl.static_range(1, N):
+            even = gl.where(n == r, sums[2 * (first + r * step)], even)
+            odd = gl.where(n == r, sums[2 * (first + r * step) + 1], odd)
+        memory.store(gl.reshape(gl.join(even, odd), [8, 8, 8]))
 
 
 @gluon.jit
@@ -115,8 +117,8 @@ def total(memory):
 
 
 @gluon.jit
-def add_up(memory, sums, row, N: gl.constexpr):
-    spread(memory, sums, row, 0, 1, N)
+def add_up(memory, sums, row, N: gl.constexpr, BITS: gl.constexpr):
+    spread(memory, sums, row, 0, 1, N, BITS)
     return total(memory)
 
 
@@ -125,11 +127,12 @@ class Stream:
     """This program's tiles of all weights, in the order of their use.
 
     Tiles of a group are used, and their slots come free, together. Where in the stream who loads or
-    multiplies is, t says in tiles and g in groups.
+    multiplies is, t says in tiles and g in groups. BITS are those of a weight.
     """
 
     ring: gl.shared_memory_descriptor
     words: gl.shared_memory_descriptor  # the same memory
+    factors: gl.shared_memory_descriptor  # of codes, for each slot
     full: gl.shared_memory_descriptor  # a barrier for each slot
     used: gl.shared_memory_descriptor  # and for groups, in rotation
     sums: gl.shared_memory_descriptor  # what warps add up
@@ -137,35 +140,52 @@ class Stream:
     sm: gl.tensor
     slots: gl.constexpr
     flying: gl.constexpr  # tiles on their way at once: more of them slow the exchanges down
+    bits: gl.constexpr  # of all weights but the head's
 
     @gluon.constexpr_function
-    def __init__(self, ring, words, full, used, sums, more_sums, sm, slots, flying):
-        self.ring, self.words, self.full, self.used = ring, words, full, used
+    def __init__(self, ring, words, factors, full, used, sums, more_sums, sm, slots, flying, bits):
+        self.ring, self.words, self.factors = ring, words, factors
+        self.full, self.used = full, used
         self.sums, self.more_sums = sums, more_sums
         self.sm, self.slots, self.flying = sm, gl.constexpr(slots), gl.constexpr(flying)
+        self.bits = gl.constexpr(bits)
 
     @gluon.jit
     def fetch(
         self, weights, t, g, owners, layer, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        CHUNKS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        TILES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
+        BITS: gl.constexpr,
     ):  # fmt: skip
         """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate."""
-        for i in range(BLOCKS * PARTS * CHUNKS):
-            block, chunk = i // CHUNKS, i % CHUNKS
+        codes, factors = weights
+        FACTORS: gl.constexpr = 8 * tile_groups(BITS)
+        for i in range(BLOCKS * PARTS * TILES):
+            block, tile = i // TILES, i % TILES
             line = block // PARTS * CHUNK + self.sm * 8
             # Beyond the last line of all the copy engine writes zeros, and reads nothing.
-            line = gl.where(line < LINES, (layer * PARTS + block % PARTS) * LINES + line, 1 << 30)
-            owners = self.take_slot(t, g + i // GROUP, owners)
-            if t >= FLYING:
-                before = t - FLYING
-                mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
+            is_there = line < LINES
+            line = gl.where(is_there, (layer * PARTS + block % PARTS) * LINES + line, 1 << 30)
+            owners = self.claim(t, g + i // GROUP, owners, TILE_BYTES + 4 * FACTORS, FLYING)
             full = self.full.index(t % self.slots)
-            mbarrier.expect(full, TILE_BYTES)
             tma.async_copy_global_to_shared(
-                weights, [chunk * 16, line, 0], full, self.ring.index(t % self.slots)
+                codes, [tile * 16, line, 0], full, self.ring.index(t % self.slots)
             )
+            if BITS < 16:
+                place = gl.where(is_there, (line // 8 * TILES + tile) * FACTORS, 1 << 30)
+                target = self.factors.index(t % self.slots).slice(0, FACTORS, 0)
+                tma.async_copy_global_to_shared(factors, [place], full, target)
             t += 1
-        return t, g + BLOCKS * PARTS * CHUNKS // GROUP, owners
+        return t, g + BLOCKS * PARTS * TILES // GROUP, owners
+
+    @gluon.jit
+    def claim(self, t, g, owners, BYTES: gl.constexpr, FLYING: gl.constexpr):
+        """Wait for a tile's slot, and until few enough are on their way, and expect its bytes."""
+        owners = self.take_slot(t, g, owners)
+        if t >= FLYING:
+            before = t - FLYING
+            mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
+        mbarrier.expect(self.full.index(t % self.slots), BYTES)
+        return owners
 
     @gluon.jit
     def take_slot(self, t, g, owners):
@@ -191,67 +211,159 @@ class Stream:
         mbarrier.arrive(self.used.index(g % NUM_USED), count=1)
 
     @gluon.jit
-    def grab(self, t, g, N: gl.constexpr, FLYING: gl.constexpr):
-        """Move a group of N tiles into registers."""
+    def words_at(self, t):
+        """A thread's words of the tile at a place of the stream."""
+        return words_of(self.words.index(t % self.slots).load(TILE))
+
+    @gluon.jit
+    def grab(
+        self, t, g, N: gl.constexpr, FLYING: gl.constexpr, BITS: gl.constexpr,
+        PIECE: gl.constexpr,
+    ):  # fmt: skip
+        """Move a group of N tiles into registers, with the factors of each."""
         self.wait(t, N, FLYING)
         w = ()
         for k in gl.static_range(N):
-            w = w + words_of(self.words.index((t + k) % self.slots).load(TILE))
+            w = w + self.words_at(t + k)
+            if BITS < 16:
+                w = w + load_factors(self.factors.index((t + k) % self.slots), BITS, PIECE)
         self.release(g)
         return w
 
     @gluon.jit
-    def grab_early(self, t, g, BLOCKS: gl.constexpr, CHUNKS: gl.constexpr):
+    def grab_early(self, t, g, BLOCKS: gl.constexpr, TILES: gl.constexpr, PIECE: gl.constexpr = 8):
         """Move a projection's tiles into registers before x comes, if they fit."""
         w = ()
-        if is_held(BLOCKS, CHUNKS):
-            w = self.grab(t, g, BLOCKS * CHUNKS, self.flying)
+        if is_held(BLOCKS, TILES, self.bits):
+            w = self.grab(t, g, BLOCKS * TILES, self.flying, self.bits, PIECE)
         return w
 
     @gluon.jit
+    def hold_x(self, x, TILES: gl.constexpr):
+        """What products with codes need of x for all blocks, moved into registers if it fits."""
+        parts, totals = (), ()
+        if self.bits < 16:
+            for k in gl.static_range(2 * TILES):
+                if self.bits == 4 or not is_wide(TILES, self.bits):
+                    part = load_x(x[k], self.bits)
+                    if self.bits == 4:
+                        totals = totals + (sum_of(part),)
+                    if not is_wide(TILES, self.bits):
+                        parts = parts + (part,)
+        return parts, totals
+
+    @gluon.jit
     def products(
-        self, t, g, held, x, COUNT: gl.constexpr, CHUNKS: gl.constexpr, FLYING: gl.constexpr
-    ):
-        """Multiply COUNT blocks of lines with x: this warp's part of each, two lines a thread."""
+        self, t, g, held, x, held_x, COUNT: gl.constexpr, TILES: gl.constexpr,
+        FLYING: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr = 8,
+    ):  # fmt: skip
+        """Multiply COUNT blocks of lines with x: this warp's part of each.
+
+        A thread has the sums of two lines, or by codes those of one. Factors of codes came for
+        PIECE segments at a time.
+        """
         sums = ()
-        if len(held) > 0:
-            sums = self.products_of_held(held, x, COUNT, CHUNKS)
-        elif CHUNKS <= 3:
-            w = self.grab(t, g, COUNT * CHUNKS, FLYING)
-            sums = self.products_of_held(w, x, COUNT, CHUNKS)
+        if BITS < 16:
+            if is_wide(TILES, BITS):
+                sums = self.products_of_codes(t, g, x, held_x[1], COUNT, TILES, PIECE)
+            else:
+                if len(held) == 0:
+                    held = self.grab(t, g, COUNT * TILES, FLYING, BITS, PIECE)
+                sums = self.products_of_held_codes(held, held_x, COUNT, TILES)
+        elif len(held) > 0:
+            sums = self.products_of_held(held, x, COUNT, TILES)
+        elif not is_wide(TILES, BITS):
+            w = self.grab(t, g, COUNT * TILES, FLYING, BITS, PIECE)
+            sums = self.products_of_held(w, x, COUNT, TILES)
         else:
-            sums = self.products_by_chunk(t, g, x, COUNT, CHUNKS, FLYING)
+            sums = self.products_by_tile(t, g, x, COUNT, TILES, FLYING)
         return sums
 
     @gluon.jit
-    def products_of_held(self, w, x, COUNT: gl.constexpr, CHUNKS: gl.constexpr):
+    def products_of_held(self, w, x, COUNT: gl.constexpr, TILES: gl.constexpr):
         parts, sums = (), ()
-        for c in gl.static_range(CHUNKS):
+        for c in gl.static_range(TILES):
             parts = parts + (words_of_x(x[c]),)
         for r in gl.static_range(COUNT):
             c0 = gl.zeros([8, 8, 4], gl.float32, ONE)
             c1 = c0
-            for c in gl.static_range(CHUNKS):
-                c0, c1 = multiply(w, (r * CHUNKS + c) * 16, parts[c], c0, c1)
+            for c in gl.static_range(TILES):
+                c0, c1 = multiply(w, (r * TILES + c) * 16, parts[c], c0, c1)
             sums = sums + (c0, c1)
         return sums
 
     @gluon.jit
-    def products_by_chunk(
-        self, t, g, x, COUNT: gl.constexpr, CHUNKS: gl.constexpr, FLYING: gl.constexpr
+    def products_by_tile(
+        self, t, g, x, COUNT: gl.constexpr, TILES: gl.constexpr, FLYING: gl.constexpr
     ):
-        N: gl.constexpr = group_chunks(CHUNKS)
+        N: gl.constexpr = group_chunks(TILES)
         sums = ()
         for _ in gl.static_range(COUNT):
             c0 = gl.zeros([8, 8, 4], gl.float32, ONE)
             c1 = c0
-            for i in gl.static_range(CHUNKS // N):
+            for i in gl.static_range(TILES // N):
                 self.wait(t, N, FLYING)
                 for c in gl.static_range(N):
-                    tile = words_of(self.words.index((t + c) % self.slots).load(TILE))
+                    tile = self.words_at(t + c)
                     c0, c1 = multiply(tile, 0, words_of_x(x[i * N + c]), c0, c1)
                 self.release(g)
                 t += N
                 g += 1
             sums = sums + (c0, c1)
         return sums
+
+    @gluon.jit
+    def products_of_held_codes(self, w, held_x, COUNT: gl.constexpr, TILES: gl.constexpr):
+        sums = ()
+        for r in gl.static_range(COUNT):
+            total = gl.zeros([8, 8, 4], gl.float32, ONE)
+            for c in gl.static_range(TILES):
+                total = self.add_tile(w, (r * TILES + c) * 18, held_x[0], held_x[1], c, total)
+            sums = sums + (self.whole(total),)
+        return sums
+
+    @gluon.jit
+    def products_of_codes(
+        self, t, g, x, x_sums, COUNT: gl.constexpr, TILES: gl.constexpr, PIECE: gl.constexpr
+    ):
+        N: gl.constexpr = group_chunks(TILES)
+        sums = ()
+        for _ in gl.static_range(COUNT):
+            total = gl.zeros([8, 8, 4], gl.float32, ONE)
+            for i in gl.static_range(TILES // N):
+                self.wait(t, N, self.flying)
+                for c in gl.static_range(N):
+                    total = self.add_next(t + c, x, x_sums, 2 * (i * N + c), total, PIECE)
+                self.release(g)
+                t += N
+                g += 1
+            sums = sums + (self.whole(total),)
+        return sums
+
+    @gluon.jit
+    def add_next(self, t, x, x_sums, k: gl.constexpr, total, PIECE: gl.constexpr):
+        """Add the products of a tile that has come with pieces k and k + 1 of x."""
+        factors = load_factors(self.factors.index(t % self.slots), self.bits, PIECE)
+        w = self.words_at(t) + factors
+        parts = (load_x(x[k], self.bits), load_x(x[k + 1], self.bits))
+        own = ()
+        if self.bits == 4:
+            own = (x_sums[k], x_sums[k + 1])
+        return self.add_tile(w, 0, parts, own, 0, total)
+
+    @gluon.jit
+    def add_tile(self, w, i: gl.constexpr, parts, x_sums, c: gl.constexpr, total):
+        """Add the products of a tile, whose 16 words and 2 of factors begin at i, with x."""
+        for a in gl.static_range(2):
+            x_sum = total
+            if self.bits == 4:
+                x_sum = x_sums[2 * c + a]
+            x, factor = parts[2 * c + a], w[i + 16 + a]
+            total = multiply_codes(w, i + 8 * a, x, x_sum, factor, total, self.bits)
+        return total
+
+    @gluon.jit
+    def whole(self, total):
+        if self.bits == 4:
+            total = both_blocks(total)
+        return total

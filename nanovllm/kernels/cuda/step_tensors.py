@@ -8,8 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation
+from nanovllm.kernels.ops import Activation, Routing
 from nanovllm.kernels.torch_ops import TorchOps, rms_norm, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class StackedCodes:
+    """Weights of all layers that stay codes; what they mean is in stored_weights.py."""
+
+    bits: int  # of a code: 8 or 4
+    words: Tensor  # int32 [layers, out, in * bits / 32]
+    factors: Tensor  # int32 [layers, out, in / 128]: see `factors_of`
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.factors.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +31,16 @@ class StepTensors:
 
     embedding: Tensor  # [vocab, hidden]
     norms: Tensor  # [layers, 2, hidden]
-    qkv: Tensor  # [layers, q + k + v, hidden]
+    qkv: Tensor | StackedCodes  # [layers, q + k + v, hidden]
     qkv_bias: Tensor | None  # [layers, q + k + v]
     qk_norms: Tensor | None  # [layers, 2, head_dim]
-    o: Tensor  # [layers, hidden, q]
-    gate_up: Tensor  # [layers, 2 * mlp, hidden]
-    down: Tensor  # [layers, hidden, mlp]
+    o: Tensor | StackedCodes  # [layers, hidden, q]
+    gate_up: Tensor | StackedCodes  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
+    down: Tensor | StackedCodes  # [layers, hidden, mlp], or [layers, experts, ...]
     final_norm: Tensor  # [hidden]
     head: Tensor  # [vocab, hidden]
     rope: Tensor  # [positions, 2, head_dim / 2], float32
+    router: Tensor | None = None  # [layers, experts, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,7 @@ class StepConstants:
     scale: float  # of the scores
     window: int | None
     activation: Activation
+    routing: Routing | None = None  # among experts
 
 
 def reference_step(
@@ -51,20 +66,41 @@ def reference_step(
     `offsets` are where the context's keys are in caches [tokens, kv_heads, head_dim].
     """
     x = tensors.embedding[token].to(dtype)
-    for layer in range(len(tensors.qkv)):
+    for layer in range(len(tensors.norms)):
         norm, mlp_norm = tensors.norms[layer]
         bias = None if tensors.qkv_bias is None else tensors.qkv_bias[layer].to(dtype)
-        qkv = F.linear(rms_norm(x, norm, constants.eps), tensors.qkv[layer].to(dtype), bias)
+        qkv = F.linear(rms_norm(x, norm, constants.eps), _plain(tensors.qkv)[layer].to(dtype), bias)
         k_cache, v_cache = k_caches[layer], v_caches[layer]
         qk_norms = None if tensors.qk_norms is None else tensors.qk_norms[layer]
         angles = tensors.rope[len(offsets) - 1]
         output = _attend(qkv, qk_norms, angles, offsets, k_cache, v_cache, constants)
-        x = x + F.linear(output, tensors.o[layer].to(dtype))
+        x = x + F.linear(output, _plain(tensors.o)[layer].to(dtype))
         normed = rms_norm(x, mlp_norm, constants.eps)
-        gate_up = F.linear(normed, tensors.gate_up[layer].to(dtype))
-        gated = TorchOps().gate(gate_up, constants.activation)
-        x = x + F.linear(gated, tensors.down[layer].to(dtype))
+        gate_up, down = _plain(tensors.gate_up)[layer], _plain(tensors.down)[layer]
+        if tensors.router is None:
+            x = x + _mlp(normed, gate_up.to(dtype), down.to(dtype), constants)
+            continue
+        logits = F.linear(normed, tensors.router[layer].to(dtype))
+        for expert, weight in _choose(logits.bfloat16(), constants.routing):
+            y = _mlp(normed, gate_up[expert].to(dtype), down[expert].to(dtype), constants)
+            x = x + (weight * y).to(dtype)
     return F.linear(rms_norm(x, tensors.final_norm, constants.eps), tensors.head.to(dtype))
+
+
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor, constants: StepConstants) -> Tensor:
+    return F.linear(TorchOps().gate(F.linear(x, gate_up), constants.activation), down)
+
+
+def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:
+    assert routing is not None
+    odds, experts = logits.float().softmax(-1).topk(routing.top_k)
+    weights = odds / odds.sum() if routing.is_normalized else odds
+    return list(zip(experts.tolist(), weights.tolist(), strict=True))
+
+
+def _plain(weight: Tensor | StackedCodes) -> Tensor:
+    assert isinstance(weight, Tensor), "the reference takes codes as they are widened"
+    return weight
 
 
 def _attend(

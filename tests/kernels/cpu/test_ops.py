@@ -14,9 +14,9 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from nanovllm.config import RopeConfig
+from nanovllm.fp8 import FP8
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
-from nanovllm.kernels.fp8_rows import CODE_DTYPE
 from nanovllm.kernels.ops import (
     Activation,
     Hidden,
@@ -300,7 +300,7 @@ def test_rope_write_in_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
     for ops in (make_ops(dtype), torch_ops):
         codes = torch.full((2, 6, 16, num_kv_heads, head_dim), 7, dtype=torch.uint8)
         exponents = torch.full((2, 6, num_kv_heads, 16), 7, dtype=torch.uint8)
-        layer = LayerCache(*codes.view(CODE_DTYPE), *exponents)
+        layer = LayerCache(*codes.view(FP8), *exponents)
         positions = torch.zeros(len(qkv), dtype=torch.int64)
         ops.rope_write(qkv.clone(), None, rope, positions, layer, cache_offsets)
         results.append((codes, exponents))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,12 @@ SHAPES = {
     "tiny": (256, 4, 2, 128, 512, 1000),
 }
 
+# experts, chosen, their size, whether weights sum to one; the rest as above
+EXPERTS = {
+    "qwen3-30b-a3b": ((128, 8, 768, True), (2048, 32, 4, 128, 6144, 5000)),
+    "few": ((6, 2, 256, False), (256, 4, 2, 128, 512, 1000)),
+}
+
 
 @pytest.fixture(params=list(SHAPES))
 def shape(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
@@ -46,6 +53,38 @@ def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
         kernel, plain, cache = step.errors(context, token)
         assert kernel < 1.3 * plain + 1e-4, context
         assert cache < 0.01, context
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "tiny"])
+def test_weights_that_stay_codes(name: str, bits: int) -> None:
+    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES[name], bits), Variant(), 700)
+    for context in (1, 33, 514, 650):
+        kernel, plain, cache = step.errors(context, context)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "few"])
+def test_experts(name: str, bits: int) -> None:
+    """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
+    from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
+    from tests.kernels.cuda.random_steps import RandomStep, Variant
+
+    experts, sizes = EXPERTS[name]
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
+    step = RandomStep(shape, Variant(num_layers=1 + (name == "few")), 700)
+    kernels, plains = [], []
+    for context in (1, 33, 100, 514, 650):
+        kernel, plain, cache = step.errors(context, context)
+        kernels.append(kernel)
+        plains.append(plain)
+        assert cache < 0.01, context
+    assert statistics.median(kernels) < 1.3 * statistics.median(plains) + 1e-4
 
 
 @pytest.mark.parametrize(

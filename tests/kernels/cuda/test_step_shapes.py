@@ -8,10 +8,12 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
+    gated_at_once,
     group_chunks,
     joined_chunks,
     num_chunks,
     num_splits,
+    num_tiles,
 )
 from nanovllm.kernels.cuda.persistent_step import StepShape
 from tests.kernels.cuda.test_persistent_step import SHAPES
@@ -41,6 +43,15 @@ def test_others_say_why_not(shape: StepShape, problem: str) -> None:
     assert problem in str(shape.problem)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("width", range(256, 30000, 1280))
+def test_vectors_are_whole_tiles_of_codes(width: int, bits: int) -> None:
+    chunks, tiles = num_chunks(width, bits), num_tiles(width, bits)
+    assert width <= chunks * 1024 == tiles * (16 // bits) * 1024
+    for count in (chunks, tiles):
+        assert count <= 6 or (count % group_chunks(count) == 0 and group_chunks(count) > 1)
+
+
 @pytest.mark.parametrize("width", range(64, 30000, 448))
 def test_wide_vectors_are_whole_groups(width: int) -> None:
     chunks = num_chunks(width)
@@ -49,12 +60,16 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
     assert chunks <= 6 or (chunks % group_chunks(chunks) == 0 and group_chunks(chunks) > 1)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5, 12])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
-def test_blocks_are_multiplied_in_equal_parts(blocks: int, chunks: int) -> None:
-    at_once = blocks_at_once(blocks, chunks)
+def test_blocks_are_multiplied_in_equal_parts(blocks: int, tiles: int, bits: int) -> None:
+    at_once = blocks_at_once(blocks, tiles, bits)
     assert blocks % at_once == 0
-    assert at_once == 1 or at_once * chunks <= 6
+    assert at_once == 1 or at_once * tiles <= 6
+    gated = gated_at_once(blocks, tiles, bits)
+    assert blocks % gated == 0
+    assert gated == 1 or 2 * gated * tiles <= 6
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])

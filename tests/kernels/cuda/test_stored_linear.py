@@ -27,6 +27,13 @@ def test_partial_sums(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_experts(dtype: torch.dtype, large: bool, kind: str) -> None:
+    cases.check_experts(dtype, "cuda", (kind,), large)
+
+
+@DTYPES
 def test_widening(dtype: torch.dtype) -> None:
     cases.check_packing("cuda")
     cases.check_widening(dtype, "cuda")
@@ -35,6 +42,7 @@ def test_widening(dtype: torch.dtype) -> None:
 @DTYPES
 def test_quantised_rows(dtype: torch.dtype) -> None:
     cases.check_quantised_rows(dtype, "cuda")
+    cases.check_normed_rows(dtype, "cuda")
 
 
 def test_products_of_quantised_rows() -> None:

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from nanovllm.fp8 import FP8
 from nanovllm.kernels.cuda import ops as cuda_ops
-from nanovllm.kernels.cuda.elementwise import gather_decode, gather_tokens, write_words
 from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.fp8_rows import CODE_DTYPE
+from nanovllm.kernels.cuda.step_inputs import gather_decode, gather_tokens, write_words
 from nanovllm.kernels.ops import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.worker.batch import look_up
@@ -96,7 +96,7 @@ def check_rope_write_quantises(dtype: torch.dtype, device: str) -> None:
             shape = (4, 16, num_kv_heads, head_dim)
             codes = [torch.full(shape, 5, dtype=torch.uint8, device=device) for _ in range(2)]
             exponents = [part[..., 0].transpose(1, 2).contiguous() for part in codes]
-            cache = LayerCache(*(part.view(CODE_DTYPE) for part in codes), *exponents)
+            cache = LayerCache(*(part.view(FP8) for part in codes), *exponents)
             rope = turn_nothing.view(1, 2, -1)
             turned = qkv.clone()
             ops.rope_write(turned, None, rope, positions, cache, cache_offsets)

@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.fp8 import FP8
 from nanovllm.kernels.stored_weights import (
     BLOCK,
     MIDDLE,
     Fp8Weight,
     Int4Weight,
+    order_codes,
     pack_words,
     quantise_blocks,
     quantise_int4,
@@ -24,7 +26,7 @@ Fill = Callable[[Tensor, Tensor], object]  # copies rows to where they belong, a
 
 
 @dataclass(frozen=True, slots=True)
-class CodeRows:
+class WeightRows:
     """Some rows of a kept weight, to be filled with what a checkpoint stores."""
 
     weight: Fp8Weight | Int4Weight
@@ -39,7 +41,9 @@ class CodeRows:
         rows = slice(self.first + first, self.first + first + len(codes))
         fill(self.weight.scales[rows], self._by_group(scales))
         if isinstance(self.weight, Fp8Weight):
-            fill(self.weight.codes[rows], codes)
+            staged = torch.empty(codes.shape, dtype=FP8, device=self.weight.codes.device)
+            fill(staged, codes)
+            self.weight.codes[rows] = order_codes(staged)
             return
         staged = torch.empty(codes.shape, dtype=torch.uint8, device=self.weight.words.device)
         fill(staged, codes)
@@ -52,11 +56,12 @@ class CodeRows:
         """Quantise all rows, each group by its largest number."""
         if isinstance(self.weight, Fp8Weight):
             rounded = (quantise_blocks if self.weight.has_blocks else quantise_rows)(values)
-            fill(self.weight.codes[self.first : self.first + self.count], rounded.codes)
+            codes = order_codes(rounded.codes)
+            fill(self.weight.codes[self.first : self.first + self.count], codes)
             fill(self.weight.scales[self.first : self.first + self.count], rounded.scales)
             return
         codes, scales = quantise_int4(values, self.weight.group)
-        kept = CodeRows(self.weight, self.first, self.count, self.weight.group)
+        kept = WeightRows(self.weight, self.first, self.count, self.weight.group)
         kept.put(0, codes, scales, None, fill)
 
     def _by_group(self, numbers: Tensor) -> Tensor:

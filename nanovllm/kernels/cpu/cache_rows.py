@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import float32, int64, types, uint8, uint32
 from numba.extending import overload
 
+from nanovllm.fp8 import LARGEST_FP8
 from nanovllm.kernels.cpu.simd import FAST, as_bits, as_float, load, ordered_kernel, part, store
 from nanovllm.kernels.fp8_rows import (
     CODE_EXPONENT,
@@ -22,7 +24,7 @@ from nanovllm.kernels.fp8_rows import (
 )
 
 OPTIONS = {"fastmath": FAST, "nogil": True, "error_model": "numpy"}
-LARGEST_BITS = 0x43E00000  # of 448
+LARGEST_BITS = int(np.float32(LARGEST_FP8).view(np.uint32))
 NORMAL_BITS = 0x3C800000  # of 2**-6
 SHIFTED = 16384.0  # whose last bit is 2**-9
 SHIFTED_BITS = 0x46800000

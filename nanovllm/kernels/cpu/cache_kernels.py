@@ -12,7 +12,7 @@ from nanovllm.kernels.cpu.kernels import attend, rope_write
 SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 
 
-class CodeKernels:
+class Fp8CacheKernels:
     """Their addresses, for programs to call."""
 
     def __init__(self, element: Element) -> None:

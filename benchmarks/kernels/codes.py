@@ -1,0 +1,251 @@
+"""Projections by quantised weights on a GPU: every configuration of their kernels, and the best.
+
+    python -m benchmarks.kernels.codes [--weights fp8 int4] [--rows 1 8 64 256] [--shapes qkv ...]
+
+Shapes are Qwen3-8B's. Kernels are compiled in several processes first. Times are medians over
+replays of a CUDA graph, in which so many weights take turns that the cache does not help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.kernels.timing import GpuTimer, Run, floor
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.cli.options import at_least
+from nanovllm.fp8 import FP8
+from nanovllm.kernels.cuda.codes_few_rows import (
+    CodesConfig,
+    codes_config,
+    codes_few_rows,
+    make_counters,
+)
+from nanovllm.kernels.cuda.codes_one_row import OneRowConfig, codes_one_row, one_row_config
+from nanovllm.kernels.cuda.compile_ahead import compile_ahead
+from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, library_weight
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights
+from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, Int4Weight, quantised_product
+from nanovllm.kernels.torch_ops import TorchOps
+
+DTYPE = torch.bfloat16
+MIN_BYTES, MIN_CALLS = 200_000_000, 4  # of the weights that take turns; in one graph
+NUM_SHOWN = 3
+NUM_SPLITS = (1, 2, 4, 8)
+# Outputs, rows, warps and stages of a program, by the rows of x.
+TILES: dict[int, list[tuple[int, int, int, int]]] = {
+    16: [(64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4), (128, 16, 8, 6)],
+    32: [(64, 32, 4, 4), (128, 32, 4, 4), (128, 32, 8, 4), (256, 32, 8, 4)],
+    64: [(64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)],
+    128: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (256, 64, 8, 3), (256, 128, 8, 2)],
+}
+# Outputs, inputs (0: all), warps and programs for each processor, of one row.
+ONE_ROW = [
+    *itertools.product((4, 8, 16), (0,), (4, 8), (2, 4)),
+    *itertools.product((4, 8), (2048,), (2, 4), (4, 8)),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_out: int
+    num_in: int
+    activation: Activation | None = None
+    is_summed: bool = False  # a norm follows, which adds partial sums up; else one comes before
+
+
+SHAPES = {
+    "qkv": Shape(6144, 4096),
+    "o": Shape(4096, 4096, is_summed=True),
+    "gate_up": Shape(24576, 4096, "silu"),
+    "down": Shape(4096, 12288, is_summed=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape with some rows, and the calls of each way to compute it."""
+
+    label: str
+    num_bytes: int  # of a weight
+    num_flops: int
+    expected: Callable[[], Tensor]
+    ways: dict[str, list[Run]]
+    rounded: Callable[[], Tensor]  # what rounded activations give
+    rounding_ways: dict[str, list[Run]]
+
+
+def main() -> int:
+    args = parse_args()
+    timer = GpuTimer()
+    pairs = itertools.product(args.weights, args.shapes)
+    cases = [case for kind, name in pairs for case in make_cases(kind, name, args.rows)]
+    ways = [each for case in cases for each in (case.ways, case.rounding_ways)]
+    runs = [calls[0] for each in ways for calls in each.values()]
+    start = time.perf_counter()
+    compile_ahead(partial(run_all, runs), args.processes)
+    print(f"{len(runs)} ways compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    for case in cases:
+        report(timer, case, args.json)
+    print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    return 0
+
+
+def run_all(runs: Sequence[Run]) -> None:
+    for run in runs:
+        try:
+            run()
+        except RuntimeError:
+            continue  # which is told when it is measured
+
+
+def report(timer: GpuTimer, case: Case, path: str | None) -> None:
+    """Print what the engine chooses, what libraries take, and the best configurations."""
+    times = timer.measure(case.ways, case.expected())
+    if case.rounding_ways:
+        times |= timer.measure(case.rounding_ways, case.rounded())
+    best = floor(case.num_bytes, case.num_flops)
+    print(f"{case.label}   floor {best:.1f} us", flush=True)
+    named = [name for name in times if not name.startswith("{")]
+    tried = sorted((name for name in times if name.startswith("{")), key=times.__getitem__)
+    for name in (*named, *tried[:NUM_SHOWN]):
+        rate = case.num_bytes / times[name] / 1000
+        print(f"  {times[name]:8.2f} us {rate:7.0f} GB/s  {name}", flush=True)
+    if path is not None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"case": case.label, "floor": best, "us": times}) + "\n")
+
+
+def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
+    shape = SHAPES[name]
+    first = make_weight(kind, shape)
+    num_bytes = sum(part.nbytes for part in (first.words, first.scales))
+    count = max(-(-MIN_BYTES // num_bytes), MIN_CALLS)
+    weights = [first, *(make_weight(kind, shape) for _ in range(count - 1))]
+    cases = []
+    for num_rows in rows:
+        x = torch.randn(num_rows, shape.num_in, device="cuda", dtype=DTYPE)
+        ways = one_row_ways(shape, x, weights) if num_rows == 1 else few_ways(shape, x, weights)
+        label = f"{kind} {name} {shape.num_out} x {shape.num_in}, {num_rows} rows"
+        num_flops = 2 * shape.num_out * shape.num_in * num_rows
+        expected, rounded = partial(expect, shape, x, first), partial(quantised, x, first)
+        others = rounding_ways(x, weights) if num_rows > 1 else {}
+        cases.append(Case(label, num_bytes, num_flops, expected, ways, rounded, others))
+    return cases
+
+
+def make_weight(kind: str, shape: Shape) -> Fp8Weight | Int4Weight:
+    num_out, num_in = shape.num_out, shape.num_in
+    if kind == "fp8":
+        codes = torch.randn(num_out, num_in, device="cuda", dtype=DTYPE).mul_(64).to(FP8)
+        scales = torch.rand(num_out, 1, device="cuda").add_(1).div_(64 * num_in**0.5)
+        return Fp8Weight(codes, scales, num_in)
+    limit = 2**31
+    words = torch.randint(-limit, limit, (num_out, num_in // 8), device="cuda").int()
+    scales = torch.rand(num_out, num_in // BLOCK, device="cuda").add_(1).div_(6 * num_in**0.5)
+    return Int4Weight(words, scales.to(DTYPE), None, num_in)
+
+
+def norm_of(shape: Shape) -> NormWeights | None:
+    ones = torch.ones(shape.num_in, device="cuda")
+    return None if shape.is_summed else NormWeights(ones, 1e-6)
+
+
+def expect(shape: Shape, x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
+    norm = norm_of(shape)
+    if len(x) == 1 and norm is not None:
+        x = TorchOps().norm(Hidden(x), norm)[0]
+    y = functional.linear(x, weight.widen(DTYPE))
+    return y if shape.activation is None else TorchOps().gate(y, shape.activation)
+
+
+def one_row_ways(
+    shape: Shape, x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]
+) -> dict[str, list[Run]]:
+    norm = norm_of(shape)
+
+    def run(weight: Fp8Weight | Int4Weight, config: OneRowConfig) -> Tensor:
+        return codes_one_row(Hidden(x), norm, weight, None, shape.activation, config)[0]
+
+    chosen = one_row_config(weights[0], norm is not None)
+    whole = 1 << (shape.num_in - 1).bit_length()
+    configs = {f"chosen {asdict(chosen)}": chosen}
+    for block_out, block_in, num_warps, programs in ONE_ROW:
+        if block_in == 0 or norm is None:
+            config = OneRowConfig(block_out, block_in or min(whole, 4096), num_warps, programs)
+            configs[json.dumps(asdict(config))] = config
+    return {
+        name: [partial(run, weight, config) for weight in weights]
+        for name, config in configs.items()
+    }
+
+
+def few_ways(
+    shape: Shape, x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]
+) -> dict[str, list[Run]]:
+    counters = make_counters(x.device)
+
+    def run(weight: Fp8Weight | Int4Weight, config: CodesConfig) -> Tensor:
+        finish = None if shape.is_summed else counters
+        return codes_few_rows(x, weight, None, shape.activation, finish, config)
+
+    chosen = codes_config(weights[0], len(x))
+    configs = {f"chosen {asdict(chosen)}": chosen}
+    rows = min(max(16, 1 << (len(x) - 1).bit_length()), 128)
+    for tile, num_splits in itertools.product(TILES[rows], NUM_SPLITS):
+        config = CodesConfig(*tile, num_splits)
+        num_tiles = -(-shape.num_out // config.block_out) * -(-len(x) // config.block_rows)
+        if num_tiles <= len(counters) or num_splits == 1:
+            configs[json.dumps(asdict(config))] = config
+    ways = {
+        name: [partial(run, weight, config) for weight in weights]
+        for name, config in configs.items()
+    }
+    if shape.activation is None:
+        wide = weights[0].widen(DTYPE)
+        others = [torch.randn_like(wide) for _ in range(MIN_BYTES // wide.nbytes)]
+        ways["cuBLAS bf16"] = [partial(functional.linear, x, w) for w in (wide, *others)]
+    return ways
+
+
+def quantised(x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
+    assert isinstance(weight, Fp8Weight)
+    return quantised_product(x, weight, None)
+
+
+def rounding_ways(x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]) -> dict[str, list[Run]]:
+    """The library's product of FP8 with rounded activations, without a gate."""
+    ready = [library_weight(weight) for weight in weights if isinstance(weight, Fp8Weight)]
+    calls = [partial(fp8_many_rows, x, weight, None) for weight in ready if weight is not None]
+    return {"library fp8": calls} if calls else {}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    kinds, names = ["fp8", "int4"], list(SHAPES)
+    add("--weights", nargs="+", choices=kinds, default=kinds, metavar="NAME", help=str(kinds))
+    add("--shapes", nargs="+", choices=names, default=names, metavar="NAME", help=str(names))
+    rows = [1, 8, 64, 256]
+    text = "rows of x (default: 1 8 64 256)"
+    add("--rows", nargs="+", type=at_least(1), default=rows, metavar="N", help=text)
+    processes = os.cpu_count() or 1
+    add("--processes", type=at_least(1), default=processes, metavar="N", help="that compile")
+    add("--json", metavar="FILE", help="append all times as lines of JSON (default: none)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,59 @@
+"""What a request asks for, in llguidance's own form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.grammar.json_schema import enforceable
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+# Spaces are bounded, so that a model cannot write them forever. Without \uXXXX a name has one
+# spelling only, and is known for one of the schema's properties wherever it is one.
+JSON_OPTIONS = {
+    "whitespace_pattern": r"[ \n]{1,16}",
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
+    """Return a request in llguidance's own form: a list of grammars, the first of which counts."""
+    grammars = [_answer(asked)]
+    if "after" in asked:
+        gap = "GAP? " if "json_schema" in grammars[0] else ""
+        lark = (
+            f"start: before {gap}@answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
+        )
+        grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
+    return json.dumps({"grammars": grammars})
+
+
+def _before(after: str, tokenizer: LLTokenizer) -> str:
+    """The rule for all that comes before an answer, up to a text or a special token."""
+    token_ids = tokenizer.tokenize_str(after, parse_special=True)
+    if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
+        return f"before: /(?s:.*)/ <[{token_ids[0]}]>"
+    return f"before[suffix={json.dumps(after)}]: /(?s:.*)/"
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    if "json" in asked or "json_object" in asked:
+        schema = enforceable(asked.get("json", {"type": "object"}))
+        return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+    if "grammar" in asked:
+        return {"lark_grammar": asked["grammar"]}
+    if "choice" in asked:
+        texts = ["".join(map(_escaped, text)) for text in asked["choice"]]
+        return {"lark_grammar": f"start: /{'|'.join(texts)}/"}
+    from llguidance import regex_to_lark
+
+    return {"lark_grammar": f"start: /{regex_to_lark(asked['regex'], '')}/"}
+
+
+def _escaped(char: str) -> str:
+    return char if char.isalnum() else f"\\x{{{ord(char):x}}}"
