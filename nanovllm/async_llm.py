@@ -302,9 +302,10 @@ class Stream:
 
 
 def _is_quick(prompt: str | list[int], params: SamplingParams) -> bool:
-    """Whether there is nothing to tokenise or to compile: a thread would wait for this one.
+    """Whether there is nothing to tokenise or to compile.
 
-    Of many callers who begin at once, the first would be served after the last had called.
+    Another thread could only begin once the event loop's gives up Python's lock: of many callers
+    in one turn of the loop, the first would be served after the last had called.
     """
     is_plain = isinstance(params, SamplingParams) and params.structured_outputs is None
     return isinstance(prompt, list) and is_plain and not params.bad_words

@@ -19,7 +19,7 @@ class ScaledCodes:
 
 
 def round_to_codes(values: Tensor, largest: Tensor) -> ScaledCodes:
-    """Round numbers by the largest of those that share a scale, of which there is one for each."""
+    """Round numbers to codes; `largest` has one number for each scale, and broadcasts."""
     # A tensor over a tensor: torch multiplies by one over a number, which may round differently.
     scales = largest / torch.full_like(largest, LARGEST_FP8)
     scales.clamp_(min=SMALLEST_SCALE)

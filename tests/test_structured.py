@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import jsonschema
 import numpy as np
@@ -461,9 +461,25 @@ def test_quick_masks_wake_no_other_thread_until_one_is_slow(llm: LLM) -> None:
     ):
         masks = [next_mask(is_slow=number == 3) for number in range(8)]
     is_here = [thread is threading.current_thread() for thread in threads]
-    # The first comes with the grammar. After the slow one, another thread sees how long they take.
-    assert is_here == [False, True, True, False, False, True, True]
+    # The first comes with the grammar. After a slow one all are left to other threads.
+    assert is_here == [False, True, True, False, False, False, False]
     assert all(np.shares_memory(each, masks[0]) for each in masks)
+
+
+def test_a_quick_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
+    grammars = llm.engine.core.grammars
+    assert grammars is not None
+    matcher = grammars.matcher(grammars.compile({"regex": "[ab]{50}"}), frozenset())
+    for _ in range(2):  # one comes with the grammar, and one from another thread
+        masks, late = grammars.finish(grammars.begin([matcher]))
+        assert not late
+        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+        assert not matcher.finishes(int(bits.argmax()))
+    assert matcher.is_quick
+    with patch.object(grammar, "_fill_all", Mock(side_effect=RuntimeError("broken"))):
+        masks, late = grammars.finish(grammars.begin([matcher]))
+    assert not late
+    assert not masks.any(), "no token may follow"
 
 
 def test_what_late_masks_are_written_to_is_left_to_them(llm: LLM) -> None:

@@ -80,7 +80,8 @@ class Matcher:
         self.mask: IntColumn | None = None  # None: not asked for yet
         self.job: Future[None] | None = None  # what computes it
         self.seconds: float | None = 0.0  # what masks take; None: maybe long
-        self.is_quick = False  # whether its last mask came from another thread, and in time
+        # Whether the engine's own thread may compute its masks; None: not tried in another yet.
+        self.is_quick: bool | None = None
 
     def begin(self, compiled: Compiled) -> None:
         index = next(compiled.numbers) % len(compiled.starts)
@@ -196,7 +197,7 @@ class Grammars:
                 self._finish(matcher, masks, row, eos)
             else:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
-                matcher.is_quick = False
+                matcher.is_quick = False  # for good: one may be slow again
                 late.append(row)
         self._has_late = bool(late)
         return masks, late
@@ -250,7 +251,10 @@ class Grammars:
     def _fill_now(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Compute masks that were quick so far: to wake another thread takes as long as they do."""
         start = time.perf_counter()
-        _fill_all(self._get_tools().executor, _side_by_side(rows), masks)
+        try:
+            _fill_all(self._get_tools().executor, _side_by_side(rows), masks)
+        except Exception:  # there it ends the rows, not the engine
+            self._begin(rows, masks)
         if time.perf_counter() - start > MAX_WAIT:
             for _, matcher in rows:
                 matcher.is_quick, matcher.seconds = False, None
@@ -258,17 +262,19 @@ class Grammars:
     def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
         """Let masks be computed: those that may take long each by itself, to see which do."""
         tools = self._get_tools()
-        quick: list[tuple[int, Matcher]] = []
+        together: list[tuple[int, Matcher]] = []
         for row, matcher in rows:
             matcher.mask = masks[row]
             if matcher.seconds is None or matcher.is_slow:
                 matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
             else:
-                quick.append((row, matcher))
-        if quick:
-            job = tools.thread.submit(_fill_all, tools.executor, _side_by_side(quick), masks)
-            for _, matcher in quick:
-                matcher.job, matcher.is_quick = job, True  # unless it is late
+                together.append((row, matcher))
+        if together:
+            job = tools.thread.submit(_fill_all, tools.executor, _side_by_side(together), masks)
+            for _, matcher in together:
+                matcher.job = job
+                if matcher.is_quick is None:
+                    matcher.is_quick = True  # unless it is late
 
     def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
         has_failed = matcher.job is not None and matcher.job.exception() is not None

@@ -84,8 +84,10 @@ class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass tak
     update: Tensor | None = None
 
     def select(self, tokens: Tensor) -> Hidden:
-        """Copy the states of some tokens."""
+        """Copy the states of some tokens; of one, partial sums are added up: see `after_norm`."""
         update = None if self.update is None else self.update.index_select(-2, tokens)
+        if update is not None and update.dim() == 3 and len(tokens) == 1:
+            update = update.sum(0).to(self.residual.dtype)
         return Hidden(self.residual.index_select(0, tokens), update)
 
 
@@ -99,7 +101,10 @@ class PackedLinear(Protocol):
         """Project x to an update of the residual, which may also be added in place at once."""
 
     def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """Project the RMSNorm of residual + update; return also that sum, the new residual."""
+        """Project the RMSNorm of residual + update; return also that sum, the new residual.
+
+        The update of a single token is no partial sums.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,7 @@ class GatedWeights:
 
 @dataclass(frozen=True, slots=True)
 class SparseWeights:
-    """Experts in its place."""
+    """Experts instead of one gated MLP, and the router that chooses them."""
 
     router: PackedLinear
     experts: PackedExperts

@@ -112,9 +112,9 @@ class CoreClient:
                 thread.join()
 
     def _send_added(self) -> None:
-        if self._added:
-            self._send(Add(self._added))
-            self._added, self._num_added_tokens = [], 0
+        added, self._added, self._num_added_tokens = self._added, [], 0
+        if added:
+            self._send(Add(added))
 
     def _send(self, record: object) -> None:
         body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)

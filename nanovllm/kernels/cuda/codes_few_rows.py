@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.code_words import as_operands, join_places, raised_by
-from nanovllm.kernels.cuda.linear_tiles import add_bias, num_processors, store_tile, tile_rows
+from nanovllm.kernels.cuda.linear_tiles import add_bias, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, prefetch, wait_for_inputs
 from nanovllm.kernels.ops import Activation
 from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
 
 MAX_SPLITS = 8
-MAX_HELD = 4  # programs on a processor at a time
+MAX_PROGRAMS = 384  # for which inputs are split
 NUM_PREFETCHED = tl.constexpr(128)  # words of each output, prefetched before x is there
 CACHE_LINE = tl.constexpr(32)  # words
 
@@ -49,7 +49,7 @@ def codes_config(weight: Fp8Weight | Int4Weight, num_rows: int) -> CodesConfig:
     is_int4, block_rows = isinstance(weight, Int4Weight), max(16, triton.next_power_of_2(num_rows))
     if block_rows == 16:
         tile = (128, 16, 4, 4) if is_int4 else (64, 16, 4, 6)
-        programs = 384
+        programs = MAX_PROGRAMS
     else:
         tile = (128, min(block_rows, 64), 4 if is_int4 and block_rows <= 64 else 8, 3)
         programs = 192 if is_int4 else 128
@@ -61,8 +61,7 @@ def codes_config(weight: Fp8Weight | Int4Weight, num_rows: int) -> CodesConfig:
 
 def make_counters(device: torch.device) -> Tensor:
     """As many as there may be tiles whose inputs are split."""
-    size = 2 * MAX_HELD * num_processors(device)
-    return torch.zeros(size, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def codes_few_rows(

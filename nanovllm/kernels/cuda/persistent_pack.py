@@ -85,12 +85,12 @@ def pack_constants(weights: DecoderWeights) -> StepConstants:
 
 def _problem(weights: DecoderWeights) -> str | None:
     if not all(map(_is_known, weights.layers)) or not isinstance(weights.head, CudaLinear):
-        return "its weights are not plain matrices in 16 bits, or codes"
+        return "its weights are not plain matrices in 16 bits, or codes beside a plain head"
     if _head(weights).dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     matrices = [matrix for each in _matrices(weights) for matrix in each.large]
     if len({_bits(matrix) for matrix in matrices}) > 1:
-        return "its weights are not all of as many bits"
+        return "its weights differ in bits"
     if any(map(_is_unusual, matrices)):
         return "its codes have other groups than of 128, or scales of more digits than bfloat16"
     if len({_routing(layer) for layer in weights.layers}) > 1:
@@ -148,9 +148,10 @@ def _odd_layers(weights: DecoderWeights) -> str | None:
 
 
 def _lack_of_room(weights: DecoderWeights) -> str | None:
-    """While the weights of one kind move, they are there twice."""
-    kinds = zip(*(each.large for each in _matrices(weights)), strict=True)
+    """While the weights of one kind move, they are there twice; factors of codes come on top."""
+    kinds = list(zip(*(each.large for each in _matrices(weights)), strict=True))
     largest = max(sum(_words(matrix).nbytes for matrix in kind) for kind in kinds)
+    largest += sum(_factor_bytes(matrix) for kind in kinds for matrix in kind)
     device = weights.embedding.device
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -158,6 +159,14 @@ def _lack_of_room(weights: DecoderWeights) -> str | None:
     if largest > room:
         return f"{largest:,} bytes of weights cannot be moved within {room:,}"
     return None
+
+
+def _factor_bytes(weight: Weight) -> int:
+    """Of both orders in which they are there while they are laid out, with padding of a tile."""
+    if isinstance(weight, Tensor):
+        return 0
+    num_out, num_in = weight.shape
+    return 3 * 4 * num_out * num_blocks(num_in)
 
 
 def _shape(weights: DecoderWeights) -> StepShape:

@@ -7,7 +7,7 @@ SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
 TILE_BYTES = gl.constexpr(16384)
 
 
-# Codes of 8 or 4 bits come in tiles of as many bytes, which are that many more columns.
+# A tile of codes is also 16 KB, so it has twice or four times the columns.
 
 
 @gluon.constexpr_function

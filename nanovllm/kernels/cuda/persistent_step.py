@@ -113,7 +113,7 @@ class PersistentStep:
     """See Ops.pack_step."""
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
-        self.shape, self.tensors, self.constants = shape, tensors, constants
+        self.shape, self.constants = shape, constants
         self.num_layers = len(tensors.norms)
         # Beyond it two tiles of keys on their way are too few: benchmarks/RESULTS.md.
         self.max_context = 16384 if shape.hidden >= 4096 else 8192

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.cuda.codes_few_rows import codes_config, codes_few_rows, make_counters
+from nanovllm.kernels.cuda.codes_few_rows import codes_few_rows, make_counters
 from nanovllm.kernels.cuda.codes_one_row import codes_one_row
 from nanovllm.kernels.cuda.codes_widen import widen_codes
 from nanovllm.kernels.cuda.linear_fp8 import fp8_after_norm, fp8_many_rows, library_weight
@@ -44,8 +44,7 @@ class StoredLinear:
         assert self.activation is None
         if len(x) == 1 or not self._has_few(len(x)):
             return Hidden(residual, self(x))
-        config = codes_config(self.weight, len(x))
-        y = codes_few_rows(x.contiguous(), self.weight, self.bias, None, None, config)
+        y = codes_few_rows(x.contiguous(), self.weight, self.bias, None, None)
         return Hidden(residual, y)
 
     def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:

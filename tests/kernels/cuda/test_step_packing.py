@@ -168,7 +168,7 @@ def test_codes_beside_plain_weights_are_not_served() -> None:
     assert ops.weights is not None
     layers = ops.weights.layers
     mixed = [with_codes(layers[0], make_fp8), *layers[1:]]
-    assert "as many bits" in str(persistent_pack._problem(replace(ops.weights, layers=mixed)))
+    assert "differ in bits" in str(persistent_pack._problem(replace(ops.weights, layers=mixed)))
     coarse = [with_codes(layer, lambda w: make_int4(w, group=32)) for layer in layers]
     assert "groups" in str(persistent_pack._problem(replace(ops.weights, layers=coarse)))
 
