@@ -444,7 +444,7 @@ def test_quick_masks_wake_no_other_thread_until_one_is_slow(llm: LLM) -> None:
 
     def next_mask(is_slow: bool = False) -> np.ndarray:
         with patch.object(grammar, "MAX_WAIT", -1.0 if is_slow else 60.0):
-            begun = grammars.begin([matcher])
+            begun = grammars.begin([matcher], llm.engine.core.executor.mask_memory)
         with patch.object(grammar, "MAX_WAIT", 60.0):
             masks, late = grammars.finish(begun)
         assert not late
@@ -471,13 +471,17 @@ def test_a_quick_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
     assert grammars is not None
     matcher = grammars.matcher(grammars.compile({"regex": "[ab]{50}"}), frozenset())
     for _ in range(2):  # one comes with the grammar, and one from another thread
-        masks, late = grammars.finish(grammars.begin([matcher]))
+        masks, late = grammars.finish(
+            grammars.begin([matcher], llm.engine.core.executor.mask_memory)
+        )
         assert not late
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         assert not matcher.finishes(int(bits.argmax()))
     assert matcher.is_quick
     with patch.object(grammar, "_fill_all", Mock(side_effect=RuntimeError("broken"))):
-        masks, late = grammars.finish(grammars.begin([matcher]))
+        masks, late = grammars.finish(
+            grammars.begin([matcher], llm.engine.core.executor.mask_memory)
+        )
     assert not late
     assert not masks.any(), "no token may follow"
 
@@ -492,11 +496,13 @@ def test_what_late_masks_are_written_to_is_left_to_them(llm: LLM) -> None:
     ).argmax()
     first.finishes(int(token_id))
     with patch.object(grammar, "_fill_all", lambda *args: is_over.wait(60)):
-        begun = grammars.begin([first])
+        begun = grammars.begin([first], llm.engine.core.executor.mask_memory)
         with patch.object(grammar, "MAX_WAIT", 0.0):
             masks, late = grammars.finish(begun)
         assert late == [0]
-        assert not np.shares_memory(grammars.begin([second]).masks, masks)
+        assert not np.shares_memory(
+            grammars.begin([second], llm.engine.core.executor.mask_memory).masks, masks
+        )
         is_over.set()
         grammars.wait([first])
 

@@ -106,10 +106,6 @@ class Matcher:
 Allocate = Callable[[int, int], IntColumn]  # of rows and words
 
 
-def plain_memory(num_rows: int, num_words: int) -> IntColumn:
-    return np.empty((num_rows, num_words), np.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class BegunMasks:
     masks: IntColumn  # [masked rows, words]
@@ -162,9 +158,7 @@ class Grammars:
             self._loading.submit(self._add_start, compiled, grammar.text)
         return matcher
 
-    def begin(
-        self, matchers: list[Matcher | None], allocate: Allocate = plain_memory
-    ) -> BegunMasks:
+    def begin(self, matchers: list[Matcher | None], allocate: Allocate) -> BegunMasks:
         """Let a mask for each matcher be computed; None, of a sequence that ended, allows all.
 
         The next call may use the same memory.

@@ -288,6 +288,10 @@ def resolve(root: Any, target: str) -> Any:
     return root
 
 
+def new_masks(num_rows: int, num_words: int) -> np.ndarray:
+    return np.empty((num_rows, num_words), np.int32)
+
+
 class Walker:
     """Writes texts at random that a grammar takes, and ends them when it can after a while."""
 
@@ -317,7 +321,7 @@ class Walker:
 
     def _mask(self, matcher: Matcher) -> np.ndarray:
         while True:  # a busy machine may be late with it
-            masks, late = self.grammars.finish(self.grammars.begin([matcher]))
+            masks, late = self.grammars.finish(self.grammars.begin([matcher], new_masks))
             if not late:
                 return masks[0]
 
