@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.runtime import JITFunction
 
 from nanovllm.fp8 import LARGEST_FP8
 from nanovllm.kernels import fp8_rows
+from nanovllm.kernels.cuda.code_words import IS_INTERPRETED
 
 LARGEST = tl.constexpr(LARGEST_FP8)
 MIN_EXPONENT = tl.constexpr(fp8_rows.MIN_EXPONENT)
@@ -31,10 +31,6 @@ WEIGHT_EXPONENT = tl.constexpr(14)
 def power_of_two(exponents):  # type: ignore[no-untyped-def]
     """The float32 that has some exponents (int32), and no fraction."""
     return (exponents << 23).to(tl.float32, bitcast=True)
-
-
-# The interpreter runs no assembly.
-IS_INTERPRETED = tl.constexpr(not isinstance(power_of_two, JITFunction))
 
 
 @triton.jit
