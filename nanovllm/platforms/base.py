@@ -72,6 +72,9 @@ class Platform(Protocol):
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
         """Return memory of the host that `readable` need not copy."""
 
+    def is_readable(self, array: np.ndarray) -> bool:
+        """Whether it is such memory."""
+
     def readable(self, array: np.ndarray) -> Tensor:
         """Return the array where kernels can read it; it must not change until they have."""
 

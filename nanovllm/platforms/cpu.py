@@ -93,6 +93,9 @@ class CpuPlatform:
     def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return np.empty(shape, np.int32)
 
+    def is_readable(self, array: np.ndarray) -> bool:
+        return True
+
     def readable(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 

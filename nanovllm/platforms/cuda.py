@@ -207,10 +207,12 @@ class CudaPlatform:
         ).numpy()
         return memory
 
+    def is_readable(self, array: np.ndarray) -> bool:
+        return torch.from_numpy(array).is_pinned()
+
     def readable(self, array: np.ndarray) -> Tensor:
         """Pinned memory as it is: a kernel reads it once, in the time that a copy would take."""
-        tensor = torch.from_numpy(array)
-        return tensor if tensor.is_pinned() else self.upload(array)
+        return torch.from_numpy(array) if self.is_readable(array) else self.upload(array)
 
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         """What is not on the device is memory of the host that queued work will have written."""

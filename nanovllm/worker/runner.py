@@ -12,7 +12,7 @@ from nanovllm.engine.step import IntColumn, StepPlan, StepResult
 from nanovllm.kernels.torch_sampling import keep_allowed, token_logprobs
 from nanovllm.logits.edits import LogitsEdits
 from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs, TokenScorer
-from nanovllm.logits.masks import Masks, TokenMasker
+from nanovllm.logits.masks import MaskedSampler, Replay, TokenMasker
 from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
@@ -44,12 +44,14 @@ class ModelRunner:
     note: Callable[[StepPlan], None] | None = None  # tells `forward` of a plan that it does not run
     score: TokenScorer = token_logprobs
     mask: TokenMasker = keep_allowed
+    replay_masked: Replay | None = None
 
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
         self.processors = LogitsProcessors(self.eager.model.lm_head.group)
-        self.masks = Masks(self.tables.platform, self.mask)
+        masking = self.tables.platform, self.mask, self.sampler, self.replay_masked
+        self.sample_masked = MaskedSampler(*masking)
         self._unsampled: Unsampled | None = None
         self.logprobs = Logprobs(self.tables, self.score)
         self.prompt_logprobs = PromptLogprobs(self.eager, self.score)
@@ -71,7 +73,7 @@ class ModelRunner:
         processed = self.processors.apply(logits.values, plan)
         step = Unsampled(plan, logits, kept, processed, results)
         if not len(plan.masked_rows):
-            return self._sample(step)
+            return self._fetch(step, self.sampler(logits, plan))
         self._unsampled = step
         return Pending(lambda: step.sampled[0].result())
 
@@ -80,11 +82,11 @@ class ModelRunner:
         step = self._unsampled
         assert step is not None
         self._unsampled = None
-        self.masks.apply(step.logits.values, step.plan, masks)
-        step.sampled.append(self._sample(step))
+        sampled = self.sample_masked(step.logits, step.plan, masks)
+        step.sampled.append(self._fetch(step, sampled))
 
-    def _sample(self, step: Unsampled) -> Pending[StepResult]:
-        sampled, results = self.sampler(step.logits, step.plan), step.results
+    def _fetch(self, step: Unsampled, sampled: Sampled) -> Pending[StepResult]:
+        results = step.results
         if step.kept is not None:
             names = ("logprob_ids", "logprobs", "ranks")
             results |= dict(zip(names, step.kept.of(sampled.tokens), strict=True))

@@ -8,8 +8,13 @@ import torch
 
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.torch_sampling import keep_allowed
-from nanovllm.logits.masks import Masks
+from nanovllm.logits.masks import MaskedSampler
 from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker.forward import Sampled, StepLogits
+
+
+def greedy(logits: StepLogits, plan: StepPlan) -> Sampled:
+    return Sampled(logits.values.argmax(-1))
 
 
 @pytest.mark.parametrize("vocab_size", [64, 160, 1003])
@@ -27,5 +32,7 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
     for index, row in enumerate(masked_rows):
         allowed = torch.from_numpy(is_allowed[index, :vocab_size])
         want[[0, 1, None, 2, 3][row]].masked_fill_(~allowed, -torch.inf)
-    Masks(CpuPlatform(), keep_allowed).apply(logits, plan, masks)
+    step = StepLogits(logits, torch.arange(4), torch.arange(4))
+    sampled = MaskedSampler(CpuPlatform(), keep_allowed, greedy)(step, plan, masks)
+    assert torch.equal(sampled.tokens, want.argmax(-1))
     assert torch.equal(logits, want)

@@ -17,8 +17,9 @@ from nanovllm.attention.triton import TritonAttention
 from nanovllm.backends.cuda.prefill_graphs import GraphedChunks
 from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.backends.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
-from nanovllm.engine.step import StepPlan
+from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
+from nanovllm.kernels.cuda.masks import keep_allowed, keep_allowed_in_slots
 from nanovllm.kernels.cuda.step_inputs import gather_decode
 from nanovllm.kernels.ops import Sampling
 from nanovllm.layers.build import ForwardBatch
@@ -58,6 +59,10 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
+def recorded_for(asked: Sampling) -> Sampling | None:
+    return next((sampling for sampling in RECORDED_SAMPLING if asked in sampling), None)
+
+
 # Two graphs that take turns, each with the host's memory that it writes tokens to: a step begins
 # before the host has read what the one before it sampled.
 Samplers = Iterator[tuple[Callable[[], None], Tensor]]
@@ -70,7 +75,7 @@ class StepGraphs:
     run_model: Callable[[], None]
     run_whole: Callable[[], None] | None  # the same as one kernel, up to its `max_context`
     logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
-    samplers: dict[Sampling, Samplers]
+    samplers: dict[tuple[Sampling, bool], Samplers]  # and by whether they read masks first
 
 
 class GraphedSteps:
@@ -112,6 +117,7 @@ class GraphedSteps:
         # The model for rows that share their first keys, and its logits.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
         self._can_share = isinstance(attention, TritonAttention)
+        self._masks: Tensor | None = None  # that graphs read, in memory of the host
         self._is_alone = sampler.group.is_alone  # else another rank's tokens come after sampling
         self._shared = SharedPrefixes(platform, num_slots, max_blocks, self.tables.block_size)
 
@@ -129,6 +135,9 @@ class GraphedSteps:
                 self._run_whole(logits)
             if size >= MIN_ROWS and self._can_share:
                 self._run_model(size, self.max_context, self._shared.rows(size))
+        masks = self.platform.host_memory((size, -(-logits.shape[1] // 32)))
+        keep_allowed(logits, None, self.platform.readable(masks))  # as after a step with prompts
+        keep_allowed_in_slots(logits, self.platform.readable(masks), self._slots, self._padding)
         if self.chunks is not None:
             self.chunks.run_every_size()
 
@@ -175,12 +184,36 @@ class GraphedSteps:
         if logits.graph is None:
             return self.sampler(logits, plan)
         asked = self.tables.sampling(plan)
-        recorded = next((sampling for sampling in RECORDED_SAMPLING if asked in sampling), None)
+        recorded = recorded_for(asked)
         if recorded is None:
             return Sampled(self.sampler.sample(logits, asked))
-        replay, host = next(self.samplers(self._graphs[logits.graph], recorded))
+        return self._replay(logits.graph, recorded, False, len(plan.slots))
+
+    def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
+        """Likewise, of tokens that masks allow; None, and nothing done, if some rows have none."""
+        num_rows, recorded = len(plan.slots), recorded_for(self.tables.sampling(plan))
+        if logits.graph is None or recorded is None or len(masks) < num_rows:
+            return None
+        if not self._can_read(masks):
+            return None
+        return self._replay(logits.graph, recorded, True, num_rows)
+
+    def _can_read(self, masks: IntColumn) -> bool:
+        """Whether graphs find masks there, which mostly are where they were before."""
+        if self._masks is None or self._masks.data_ptr() != masks.ctypes.data:
+            if not self.platform.is_readable(masks):
+                return False
+            self._masks = self.platform.readable(masks)
+            for graphs in self._graphs.values():
+                for sampling in RECORDED_SAMPLING:
+                    graphs.samplers.pop((sampling, True), None)
+        return True
+
+    def _replay(
+        self, graph: tuple[int, int], sampling: Sampling, is_masked: bool, num_rows: int
+    ) -> Sampled:
+        replay, host = next(self.samplers(self._graphs[graph], sampling, is_masked))
         replay()
-        num_rows = len(plan.slots)
         return Sampled(self._tokens[:num_rows], host[:num_rows] if self._is_alone else None)
 
     def graphs(self, size: int, max_context: int) -> StepGraphs:
@@ -191,18 +224,32 @@ class GraphedSteps:
             self._graphs[key] = self._capture(size, max_context)
         return self._graphs[key]
 
-    def samplers(self, graphs: StepGraphs, sampling: Sampling) -> Samplers:
+    def samplers(self, graphs: StepGraphs, sampling: Sampling, is_masked: bool = False) -> Samplers:
         """Likewise. To record them takes no memory, or it would be that of the logits."""
-        if sampling not in graphs.samplers:
+        key = sampling, is_masked
+        if key not in graphs.samplers:
             slots, size = self._host_slots, len(graphs.logits)
             self._send_slots(slots[:0])  # to sample would advance a sequence
             step, tokens = self._step_logits(graphs.logits, size, None), self._tokens[:size]
+            masks = self._masks if is_masked else None
             hosts = [self.platform.pinned(tokens) for _ in range(2)]
-            samples = [partial(self.sampler.sample, step, sampling, tokens, host) for host in hosts]
+            samples = [partial(self._sample, step, masks, sampling, tokens, each) for each in hosts]
             replays = [self.platform.record(sample)[0] for sample in samples]
-            graphs.samplers[sampling] = cycle(zip(replays, hosts, strict=True))
+            graphs.samplers[key] = cycle(zip(replays, hosts, strict=True))
             self._send_slots(slots)
-        return graphs.samplers[sampling]
+        return graphs.samplers[key]
+
+    def _sample(
+        self,
+        step: StepLogits,
+        masks: Tensor | None,
+        sampling: Sampling,
+        tokens: Tensor,
+        host: Tensor,
+    ) -> Tensor:
+        if masks is not None:
+            keep_allowed_in_slots(step.values, masks, step.slots, self._padding)
+        return self.sampler.sample(step, sampling, tokens, host)
 
     def bound_of(self, size: int, longest: int) -> int:
         """The longest context that the graph for a batch is recorded for."""

@@ -11,16 +11,32 @@ BLOCK = 4096  # tokens of a program
 
 def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
     """Do what torch_sampling.keep_allowed does."""
+    _launch(len(words), logits, rows, words, None, 0)
+
+
+def keep_allowed_in_slots(logits: Tensor, words: Tensor, slots: Tensor, padding: int) -> None:
+    """Likewise, of the first rows: the others, whose slot is `padding`, have no mask in `words`."""
+    _launch(len(logits), logits, None, words, slots, padding)
+
+
+def _launch(
+    num_rows: int,
+    logits: Tensor,
+    rows: Tensor | None,
+    words: Tensor,
+    slots: Tensor | None,
+    padding: int,
+) -> None:
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1, "the logits of a row must be neighbours"
-    _keep_allowed_kernel[len(words), triton.cdiv(vocab_size, BLOCK)](
-        *(logits, logits.stride(0), rows, words, words.stride(0), vocab_size, BLOCK)
+    _keep_allowed_kernel[num_rows, triton.cdiv(vocab_size, BLOCK)](
+        *(logits, logits.stride(0), rows, words, words.stride(0), slots, padding, vocab_size, BLOCK)
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("padding",))
 def _keep_allowed_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, rows, words, words_stride, vocab_size, BLOCK: tl.constexpr
+    logits, stride, rows, words, words_stride, slots, padding, vocab_size, BLOCK: tl.constexpr
 ):
     index = tl.program_id(0).to(tl.int64)
     row = index
@@ -28,6 +44,8 @@ def _keep_allowed_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(rows + index)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = ids < vocab_size
+    if slots is not None:
+        is_token &= tl.load(slots + index) != padding
     word = tl.load(words + index * words_stride + ids // 32, mask=is_token, other=0)
     is_forbidden = ((word >> (ids % 32)) & 1) == 0
     tl.store(logits + row * stride + ids, -float("inf"), mask=is_token & is_forbidden)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from nanovllm.backends.cuda.backend import CudaBackend
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.executor import create
+from nanovllm.grammar.matching import Grammar
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.cuda.persistent_pack import pack_constants, pack_tensors
 from nanovllm.kernels.cuda.step_tensors import reference_step
@@ -128,6 +130,56 @@ def check_shared_prefixes(root: Path) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
     assert counter.call_count == 3
+
+
+class OneToken:
+    """Grammars of which each allows one token, another for every answer."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def compile(self, asked: Any) -> Grammar:
+        return Grammar(asked["regex"])
+
+    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
+        token_id = int(grammar.text)
+        return SimpleNamespace(finishes=lambda _: False, is_ready=True, token_id=token_id)
+
+    def begin(self, matchers: list[Any], allocate: Any) -> np.ndarray:
+        masks: np.ndarray = allocate(len(matchers), -(-self.vocab_size // 32))
+        bits = np.zeros((len(masks), masks.shape[1] * 32), np.uint8)
+        for row, matcher in enumerate(matchers):
+            bits[row, matcher.token_id if matcher is not None else 0] = 1
+        masks[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return masks
+
+    def finish(self, masks: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        return masks, []
+
+    def close(self) -> None: ...
+
+
+def check_masks(root: Path) -> None:
+    """Decode steps are masked and sampled by one graph, which reads masks wherever they are."""
+    path = make_checkpoint(root / "masks", VARIANTS["qwen3"]).path
+    with (
+        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
+    ):
+        engine, graphed = llm.engine, runner_of(llm).forward
+        grammars: Any = OneToken(160)
+        engine.front.grammars = engine.core.grammars = grammars
+        replay = mock.Mock(side_effect=graphed._replay)
+        graphed._replay = replay
+        tokens, lens = [7, 31, 96], [4, 2, 3]
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, structured_outputs={"regex": str(token)})
+            for token, n in zip(tokens, lens, strict=True)
+        ]
+        outputs = llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [[t] * n for t, n in zip(tokens, lens, strict=True)]
+    # The first of four steps reads prompts, and has no graph.
+    assert [call.args[2:] for call in replay.mock_calls] == [(True, 3), (True, 2), (True, 1)]
 
 
 def check_cache_of_eight_bits(root: Path) -> None:
@@ -246,6 +298,7 @@ def main() -> None:
         with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
+            check_masks(Path(folder))
             check_cache_of_eight_bits(Path(folder))
         check_logits(Path(folder))
         check_whole_step(Path(folder))

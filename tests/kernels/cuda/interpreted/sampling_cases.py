@@ -351,6 +351,11 @@ def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
         masks.keep_allowed(got, rows, some)
         assert torch.equal(got, right)
         assert right.isinf().sum() > vocab_size
+    slots = torch.tensor([2, 0, 1, *[9] * (len(logits) - 3)], device=device, dtype=torch.int32)
+    right, got = logits.clone(), logits.clone()
+    torch_sampling.keep_allowed(right, torch.arange(3, device=device), words[:3])
+    masks.keep_allowed_in_slots(got, words[:3], slots, 9)
+    assert torch.equal(got, right)
 
 
 CASES: list[partial[None]] = [
