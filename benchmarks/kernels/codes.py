@@ -228,7 +228,9 @@ def quantised(x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
 def rounding_ways(x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]) -> dict[str, list[Run]]:
     """The library's product of FP8 with rounded activations, without a gate."""
     ready = [library_weight(weight) for weight in weights if isinstance(weight, Fp8Weight)]
-    calls = [partial(fp8_many_rows, x, weight, None) for weight in ready if weight is not None]
+    calls = [
+        partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None
+    ]
     return {"library fp8": calls} if calls else {}
 
 

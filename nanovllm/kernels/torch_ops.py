@@ -41,7 +41,9 @@ class TorchOps:
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         residual, update = hidden.residual, hidden.update
-        if update is not None:
+        if update is not None and hidden.scales is not None:
+            residual = (residual.float() + hidden.scales.apply(update)).to(residual.dtype)
+        elif update is not None:
             residual = residual + update
         return rms_norm(residual, norm.weight, norm.eps), residual
 

@@ -16,7 +16,7 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
 from nanovllm.kernels.ops import Hidden, NormWeights
-from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
+from nanovllm.kernels.stored_weights import quantised_product
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
@@ -248,24 +248,32 @@ def test_many_rows_on_a_gpu(
     """
     path = twins(checkpoint_root, "llama", kind).quantised
     stored_linear = pytest.importorskip("nanovllm.kernels.cuda.stored_linear")
-    many_rows, many_after_norm = stored_linear.fp8_many_rows, stored_linear.fp8_after_norm
+    add_to, many_after_norm = stored_linear.fp8_add_to, stored_linear.fp8_after_norm
     errors: list[float] = []
 
-    def compare(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    def compare(got: torch.Tensor, want: torch.Tensor) -> None:
         errors.append(float((got.float() - want.float()).norm() / want.float().norm()))
-        return got
 
-    def multiply(x: torch.Tensor, weight: Fp8Weight, *rest: Any) -> torch.Tensor:
+    def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
         assert len(x) > stored_linear.MAX_FP8_ROWS
-        return compare(many_rows(x, weight, *rest), quantised_product(x, weight, rest[0]))
+        hidden: Hidden = add_to(residual, x, weight, bias)
+        assert hidden.update is not None
+        assert hidden.scales is not None
+        compare(hidden.scales.apply(hidden.update), quantised_product(x, weight.stored, bias))
+        return hidden
 
-    def after_norm(hidden: Hidden, norm: NormWeights, *rest: Any) -> torch.Tensor:
-        normed, residual = TorchOps().norm(Hidden(hidden.residual.clone(), hidden.update), norm)
-        got = compare(many_after_norm(hidden, norm, *rest), quantised_product(normed, *rest))
+    def after_norm(
+        hidden: Hidden, norm: NormWeights, weight: Any, bias: Any, activation: Any
+    ) -> torch.Tensor:
+        copied = hidden._replace(residual=hidden.residual.clone())
+        normed, residual = TorchOps().norm(copied, norm)
+        got: torch.Tensor = many_after_norm(hidden, norm, weight, bias, activation)
+        want = quantised_product(normed, weight.stored, bias)
+        compare(got, want if activation is None else TorchOps().gate(want, activation))
         torch.testing.assert_close(hidden.residual, residual)
         return got
 
-    monkeypatch.setattr(stored_linear, "fp8_many_rows", multiply)
+    monkeypatch.setattr(stored_linear, "fp8_add_to", add)
     monkeypatch.setattr(stored_linear, "fp8_after_norm", after_norm)
     score(path, dtype="bfloat16", enforce_eager=True, lengths=(90, 120))
     assert len(errors) >= 4 * 2, "every projection of two layers"

@@ -49,6 +49,7 @@ def codes_one_row(
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
     assert update is None or update.shape == residual.shape, "partial sums of one row"
+    assert hidden.scales is None, "sums of codes of one row"
     assert norm is not None or update is None, "an update is added by the norm that follows"
     num_out = num_rows if activation is None else num_rows // 2
     y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)

@@ -3,9 +3,15 @@
 A row has one scale, or one for every 128 inputs where the weight has; `quantise_rows` and
 `quantised_product` in stored_weights.py say in plain torch what these compute. Codes of rows lie in
 the order of the weight's, which is one that a product may have its inputs in.
+
+With one scale a row, up to some hundred rows, the library multiplies codes, and whatever reads the
+sums multiplies them by both scales: the library's product that does so itself splits no inputs, and
+takes up to twice as long.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,67 +19,124 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
-from nanovllm.kernels.cuda.elementwise import add_and_norm, count_splits
+from nanovllm.kernels.cuda.elementwise import add_and_norm, count_splits, gate, scales_of
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.ops import Hidden, NormWeights
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, SumScales
 from nanovllm.kernels.stored_weights import Fp8Weight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
+MAX_SUM_ROWS = 256  # whose sums are scaled afterwards; of 512 and more the library does so as fast
 MULTIPLE = 16  # of inputs, outputs and, with blocks, rows, which the library's product needs
 
 
-def fp8_many_rows(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """Quantise the rows of x [rows, in], and project them to [rows, out].
+@dataclass(frozen=True, slots=True)
+class LibraryWeight:
+    """A weight as the library's product takes it."""
 
-    Scales of the weight are those of outputs, or those of blocks [outputs / 128, blocks].
-    """
-    return _multiply(fp8_quantise(x, weight.has_blocks), weight, bias, x.dtype)[: len(x)]
-
-
-def fp8_after_norm(
-    hidden: Hidden, norm: NormWeights, weight: Fp8Weight, bias: Tensor | None
-) -> Tensor:
-    """Like fp8_many_rows, of the norm of residual + update; the residual becomes that sum.
-
-    The weight has no blocks.
-    """
-    dtype = hidden.residual.dtype
-    return _multiply(fp8_norm(hidden, norm), weight, bias, dtype)
+    stored: Fp8Weight  # scales are those of outputs, or those of blocks [outputs / 128, blocks]
+    one: Tensor  # float32: the scale of codes whose sums are scaled afterwards
 
 
-def _multiply(
-    rows: ScaledCodes, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    y: Tensor = torch._scaled_mm(
-        rows.codes,
-        weight.codes.t(),
-        scale_a=rows.scales,
-        scale_b=weight.scales.t(),
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=not weight.has_blocks,
-    )
-    return y
-
-
-def library_weight(weight: Fp8Weight) -> Fp8Weight | None:
+def library_weight(weight: Fp8Weight) -> LibraryWeight | None:
     """The weight as the library's product takes it, if there is one for it."""
     num_out, num_in = weight.shape
     capability = torch.cuda.get_device_capability(weight.codes.device)
+    one = torch.ones((), device=weight.codes.device)
     if not weight.has_blocks:
-        return weight if num_out % MULTIPLE == 0 and capability >= (9, 0) else None
+        is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
+        return LibraryWeight(weight, one) if is_known else None
     # The library reads scales of inputs four blocks at a time.
     is_whole = num_out % 128 == num_blocks(num_in) % 4 == 0
     if not is_whole or capability != (9, 0) or _cuda_version() < (12, 9):
         return None
     blocks = weight.scales[::128].contiguous()
     is_even = torch.equal(blocks.repeat_interleave(128, 0), weight.scales)
-    return Fp8Weight(weight.codes, blocks, num_in) if is_even else None
+    return LibraryWeight(Fp8Weight(weight.codes, blocks, num_in), one) if is_even else None
+
+
+def fp8_many_rows(
+    x: Tensor, weight: LibraryWeight, bias: Tensor | None, activation: Activation | None
+) -> Tensor:
+    """Quantise the rows of x [rows, in], and project them to [rows, out]."""
+    rows = fp8_quantise(x, weight.stored.has_blocks)
+    return _project(rows, weight, bias, activation, x.dtype)[: len(x)]
+
+
+def fp8_after_norm(
+    hidden: Hidden,
+    norm: NormWeights,
+    weight: LibraryWeight,
+    bias: Tensor | None,
+    activation: Activation | None,
+) -> Tensor:
+    """Like fp8_many_rows, of the norm of residual + update; the residual becomes that sum.
+
+    The weight has no blocks.
+    """
+    rows = fp8_norm(hidden, norm)
+    return _project(rows, weight, bias, activation, hidden.residual.dtype)
+
+
+def fp8_add_to(residual: Tensor, x: Tensor, weight: LibraryWeight, bias: Tensor | None) -> Hidden:
+    """Like fp8_many_rows, as an update of the residual, which the next norm may have to scale."""
+    y, scales = _multiply(fp8_quantise(x, weight.stored.has_blocks), weight, bias, x.dtype)
+    return Hidden(residual, y[: len(x)], scales)
+
+
+def _project(
+    rows: ScaledCodes,
+    weight: LibraryWeight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    y, scales = _multiply(rows, weight, bias, dtype)
+    if activation is not None:
+        return gate(y, activation, scales)
+    if scales is not None:
+        scale_sums(y, scales, None)
+    return y
+
+
+def _multiply(
+    rows: ScaledCodes, weight: LibraryWeight, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, SumScales | None]:
+    """The product or, with scales, sums of codes that are yet to be multiplied by them."""
+    stored, one = weight.stored, weight.one
+    is_scaled = stored.has_blocks or len(rows.codes) > MAX_SUM_ROWS
+    y: Tensor = torch._scaled_mm(
+        rows.codes,
+        stored.codes.t(),
+        scale_a=rows.scales if is_scaled else one,
+        scale_b=stored.scales.t() if is_scaled else one,
+        bias=bias if is_scaled else None,
+        out_dtype=dtype,
+        use_fast_accum=not stored.has_blocks,
+    )
+    if is_scaled:
+        return y, None
+    scales = SumScales(rows.scales, stored.scales)
+    if bias is None:
+        return y, scales
+    scale_sums(y, scales, bias)
+    return y, None
 
 
 def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+
+
+def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
+    """Multiply sums of codes [rows, out] by their scales in place, and add the bias."""
+    num_rows, num_out = sums.shape
+    block = 1024
+    _scale_sums[(num_rows, triton.cdiv(num_out, block))](
+        *(sums, scales.rows, scales.outputs, bias, num_out),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(sums, num_rows),
+    )
 
 
 def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
@@ -113,7 +176,7 @@ def fp8_norm(hidden: Hidden, norm: NormWeights) -> ScaledCodes:
     scales = torch.empty(num_rows, 1, device=residual.device, dtype=torch.float32)
     block = triton.next_power_of_2(num_codes)
     _norm[(num_rows,)](
-        *(codes, scales, residual, update, norm.weight, norm.eps, dim),
+        *(codes, scales, residual, update, scales_of(hidden.scales), norm.weight, norm.eps, dim),
         NUM_CODES=num_codes,
         BLOCK=block,
         NUM_SPLITS=count_splits(update),
@@ -121,6 +184,29 @@ def fp8_norm(hidden: Hidden, norm: NormWeights) -> ScaledCodes:
         **launch_options(residual, num_rows),
     )
     return ScaledCodes(codes, scales)
+
+
+@triton.jit
+def _scale_sums(  # type: ignore[no-untyped-def]
+    sums,
+    row_scales,
+    output_scales,
+    bias,
+    num_out,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The grid is (rows, outputs)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_out
+    scale = tl.load(output_scales + i, mask=mask, other=0.0)
+    wait_for_inputs(OVERLAP)
+    places = sums + row * num_out + i
+    y = tl.load(places, mask=mask, other=0.0).to(tl.float32) * (tl.load(row_scales + row) * scale)
+    if bias is not None:
+        y += tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places, y.to(sums.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -156,6 +242,7 @@ def _norm(  # type: ignore[no-untyped-def]
     scales,
     residual,
     update,
+    update_scales,
     weight,
     eps,
     dim,
@@ -167,7 +254,7 @@ def _norm(  # type: ignore[no-untyped-def]
     """One program has one row."""
     place = tl.arange(0, BLOCK)
     i = _input_of(place)
-    normed = add_and_norm(residual, update, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    normed = add_and_norm(residual, update, update_scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
     scaled, scale = _scale(normed.to(tl.float32)[None, :])
     row = tl.program_id(0).to(tl.int64)
     tl.store(scales + row + tl.arange(0, 1), scale)
