@@ -134,7 +134,7 @@ def add_and_norm(  # type: ignore[no-untyped-def]
 ):
     """Add the update to the row of a program, store that, and return its norm.
 
-    `i` are all columns in any order. NUM_SPLITS counts the partial sums of the update.
+    `i` are all columns in any order and shape. NUM_SPLITS counts the partial sums of the update.
     """
     base = tl.program_id(0).to(tl.int64) * dim
     mask = i < dim
@@ -153,7 +153,7 @@ def add_and_norm(  # type: ignore[no-untyped-def]
         total = (added + value).to(residual.dtype.element_ty)
         tl.store(residual + base + i, total, mask=mask)
         value = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
+    scale = tl.rsqrt(tl.sum(value * value) / dim + eps)
     normed = (value * scale).to(residual.dtype.element_ty)
     return (normed * factor).to(residual.dtype.element_ty)
 
