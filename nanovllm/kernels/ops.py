@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor, uint8
 
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.blocks import BlockKernels
@@ -267,7 +267,7 @@ class Ops(Protocol):
 
     def pack_codes(
         self,
-        weight: Fp8Weight | Int4Weight,
+        weight: StoredWeight,
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
@@ -280,7 +280,7 @@ class Ops(Protocol):
         """
 
     def pack_code_experts(
-        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         """Make a layer of experts whose weights stay quantised, as `pack_experts` does.
 

@@ -20,7 +20,7 @@ from nanovllm.kernels.cuda.linear_one_row import add_update
 from nanovllm.kernels.cuda.linear_tiles import num_processors, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
+from nanovllm.kernels.stored_weights import Int4Weight, StoredWeight, num_blocks
 
 # Four bits anywhere in the lowest 20 of a word are a float32 that need not be converted: their code
 # times 2**(4 * n - 149). What they are multiplied by is made as much larger.
@@ -39,7 +39,7 @@ class OneRowConfig:
 def codes_one_row(
     hidden: Hidden,
     norm: NormWeights | None,
-    weight: Fp8Weight | Int4Weight,
+    weight: StoredWeight,
     bias: Tensor | None,
     activation: Activation | None,
     config: OneRowConfig | None = None,
@@ -74,7 +74,7 @@ def codes_one_row(
     return y, total
 
 
-def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConfig:
+def one_row_config(weight: StoredWeight, has_norm: bool) -> OneRowConfig:
     """A norm needs the whole row at once; the rest is by Qwen3-8B's shapes on an H200."""
     block_in = max(128, triton.next_power_of_2(weight.shape[1]))
     block_in = block_in if has_norm else min(block_in, 4096)

@@ -19,10 +19,10 @@ from nanovllm.kernels.cuda.experts_pairs import route
 from nanovllm.kernels.cuda.linear_tiles import shared_bytes, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 
 # [experts, outputs, inputs], or the rows of all experts as one weight that stays quantised.
-ExpertsWeight = Tensor | Fp8Weight | Int4Weight
+ExpertsWeight = Tensor | StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
