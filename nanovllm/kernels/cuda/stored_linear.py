@@ -21,7 +21,9 @@ from nanovllm.kernels.cuda.linear_fp8 import (
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
 from nanovllm.kernels.stored_weights import Fp8Weight, StoredWeight
 
-# Up to here reading the weight takes the time, and activations are not rounded.
+# Up to here activations are not rounded, which would gain little.
+MAX_EXACT_ROWS = 16
+# Up to here FP8 is widened in registers where activations are not rounded, or would be by block.
 MAX_FP8_ROWS = 64
 # Beyond, the weight is widened first: written and read again, nine times the bytes that it has.
 MAX_INT4_ROWS = 1024
@@ -74,8 +76,10 @@ class StoredLinear:
 
     def _library_of(self, x: Tensor) -> LibraryWeight | None:
         """The weight for rows that are to be rounded, if these are."""
-        is_rounded = x.dtype == torch.bfloat16 and not self._has_few(len(x))
-        return self.library if is_rounded else None
+        if self.library is None or x.dtype != torch.bfloat16:
+            return None
+        most = MAX_FP8_ROWS if self.library.stored.has_blocks else MAX_EXACT_ROWS
+        return self.library if len(x) > most else None
 
 
 def pack_stored(

@@ -155,12 +155,12 @@ def check_products(
     """Every kernel and kind equals the product with the widened weight."""
     for kind, shape in itertools.product(kinds, LARGE_SHAPES if large else shapes):
         num_rows, num_out, num_in, activation, has_bias = shape
-        if num_rows > 64 and kind.startswith("fp8") and dtype == torch.bfloat16:
-            continue  # whose activations are quantised
         weight = make_weight(kind, num_out, num_in, device)
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         packed = pack_stored(TritonOps(), weight, bias, activation)
+        if packed._library_of(x) is not None:
+            continue  # whose activations are rounded: see check_quantised_products
         plain = TorchOps().pack_linear(weight.widen(dtype), bias, activation, has_room=False)
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
@@ -266,7 +266,7 @@ def check_quantised_products(device: str) -> None:
     """Many rows in FP8 on both sides: only compiled, as a library has the product."""
     for kind, has_bias in itertools.product(("fp8", "fp8-blocks"), (False, True)):
         for num_rows, num_out, num_in in (
-            (65, 128, 256),
+            (65 if kind == "fp8-blocks" else 17, 128, 256),
             (250, 4096, 1024),
             (300, 512, 1024),
             (1030, 384, 4096),
