@@ -60,6 +60,8 @@ def test_stored_weights(dtype: torch.dtype) -> None:
     stored_cases.check_partial_sums(dtype, "cuda")
     stored_cases.check_widening(dtype, "cuda")
     stored_cases.check_quantised_rows(dtype, "cuda")
+    stored_cases.check_normed_rows(dtype, "cuda")
+    stored_cases.check_scaled_sums(dtype, "cuda")
     stored_cases.check_every_fp8_code("cuda")
 
 

@@ -37,7 +37,13 @@ from nanovllm.kernels.cuda.codes_one_row import OneRowConfig, codes_one_row, one
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead
 from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, library_weight
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
-from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, Int4Weight, quantised_product
+from nanovllm.kernels.stored_weights import (
+    BLOCK,
+    Fp8Weight,
+    Int4Weight,
+    StoredWeight,
+    quantised_product,
+)
 from nanovllm.kernels.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -146,7 +152,7 @@ def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
     return cases
 
 
-def make_weight(kind: str, shape: Shape) -> Fp8Weight | Int4Weight:
+def make_weight(kind: str, shape: Shape) -> StoredWeight:
     num_out, num_in = shape.num_out, shape.num_in
     if kind == "fp8":
         codes = torch.randn(num_out, num_in, device="cuda", dtype=DTYPE).mul_(64).to(FP8)
@@ -163,7 +169,7 @@ def norm_of(shape: Shape) -> NormWeights | None:
     return None if shape.is_summed else NormWeights(ones, 1e-6)
 
 
-def expect(shape: Shape, x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
+def expect(shape: Shape, x: Tensor, weight: StoredWeight) -> Tensor:
     norm = norm_of(shape)
     if len(x) == 1 and norm is not None:
         x = TorchOps().norm(Hidden(x), norm)[0]
@@ -171,12 +177,10 @@ def expect(shape: Shape, x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
     return y if shape.activation is None else TorchOps().gate(y, shape.activation)
 
 
-def one_row_ways(
-    shape: Shape, x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]
-) -> dict[str, list[Run]]:
+def one_row_ways(shape: Shape, x: Tensor, weights: Sequence[StoredWeight]) -> dict[str, list[Run]]:
     norm = norm_of(shape)
 
-    def run(weight: Fp8Weight | Int4Weight, config: OneRowConfig) -> Tensor:
+    def run(weight: StoredWeight, config: OneRowConfig) -> Tensor:
         return codes_one_row(Hidden(x), norm, weight, None, shape.activation, config)[0]
 
     chosen = one_row_config(weights[0], norm is not None)
@@ -192,12 +196,10 @@ def one_row_ways(
     }
 
 
-def few_ways(
-    shape: Shape, x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]
-) -> dict[str, list[Run]]:
+def few_ways(shape: Shape, x: Tensor, weights: Sequence[StoredWeight]) -> dict[str, list[Run]]:
     counters = make_counters(x.device)
 
-    def run(weight: Fp8Weight | Int4Weight, config: CodesConfig) -> Tensor:
+    def run(weight: StoredWeight, config: CodesConfig) -> Tensor:
         finish = None if shape.is_summed else counters
         return codes_few_rows(x, weight, None, shape.activation, finish, config)
 
@@ -220,15 +222,17 @@ def few_ways(
     return ways
 
 
-def quantised(x: Tensor, weight: Fp8Weight | Int4Weight) -> Tensor:
+def quantised(x: Tensor, weight: StoredWeight) -> Tensor:
     assert isinstance(weight, Fp8Weight)
     return quantised_product(x, weight, None)
 
 
-def rounding_ways(x: Tensor, weights: Sequence[Fp8Weight | Int4Weight]) -> dict[str, list[Run]]:
+def rounding_ways(x: Tensor, weights: Sequence[StoredWeight]) -> dict[str, list[Run]]:
     """The library's product of FP8 with rounded activations, without a gate."""
     ready = [library_weight(weight) for weight in weights if isinstance(weight, Fp8Weight)]
-    calls = [partial(fp8_many_rows, x, weight, None) for weight in ready if weight is not None]
+    calls = [
+        partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None
+    ]
     return {"library fp8": calls} if calls else {}
 
 

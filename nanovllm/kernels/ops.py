@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor, uint8
 
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.blocks import BlockKernels
@@ -73,6 +73,16 @@ class LayerCache:
         return known if len(known) == 2 else [part.view(uint8) for part in known]
 
 
+class SumScales(NamedTuple):
+    """What sums of codes [rows, outputs] are to be multiplied by."""
+
+    rows: Tensor  # float32 [rows, 1]
+    outputs: Tensor  # float32 [outputs, 1]
+
+    def apply(self, sums: Tensor) -> Tensor:
+        return sums.float() * self.rows * self.outputs.t()
+
+
 class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass takes twice as long
     """Hidden states between two norms: the residual, and an update that is not added to it yet.
 
@@ -82,13 +92,19 @@ class Hidden(NamedTuple):  # two are made in every layer, a frozen dataclass tak
     residual: Tensor  # [tokens, hidden]
     # [tokens, hidden], or the partial sums of a split-K product: float32 [splits, tokens, hidden].
     update: Tensor | None = None
+    scales: SumScales | None = None  # of an update that is sums of codes, [tokens, hidden]
 
     def select(self, tokens: Tensor) -> Hidden:
-        """Copy the states of some tokens; of one, partial sums are added up: see `after_norm`."""
+        """Copy the states of some tokens; the update of one is finished: see `after_norm`."""
+        residual, scales = self.residual.index_select(0, tokens), self.scales
         update = None if self.update is None else self.update.index_select(-2, tokens)
-        if update is not None and update.dim() == 3 and len(tokens) == 1:
-            update = update.sum(0).to(self.residual.dtype)
-        return Hidden(self.residual.index_select(0, tokens), update)
+        if scales is not None:
+            scales = SumScales(scales.rows.index_select(0, tokens), scales.outputs)
+        if update is not None and len(tokens) == 1:
+            update = update if scales is None else scales.apply(update)
+            update = update.sum(0) if update.dim() == 3 else update
+            return Hidden(residual, update.to(residual.dtype))
+        return Hidden(residual, update, scales)
 
 
 class PackedLinear(Protocol):
@@ -103,7 +119,7 @@ class PackedLinear(Protocol):
     def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """Project the RMSNorm of residual + update; return also that sum, the new residual.
 
-        The update of a single token is no partial sums.
+        The update of a single token is neither partial sums nor sums of codes.
         """
 
 
@@ -251,7 +267,7 @@ class Ops(Protocol):
 
     def pack_codes(
         self,
-        weight: Fp8Weight | Int4Weight,
+        weight: StoredWeight,
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
@@ -264,7 +280,7 @@ class Ops(Protocol):
         """
 
     def pack_code_experts(
-        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         """Make a layer of experts whose weights stay quantised, as `pack_experts` does.
 

@@ -10,6 +10,7 @@ n * words + w: what is in one place of the words of a block are inputs side by s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ class Fp8Weight:
     codes: Tensor  # FP8 [outputs, blocks * BLOCK], as `order_codes` lays them out
     scales: Tensor  # float32 [outputs, 1], or of every 128 inputs: [outputs, blocks]
     num_in: int
+    bits: ClassVar[int] = 8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,6 +73,7 @@ class Int4Weight:
     scales: Tensor  # [outputs, groups]
     zeros: Tensor | None  # uint8 [outputs, groups]; None: MIDDLE
     num_in: int
+    bits: ClassVar[int] = 4
 
     @property
     def shape(self) -> tuple[int, int]:

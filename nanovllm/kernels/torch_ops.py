@@ -23,7 +23,7 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 
 
 class TorchOps:
@@ -41,7 +41,9 @@ class TorchOps:
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
         residual, update = hidden.residual, hidden.update
-        if update is not None:
+        if update is not None and hidden.scales is not None:
+            residual = (residual.float() + hidden.scales.apply(update)).to(residual.dtype)
+        elif update is not None:
             residual = residual + update
         return rms_norm(residual, norm.weight, norm.eps), residual
 
@@ -81,7 +83,7 @@ class TorchOps:
 
     def pack_codes(
         self,
-        weight: Fp8Weight | Int4Weight,
+        weight: StoredWeight,
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
@@ -94,7 +96,7 @@ class TorchOps:
         )
 
     def pack_code_experts(
-        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         return compose_code_experts(self, gate_up, down, routing)
 
@@ -103,14 +105,14 @@ class TorchOps:
 
 
 def compose_codes(
-    ops: Ops, weight: Fp8Weight | Int4Weight, bias: Tensor | None, activation: Activation | None
+    ops: Ops, weight: StoredWeight, bias: Tensor | None, activation: Activation | None
 ) -> ComposedLinear:
     """What a product with a kept weight means: it is widened each time."""
     return ComposedLinear(ops, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
 
 
 def compose_code_experts(
-    ops: Ops, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+    ops: Ops, gate_up: StoredWeight, down: StoredWeight, routing: Routing
 ) -> ComposedExperts:
     """What kept experts mean: each that was chosen is widened."""
 

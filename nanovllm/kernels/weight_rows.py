@@ -14,7 +14,7 @@ from nanovllm.kernels.stored_weights import (
     BLOCK,
     MIDDLE,
     Fp8Weight,
-    Int4Weight,
+    StoredWeight,
     order_codes,
     pack_words,
     quantise_blocks,
@@ -29,7 +29,7 @@ Fill = Callable[[Tensor, Tensor], object]  # copies rows to where they belong, a
 class WeightRows:
     """Some rows of a kept weight, to be filled with what a checkpoint stores."""
 
-    weight: Fp8Weight | Int4Weight
+    weight: StoredWeight
     first: int
     count: int
     group: int  # as stored: inputs that share a scale; -1: all

@@ -15,6 +15,7 @@ from nanovllm.kernels.stored_weights import (
     INT4_WORDS,
     Fp8Weight,
     Int4Weight,
+    StoredWeight,
     num_blocks,
 )
 from nanovllm.kernels.weight_rows import WeightRows
@@ -58,7 +59,7 @@ class CodeTensors(nn.Module):
             self.zeros = make(num_out, num_groups, dtype=torch.uint8)
 
     @property
-    def weight(self) -> Fp8Weight | Int4Weight:
+    def weight(self) -> StoredWeight:
         codes, scales, num_in = self.codes.data, self.scales.data, self.inputs.count
         if codes.dtype == FP8:
             return Fp8Weight(codes, scales, num_in)

@@ -25,7 +25,7 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.kernels.torch_ops import compose_code_experts, compose_codes
 from nanovllm.platforms.cpu_features import CpuFeatures
 
@@ -138,7 +138,7 @@ class NumbaOps:
 
     def pack_codes(
         self,
-        weight: Fp8Weight | Int4Weight,
+        weight: StoredWeight,
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
@@ -148,7 +148,7 @@ class NumbaOps:
         return compose_experts(self, PlainMixture(self, gate_up, down), routing)
 
     def pack_code_experts(
-        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         return compose_code_experts(self, gate_up, down, routing)
 

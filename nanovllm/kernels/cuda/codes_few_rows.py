@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.code_words import as_operands, join_places, raised_by
-from nanovllm.kernels.cuda.linear_tiles import add_bias, store_tile, tile_rows
+from nanovllm.kernels.cuda.linear_tiles import add_bias, fit_stages, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, prefetch, wait_for_inputs
 from nanovllm.kernels.ops import Activation
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
+from nanovllm.kernels.stored_weights import BLOCK, Int4Weight, StoredWeight, num_blocks
 
 MAX_SPLITS = 8
 MAX_PROGRAMS = 384  # for which inputs are split
@@ -43,7 +43,7 @@ class CodesConfig:
     num_splits: int  # parts of the inputs
 
 
-def codes_config(weight: Fp8Weight | Int4Weight, num_rows: int) -> CodesConfig:
+def codes_config(weight: StoredWeight, num_rows: int) -> CodesConfig:
     """By Qwen3-8B's shapes on an H200; so many splits that some hundred programs share the work."""
     num_out, num_in = weight.shape
     is_int4, block_rows = isinstance(weight, Int4Weight), max(16, triton.next_power_of_2(num_rows))
@@ -56,7 +56,10 @@ def codes_config(weight: Fp8Weight | Int4Weight, num_rows: int) -> CodesConfig:
     num_tiles = triton.cdiv(num_out, tile[0]) * triton.cdiv(num_rows, tile[1])
     most = min(MAX_SPLITS, max(num_in // 256, 1))
     num_splits = min(triton.next_power_of_2(triton.cdiv(programs, num_tiles)), most)
-    return CodesConfig(*tile, num_splits)
+    block_out, block_rows, num_warps, num_stages = tile
+    stage_bytes = (block_out * weight.bits + block_rows * 16) * BLOCK // 8
+    num_stages = fit_stages(num_stages, stage_bytes, weight.words.device)
+    return CodesConfig(block_out, block_rows, num_warps, num_stages, num_splits)
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -66,7 +69,7 @@ def make_counters(device: torch.device) -> Tensor:
 
 def codes_few_rows(
     x: Tensor,  # [rows, in], contiguous
-    weight: Fp8Weight | Int4Weight,  # gated: gate, then up
+    weight: StoredWeight,  # gated: gate, then up
     bias: Tensor | None,
     activation: Activation | None,
     arrived: Tensor | None,

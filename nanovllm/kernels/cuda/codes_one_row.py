@@ -20,7 +20,7 @@ from nanovllm.kernels.cuda.linear_one_row import add_update
 from nanovllm.kernels.cuda.linear_tiles import num_processors, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
+from nanovllm.kernels.stored_weights import Int4Weight, StoredWeight, num_blocks
 
 # Four bits anywhere in the lowest 20 of a word are a float32 that need not be converted: their code
 # times 2**(4 * n - 149). What they are multiplied by is made as much larger.
@@ -39,7 +39,7 @@ class OneRowConfig:
 def codes_one_row(
     hidden: Hidden,
     norm: NormWeights | None,
-    weight: Fp8Weight | Int4Weight,
+    weight: StoredWeight,
     bias: Tensor | None,
     activation: Activation | None,
     config: OneRowConfig | None = None,
@@ -49,6 +49,7 @@ def codes_one_row(
     num_rows, num_in = weight.shape
     assert residual.shape == (1, num_in), residual.shape
     assert update is None or update.shape == residual.shape, "partial sums of one row"
+    assert hidden.scales is None, "sums of codes of one row"
     assert norm is not None or update is None, "an update is added by the norm that follows"
     num_out = num_rows if activation is None else num_rows // 2
     y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
@@ -73,7 +74,7 @@ def codes_one_row(
     return y, total
 
 
-def one_row_config(weight: Fp8Weight | Int4Weight, has_norm: bool) -> OneRowConfig:
+def one_row_config(weight: StoredWeight, has_norm: bool) -> OneRowConfig:
     """A norm needs the whole row at once; the rest is by Qwen3-8B's shapes on an H200."""
     block_in = max(128, triton.next_power_of_2(weight.shape[1]))
     block_in = block_in if has_norm else min(block_in, 4096)

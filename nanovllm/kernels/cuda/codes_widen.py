@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.cuda.code_words import as_floats, load_words
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
+from nanovllm.kernels.stored_weights import StoredWeight, num_blocks
 
 BLOCK_OUT = 32
 
 
-def widen_codes(weight: Fp8Weight | Int4Weight, dtype: torch.dtype) -> Tensor:
+def widen_codes(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] in a dtype of 16 bits: the numbers that loading would make."""
     num_out, num_in = weight.shape
     blocks, num_words = num_blocks(num_in), weight.words.shape[1]

@@ -23,6 +23,7 @@ from nanovllm.kernels.ops import (
     LayerCache,
     NormWeights,
     QKNormWeights,
+    SumScales,
 )
 
 GELU_LINEAR, GELU_CUBIC = (tl.constexpr(factor) for factor in ACTIVATIONS["gelu_tanh"])
@@ -40,6 +41,7 @@ def rms_norm(hidden: Hidden, norm: NormWeights) -> Tensor:
         out,
         residual,
         update,
+        scales_of(hidden.scales),
         norm.weight,
         norm.eps,
         dim,
@@ -58,13 +60,19 @@ def count_splits(update: Tensor | None) -> int:
     return len(update) if update.dim() == 3 else 1
 
 
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+def scales_of(scales: SumScales | None) -> tuple[Tensor, Tensor] | None:
+    return None if scales is None else (scales.rows, scales.outputs)
+
+
+def gate(gate_up: Tensor, activation: Activation, scales: SumScales | None = None) -> Tensor:
+    """See Ops.gate; sums of codes are first multiplied by their scales."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, size, device=gate_up.device, dtype=gate_up.dtype)
     block = 1024
     _gate[(num_rows, triton.cdiv(size, block))](
         out,
         gate_up,
+        scales_of(scales),
         size,
         ACTIVATION=activation,
         BLOCK=block,
@@ -107,6 +115,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     out,
     residual,
     update,
+    scales,
     weight,
     eps,
     dim,
@@ -115,21 +124,23 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
-    normed = add_and_norm(residual, update, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
+    normed = add_and_norm(residual, update, scales, weight, eps, i, dim, NUM_SPLITS, OVERLAP)
     tl.store(out + tl.program_id(0).to(tl.int64) * dim + i, normed, mask=i < dim)
 
 
 @triton.jit
 def add_and_norm(  # type: ignore[no-untyped-def]
-    residual, update, weight, eps, i, dim, NUM_SPLITS: tl.constexpr, OVERLAP: tl.constexpr
+    residual, update, scales, weight, eps, i, dim, NUM_SPLITS: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Add the update to the row of a program, store that, and return its norm.
 
-    `i` are all columns in any order. NUM_SPLITS counts the partial sums of the update.
+    `i` are all columns in any order and shape. NUM_SPLITS counts the partial sums of the update.
     """
     base = tl.program_id(0).to(tl.int64) * dim
     mask = i < dim
     factor = tl.load(weight + i, mask=mask, other=0.0)
+    if scales is not None:
+        column_scales = tl.load(scales[1] + i, mask=mask, other=0.0)
     wait_for_inputs(OVERLAP)
     value = tl.load(residual + base + i, mask=mask, other=0.0).to(tl.float32)
     if NUM_SPLITS > 0:
@@ -137,10 +148,12 @@ def add_and_norm(  # type: ignore[no-untyped-def]
         for split in tl.static_range(1, NUM_SPLITS):
             partial_sum = update + split * tl.num_programs(0) * dim + base
             added += tl.load(partial_sum + i, mask=mask, other=0.0)
+        if scales is not None:
+            added *= tl.load(scales[0] + tl.program_id(0)) * column_scales
         total = (added + value).to(residual.dtype.element_ty)
         tl.store(residual + base + i, total, mask=mask)
         value = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
+    scale = tl.rsqrt(tl.sum(value * value) / dim + eps)
     normed = (value * scale).to(residual.dtype.element_ty)
     return (normed * factor).to(residual.dtype.element_ty)
 
@@ -149,6 +162,7 @@ def add_and_norm(  # type: ignore[no-untyped-def]
 def _gate(  # type: ignore[no-untyped-def]
     out,
     gate_up,
+    scales,
     size,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,8 +174,15 @@ def _gate(  # type: ignore[no-untyped-def]
     mask = i < size
     gate = tl.load(gate_up + 2 * row * size + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (2 * row + 1) * size + i, mask=mask, other=0.0)
-    active = activate(gate, ACTIVATION).to(out.dtype.element_ty)
-    tl.store(out + row * size + i, active * up, mask=mask)
+    if scales is None:
+        active = activate(gate, ACTIVATION).to(out.dtype.element_ty)
+        tl.store(out + row * size + i, active * up, mask=mask)
+    else:
+        row_scale = tl.load(scales[0] + row)
+        gate *= row_scale * tl.load(scales[1] + i, mask=mask, other=0.0)
+        up_scale = row_scale * tl.load(scales[1] + size + i, mask=mask, other=0.0)
+        product = activate(gate, ACTIVATION) * (up.to(tl.float32) * up_scale)
+        tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from nanovllm.kernels.cuda.codes_one_row import add_products, load_inputs, prepa
 from nanovllm.kernels.cuda.elementwise import activate
 from nanovllm.kernels.cuda.linear_tiles import tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight, num_blocks
+from nanovllm.kernels.stored_weights import StoredWeight, num_blocks
 
 GATE_UP_BLOCK, DOWN_BLOCK = 8, 8  # outputs of a program
 MAX_IN = 4096  # in a tile
@@ -27,8 +27,8 @@ def run_code_pairs(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Fp8Weight | Int4Weight,
-    down: Fp8Weight | Int4Weight,
+    gate_up: StoredWeight,
+    down: StoredWeight,
 ) -> Tensor:
     """Return the weighted sum of each token's experts; all tensors are contiguous."""
     num_tokens, top_k = ids.shape
@@ -54,7 +54,7 @@ def run_code_pairs(
     return out
 
 
-def _sizes(weight: Fp8Weight | Int4Weight) -> dict[str, int]:
+def _sizes(weight: StoredWeight) -> dict[str, int]:
     num_words, blocks = weight.words.shape[1], num_blocks(weight.num_in)
     lanes = num_words // blocks
     block_words = min(triton.next_power_of_2(blocks), MAX_IN // 128) * lanes

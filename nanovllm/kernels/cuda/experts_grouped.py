@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda.codes_few_rows import multiply_codes
 from nanovllm.kernels.cuda.experts_pairs import route
-from nanovllm.kernels.cuda.linear_tiles import shared_bytes, store_tile, tile_rows
+from nanovllm.kernels.cuda.linear_tiles import fit_stages, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 
 # [experts, outputs, inputs], or the rows of all experts as one weight that stays quantised.
-ExpertsWeight = Tensor | Fp8Weight | Int4Weight
+ExpertsWeight = Tensor | StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,17 @@ CODES_CONFIGS = (
 )
 
 
-def grouped_config(rows_per_expert: int, x: Tensor, has_codes: bool = False) -> GroupedConfig:
-    if has_codes:
-        return next(config for most, config in CODES_CONFIGS if rows_per_expert <= most)
-    if x.dtype == torch.float32:  # no tensor cores
+def grouped_config(
+    rows_per_expert: int, x: Tensor, weight: StoredWeight | None = None
+) -> GroupedConfig:
+    """For experts of x's dtype, or for those that stay quantised as `weight` is."""
+    if weight is None and x.dtype == torch.float32:  # no tensor cores
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
-    config = next(config for most, config in CONFIGS if rows_per_expert <= most)
-    stage_bytes = (config.block_rows + config.block_out) * config.block_in * x.itemsize
-    return replace(config, num_stages=min(config.num_stages, shared_bytes(x.device) // stage_bytes))
+    configs = CONFIGS if weight is None else CODES_CONFIGS
+    config = next(config for most, config in configs if rows_per_expert <= most)
+    bits = 8 * x.itemsize if weight is None else weight.bits
+    stage_bits = (config.block_rows * 8 * x.itemsize + config.block_out * bits) * config.block_in
+    return replace(config, num_stages=fit_stages(config.num_stages, stage_bits // 8, x.device))
 
 
 def run_grouped(
@@ -72,8 +75,8 @@ def run_grouped(
     num_tokens, top_k, num_experts = len(x), routing.top_k, logits.shape[1]
     hidden, size = x.shape[1], down.shape[-1]
     num_pairs = num_tokens * top_k
-    has_codes = not isinstance(down, Tensor)
-    config = config or grouped_config(num_pairs // num_experts, x, has_codes)
+    kept = None if isinstance(down, Tensor) else down
+    config = config or grouped_config(num_pairs // num_experts, x, kept)
     counts = torch.zeros(num_experts, device=x.device, dtype=torch.int32)
     ids, weights, ranks = route(logits, routing, counts)
     max_tiles = min(num_pairs, num_experts + num_pairs // config.block_rows)

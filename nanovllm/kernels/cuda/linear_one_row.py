@@ -28,6 +28,7 @@ def one_row_linear(
     num_in = weight.shape[1]
     assert residual.shape == (1, num_in), residual.shape
     assert update is None or update.shape == residual.shape, "partial sums of one row"
+    assert hidden.scales is None, "sums of codes of one row"
     num_out = weight.shape[0] if activation is None else weight.shape[0] // 2
     y = torch.empty(1, num_out, device=residual.device, dtype=residual.dtype)
     total = residual if update is None else torch.empty_like(residual)

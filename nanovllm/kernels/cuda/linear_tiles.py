@@ -23,6 +23,11 @@ def shared_bytes(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin) - 8192
 
 
+def fit_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
+    """So many stages of a loop as are wanted, or as shared memory holds."""
+    return max(1, min(num_stages, shared_bytes(device) // stage_bytes))
+
+
 def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1

@@ -28,7 +28,7 @@ from nanovllm.kernels.ops import (
     PackedStep,
     Routing,
 )
-from nanovllm.kernels.stored_weights import Fp8Weight, Int4Weight
+from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class TritonOps:
 
     def pack_codes(
         self,
-        weight: Fp8Weight | Int4Weight,
+        weight: StoredWeight,
         bias: Tensor | None,
         activation: Activation | None,
     ) -> PackedLinear:
@@ -67,7 +67,7 @@ class TritonOps:
         return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
 
     def pack_code_experts(
-        self, gate_up: Fp8Weight | Int4Weight, down: Fp8Weight | Int4Weight, routing: Routing
+        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         return CudaExperts(self, gate_up, down, routing)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.kernels.stored_weights import (
     Fp8Weight,
     Int4Weight,
+    StoredWeight,
     order_codes,
     pack_words,
     quantise_blocks,
@@ -35,7 +36,7 @@ def modules() -> Any:
 
 def make_weight(
     bits: int, num_out: int, num_in: int, has_zeros: bool, seed: int = 0
-) -> Fp8Weight | Int4Weight:
+) -> StoredWeight:
     values = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed))
     if bits == 8:
         rounded = quantise_blocks(values)

@@ -43,6 +43,7 @@ def test_widening(dtype: torch.dtype) -> None:
 def test_quantised_rows(dtype: torch.dtype) -> None:
     cases.check_quantised_rows(dtype, "cuda")
     cases.check_normed_rows(dtype, "cuda")
+    cases.check_scaled_sums(dtype, "cuda")
 
 
 def test_products_of_quantised_rows() -> None:

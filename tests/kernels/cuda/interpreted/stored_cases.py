@@ -13,17 +13,20 @@ from torch import Tensor
 from nanovllm.fp8 import FP8, LARGEST_FP8
 from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.codes_widen import widen_codes
+from nanovllm.kernels.cuda.elementwise import gate
 from nanovllm.kernels.cuda.linear_fp8 import (
     fp8_norm,
     fp8_quantise,
     library_weight,
+    scale_sums,
 )
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.cuda.stored_linear import pack_stored
-from nanovllm.kernels.ops import Activation, Hidden, NormWeights
+from nanovllm.kernels.ops import Activation, Hidden, NormWeights, SumScales
 from nanovllm.kernels.stored_weights import (
     Fp8Weight,
     Int4Weight,
+    StoredWeight,
     num_blocks,
     order_codes,
     pack_words,
@@ -36,7 +39,6 @@ from nanovllm.kernels.torch_ops import TorchOps
 from tests.kernels.cuda.interpreted.fused_cases import assert_close, make
 from tests.kernels.expert_layers import Layer
 
-StoredWeight = Fp8Weight | Int4Weight
 # Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
 KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
 # Rows, outputs, inputs, activation, bias; outputs and inputs fill tiles, or do not.
@@ -153,12 +155,12 @@ def check_products(
     """Every kernel and kind equals the product with the widened weight."""
     for kind, shape in itertools.product(kinds, LARGE_SHAPES if large else shapes):
         num_rows, num_out, num_in, activation, has_bias = shape
-        if num_rows > 64 and kind.startswith("fp8") and dtype == torch.bfloat16:
-            continue  # whose activations are quantised
         weight = make_weight(kind, num_out, num_in, device)
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         packed = pack_stored(TritonOps(), weight, bias, activation)
+        if packed._library_of(x) is not None:
+            continue  # whose activations are rounded: see check_quantised_products
         plain = TorchOps().pack_linear(weight.widen(dtype), bias, activation, has_room=False)
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
@@ -207,8 +209,9 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         residual = make(4, dim, dtype=dtype, device=device)
         update = make(num_splits, 4, dim, dtype=torch.float32, device=device, seed=3)
         norm = NormWeights(make(dim, dtype=torch.float32, device=device, seed=8), 1e-6)
-        hidden = Hidden(residual, update if num_splits else None)
-        copied = Hidden(residual.clone(), hidden.update)
+        scales = make_scales(4, dim, device) if num_splits == 1 else None
+        hidden = Hidden(residual, update if num_splits else None, scales)
+        copied = hidden._replace(residual=residual.clone())
         got = fp8_norm(hidden, norm)
         normed, total = TritonOps().norm(copied, norm)
         want = fp8_quantise(normed, by_block=False)
@@ -218,6 +221,32 @@ def check_normed_rows(dtype: torch.dtype, device: str) -> None:
         steps = got.codes.view(torch.uint8).int() - want.codes.view(torch.uint8).int()
         assert int(steps.abs().max()) <= 1
         assert int(steps.count_nonzero()) <= steps.numel() // 50
+
+
+def check_scaled_sums(dtype: torch.dtype, device: str) -> None:
+    """Sums of codes are scaled by a norm, by a gate, or on their own, as plain torch does."""
+    for num_rows, num_out in ((3, 300), (5, 1200)):
+        sums = make(num_rows, num_out, dtype=dtype, device=device)
+        scales = make_scales(num_rows, num_out, device)
+        residual = make(num_rows, num_out, dtype=dtype, device=device, seed=3)
+        norm = NormWeights(make(num_out, dtype=torch.float32, device=device, seed=8), 1e-6)
+        results = [
+            ops.norm(Hidden(residual.clone(), sums, scales), norm)
+            for ops in (TritonOps(), TorchOps())
+        ]
+        for got, want in zip(*results, strict=True):
+            assert_close(got, want)
+        want = scales.apply(sums)
+        assert_close(gate(sums, "silu", scales), TorchOps().gate(want.to(dtype), "silu"))
+        bias = make(num_out, dtype=dtype, device=device, seed=4)
+        scale_sums(sums, scales, bias)
+        assert_close(sums, (want + bias.float()).to(dtype))
+
+
+def make_scales(num_rows: int, num_out: int, device: str) -> SumScales:
+    generator = torch.Generator().manual_seed(num_rows + num_out)
+    rows, outs = (torch.rand(count, 1, generator=generator) + 0.5 for count in (num_rows, num_out))
+    return SumScales(rows.to(device), outs.to(device))
 
 
 def check_every_fp8_code(device: str) -> None:
@@ -237,7 +266,7 @@ def check_quantised_products(device: str) -> None:
     """Many rows in FP8 on both sides: only compiled, as a library has the product."""
     for kind, has_bias in itertools.product(("fp8", "fp8-blocks"), (False, True)):
         for num_rows, num_out, num_in in (
-            (65, 128, 256),
+            (65 if kind == "fp8-blocks" else 17, 128, 256),
             (250, 4096, 1024),
             (300, 512, 1024),
             (1030, 384, 4096),
@@ -251,8 +280,13 @@ def check_quantised_products(device: str) -> None:
             bias = make(num_out, dtype=torch.bfloat16, device=device) if has_bias else None
             want = quantised_product(x, weight, bias)
             assert_near(pack_stored(TritonOps(), weight, bias, None)(x), want)
+            residual = torch.zeros_like(want)
+            hidden = pack_stored(TritonOps(), weight, bias, None).add_to(residual, x)
+            ones = NormWeights(torch.ones(num_out, device=device), 1e-6)
+            assert_near(TritonOps().norm(hidden, ones)[1], want)
             packed = pack_stored(TritonOps(), weight, bias, "silu")
-            assert_near(packed(x), TorchOps().gate(want, "silu"))
+            # Both factors were rounded elsewhere than the reference's.
+            assert_near(packed(x), TorchOps().gate(want, "silu"), 6e-3)
             norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
             normed, _ = TorchOps().norm(Hidden(x), norm)
             got, residual = packed.after_norm(Hidden(x), norm)
@@ -284,6 +318,7 @@ def main(which: str) -> None:
     check_widening(dtype, "cpu")
     check_quantised_rows(dtype, "cpu")
     check_normed_rows(dtype, "cpu")
+    check_scaled_sums(dtype, "cpu")
     if which == "rest":
         check_products(dtype, "cpu")
         check_products(dtype, "cpu", shapes=LONG_SHAPES)
