@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_codes import stage
+from nanovllm.kernels.cuda.persistent_products import stage, stage_words
 from nanovllm.kernels.cuda.persistent_sizes import num_chunks
 
 NUM_PROGRAMS = gl.constexpr(128)
@@ -135,20 +135,26 @@ def fence():
 class Exchange:
     """A vector of bfloat16 that every program stores a part of, and every program reads.
 
-    Its memory is [buffers, 2, size]: half of the programs read each copy. What lies between width
-    and size is zero, and stays so.
+    Its memory is [buffers, 2, size]: half of the programs read each copy. Parts of it may each have
+    room for more. What no value is stored into is zero, and stays so.
     """
 
     memory: gl.tensor
     flag: gl.tensor  # where who waited too long says so
     sm: gl.tensor
-    width: gl.constexpr
+    width: gl.constexpr  # values
+    part: gl.constexpr  # of these
+    room: gl.constexpr  # of a part
+    columns: gl.constexpr  # of all parts
     size: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, memory, flag, sm, width, bits):
+    def __init__(self, memory, flag, sm, width, bits, parts=1, room=None):
         self.memory, self.flag, self.sm = memory, flag, sm
-        self.width, self.size = gl.constexpr(width), gl.constexpr(num_chunks(width, bits) * 1024)
+        room = width if room is None else room
+        self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
+        self.room, self.columns = gl.constexpr(room), gl.constexpr(parts * room)
+        self.size = gl.constexpr(num_chunks(parts * room, bits) * 1024)
 
     @gluon.jit
     def publish(self, y, row, block, now, COUNT: gl.constexpr):
@@ -164,6 +170,8 @@ class Exchange:
         """Store y twice, and EMPTY twice into the buffer before: who is copy 0 to 3 does each."""
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
         at = (gl.where(copy < 2, now, before) * 2 + copy % 2) * self.size + line
+        if self.room > self.part:
+            at += line // self.part * (self.room - self.part)
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True) | gl.where(copy < 2, 0, -1).to(gl.int16)
         is_ours = is_ours & (line < self.width) & (copy < 4)
         gl.store(self.memory + at, bits, mask=is_ours, eviction_policy="evict_last")
@@ -193,16 +201,12 @@ class Exchange:
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(now)
         staged = ()
-        if BITS == 16:
-            for k in gl.static_range(N):
-                both = gl.reshape(gl.join(words[2 * k], words[2 * k + 1]), [16, 32])
-                chunk = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
-                chunk._reinterpret(gl.int32, [16, 32], S2).store(both)
-                staged = staged + (chunk,)
-        else:
-            for k in gl.static_range(N):
-                x = four_floats(words[2 * k], words[2 * k + 1])
-                staged = stage(staged, k, x, BITS)
+        for k in gl.static_range(N):
+            first, second = words[2 * k], words[2 * k + 1]
+            if BITS == 16:
+                staged = stage_words(staged, first, second)
+            else:
+                staged = stage(staged, k, four_floats(first, second), BITS)
         return staged
 
     @gluon.jit

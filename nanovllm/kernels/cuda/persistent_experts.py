@@ -6,20 +6,18 @@ the columns of their outputs. Only who loads must know whose they are. See docs/
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_codes import stage
 from nanovllm.kernels.cuda.persistent_exchange import CHUNK, S1, four_floats, thread_index
+from nanovllm.kernels.cuda.persistent_products import stage
 from nanovllm.kernels.cuda.persistent_sizes import (
-    TILE_BYTES,
     chosen_layout,
-    factor_words,
+    expert_segments,
     piece_segments,
     power_of_two,
     rank_layout,
-    segments,
-    tile_groups,
+    segment_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import LANES
 
@@ -27,9 +25,9 @@ WHOLE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 
 
 @gluon.constexpr_function
-def meets(place, size, chunk):
+def meets(place, room, chunk):
     """Whether the columns of the expert in a place lie in a chunk."""
-    return place * size < (chunk + 1) * 1024 and (place + 1) * size > chunk * 1024
+    return place * room < (chunk + 1) * 1024 and (place + 1) * room > chunk * 1024
 
 
 @aggregate
@@ -88,7 +86,9 @@ class Experts:
         else:
             total = gl.sum(gl.sum(gl.where(place == 0, odds, 0.0), 0), 0)
         self.ids.store(gl.sum(gl.where(is_there, expert, 0), 0))
-        self.weights._reinterpret(gl.float32, [32], S1).store(found / total)
+        self.weights._reinterpret(gl.float32, [32], S1).store(
+            (found / total).to(gl.bfloat16).to(gl.float32)
+        )
         gl.thread_barrier()
         mbarrier.arrive(self.chosen, count=1)
 
@@ -105,8 +105,8 @@ class Experts:
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for place in gl.static_range(self.top_k):
-                if meets(place, self.size, k):
-                    w = gl.where(column >= place * self.size, self.weight(place), w)
+                if meets(place, gated.room, k):
+                    w = gl.where(column >= place * gated.room, self.weight(place), w)
             pair = gl.join(w, w)
             factors = gl.reshape(gl.join(pair, pair), [8, 128])
             x = four_floats(words[2 * k], words[2 * k + 1]) * factors
@@ -115,79 +115,64 @@ class Experts:
 
     @gluon.jit
     def wait(self, layer):
-        """Return the experts' numbers to who loads, once they are chosen."""
+        """Return the experts' places among those of all layers, once they are chosen."""
         mbarrier.wait(self.chosen, layer & 1)
-        return self.ids.load(LANES)
-
-    @gluon.jit
-    def fetch_gate_up(
-        self, stream, weights, t, g, owners, layer, ids, BLOCKS: gl.constexpr,
-        TILES: gl.constexpr, GROUP: gl.constexpr,
-    ):  # fmt: skip
-        """Ask for this program's lines of the chosen experts' gates, and of what they gate."""
-        codes, factors = weights
-        BITS: gl.constexpr = stream.bits
-        FACTORS: gl.constexpr = 8 * tile_groups(BITS)
-        for i in range(BLOCKS * 2 * TILES):
-            block, tile = i // TILES, i % TILES
-            line = block // 2 * CHUNK + stream.sm * 8
-            is_there = line < self.top_k * self.size
-            expert = layer * self.count + pick(ids, line // self.size)
-            line = (expert * 2 + block % 2) * self.size + line % self.size
-            line = gl.where(is_there, line, 1 << 30)
-            owners = stream.claim(
-                t, g + i // GROUP, owners, TILE_BYTES + 4 * FACTORS, stream.flying
-            )
-            full, slot = stream.full.index(t % stream.slots), t % stream.slots
-            place = [tile * 16, line, 0]
-            tma.async_copy_global_to_shared(codes, place, full, stream.ring.index(slot))
-            if BITS < 16:
-                place = gl.where(is_there, (line // 8 * TILES + tile) * FACTORS, 1 << 30)
-                target = stream.factors.index(slot).slice(0, FACTORS, 0)
-                tma.async_copy_global_to_shared(factors, [place], full, target)
-            t += 1
-        return t, g + BLOCKS * 2 * TILES // GROUP, owners
+        return layer * self.count + self.ids.load(LANES)
 
     @gluon.jit
     def fetch_down(
-        self, stream, weights, t, g, owners, layer, ids, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        TILES: gl.constexpr, GROUP: gl.constexpr,
+        self, stream, weights, experts, t, g, owners, LINES: gl.constexpr, BLOCKS: gl.constexpr,
+        LINE: gl.constexpr, GROUP: gl.constexpr,
     ):  # fmt: skip
         """Ask for tiles whose columns are of one chosen expert after another, in pieces."""
-        BITS: gl.constexpr = stream.bits
-        FACTORS: gl.constexpr = 8 * tile_groups(BITS)
-        for i in range(BLOCKS * TILES):
-            line = i // TILES * CHUNK + stream.sm * 8
-            owners = stream.claim(
-                t, g + i // GROUP, owners, TILE_BYTES + 4 * FACTORS, stream.flying
-            )
-            self.fetch_pieces(stream, weights, t, layer, ids, line, i % TILES * 16, LINES)
-            t += 1
+        TILES: gl.constexpr = LINE[0]
+        rows = experts * LINES + stream.sm * 8
+        for block in range(BLOCKS):
+            is_there = block * CHUNK + stream.sm * 8 < LINES
+            for tile in gl.static_range(TILES):
+                owners = stream.claim(
+                    t, g + (block * TILES + tile) // GROUP, owners, LINE, stream.flying
+                )
+                self.fetch_pieces(
+                    stream, weights, t, is_there, rows + block * CHUNK, 16 * tile, LINE
+                )
+                t += 1
         return t, g + BLOCKS * TILES // GROUP, owners
 
     @gluon.jit
-    def fetch_pieces(self, stream, weights, t, layer, ids, line, segment, LINES: gl.constexpr):
-        """Segments are 128 bytes of a line; a piece is as many as never cross two experts."""
-        codes, factors = weights
-        S: gl.constexpr = segments(self.size, stream.bits)  # of an expert's line
-        N: gl.constexpr = piece_segments(self.size, stream.bits)
-        G: gl.constexpr = 8 * tile_groups(stream.bits) // 16  # factors of a segment
-        STEP: gl.constexpr = factor_words(stream.bits, N) * N // 16  # from piece to piece
-        full, slot = stream.full.index(t % stream.slots), t % stream.slots
-        for q in gl.static_range(16 // N):
-            at = segment + q * N
-            place, first = at // S, at % S
-            is_there = (line < LINES) & (place < self.top_k)
-            row = (layer * self.count + pick(ids, place)) * LINES + line
-            target = stream.ring.index(slot).slice(q * N, N, 0)
-            there = [first, gl.where(is_there, row, 1 << 30), 0]
-            tma.async_copy_global_to_shared(codes, there, full, target)
-            if stream.bits < 16:
-                at = gl.where(is_there, (row // 8 * S + first) * G, 1 << 30)
-                target = stream.factors.index(slot).slice(q * STEP, N * G, 0)
-                tma.async_copy_global_to_shared(factors, [at], full, target)
+    def fetch_pieces(
+        self, stream, weights, t, is_there, rows, first: gl.constexpr, LINE: gl.constexpr
+    ):
+        """Ask for a tile from a line's segment on, of 128 bytes: no piece crosses two experts."""
+        S: gl.constexpr = expert_segments(self.size, LINE[2])
+        N: gl.constexpr = piece_segments(self.size, LINE[2])
+        G: gl.constexpr = 8 * segment_groups(LINE[2])  # factors of a segment
+        for at in gl.static_range(0, 8 * LINE[1], N):
+            is_ours = is_there & ((first + at) // S < self.top_k)
+            row = pick(rows, (first + at) // S)
+            place = (row // 8 * S + (first + at) % S) * G
+            stream.copy(weights, t, is_ours, row, (first + at) % S, place, at, N, LINE)
+
+
+@aggregate
+class ExpertLines:
+    """The gates of the chosen experts, and what they gate, as the parts of one wide MLP."""
+
+    experts: gl.tensor  # among those of all layers
+    size: gl.constexpr
+    count: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, experts, size, count):
+        self.experts, self.size, self.count = experts, gl.constexpr(size), gl.constexpr(count)
+
+    @gluon.jit
+    def find(self, line, part):
+        expert = pick(self.experts, line // self.size)
+        return (expert * 2 + part) * self.size + line % self.size
 
 
 @gluon.jit
-def pick(ids, place):
-    return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, ids, 0), 0)
+def pick(values, place):
+    """A warp's value in a place."""
+    return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, values, 0), 0)

@@ -1,7 +1,7 @@
 """Runs functions written in gluon on numpy: tensors by their logical shape, whatever the layout.
 
 Threads are places in tensors [8 warps, 8, 4], which is how `mma` shares its operands out. Of PTX
-there is what products with codes use. Copies are made at once, and waiting does nothing.
+there is what products use. Copies are made at once, and waiting does nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Array(np.ndarray):
             return array(self.view(TYPES[dtype]))
         if dtype == "bfloat16":
             return round_to_bfloat16(self)
+        if dtype == "float32" and self.dtype == np.uint16:
+            return array((self.astype(np.uint32) << 16).view(np.float32))
         return array(self.astype(TYPES[dtype]))
 
 

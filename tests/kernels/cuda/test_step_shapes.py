@@ -12,6 +12,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     group_chunks,
     joined_chunks,
     num_chunks,
+    num_halves,
     num_splits,
     num_tiles,
 )
@@ -47,7 +48,7 @@ def test_others_say_why_not(shape: StepShape, problem: str) -> None:
 @pytest.mark.parametrize("width", range(256, 30000, 1280))
 def test_vectors_are_whole_tiles_of_codes(width: int, bits: int) -> None:
     chunks, tiles = num_chunks(width, bits), num_tiles(width, bits)
-    assert width <= chunks * 1024 == tiles * (16 // bits) * 1024
+    assert width <= chunks * 1024 == tiles * (16 // bits) * 512 * num_halves(width, bits)
     for count in (chunks, tiles):
         assert count <= 6 or (count % group_chunks(count) == 0 and group_chunks(count) > 1)
 
@@ -64,10 +65,11 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 12])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
 def test_blocks_are_multiplied_in_equal_parts(blocks: int, tiles: int, bits: int) -> None:
-    at_once = blocks_at_once(blocks, tiles, bits)
+    line = tiles, 2, bits
+    at_once = blocks_at_once(blocks, line)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
-    gated = gated_at_once(blocks, tiles, bits)
+    gated = gated_at_once(blocks, line)
     assert blocks % gated == 0
     assert gated == 1 or 2 * gated * tiles <= 6
 
