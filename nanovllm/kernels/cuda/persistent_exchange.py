@@ -184,10 +184,14 @@ class Exchange:
     @gluon.jit
     def poll(self, now):
         """Read the whole vector: of each chunk, two words in a thread."""
-        N: gl.constexpr = self.size // CHUNK
-        places = (self.place(now) + thread_index() * 4).to(gl.int64)
+        return self.poll_from(thread_index() * 4, now, self.size // CHUNK, CHUNK)
+
+    @gluon.jit
+    def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
+        """Read two words from each thread's column on, and N - 1 times more, STEP columns on."""
+        places = (self.place(now) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
-            poll_asm(N, 2048, 2),
+            poll_asm(N, 2 * STEP, 2),
             registers(2 * N, 2),
             [places, places * 0 + self.flag.to(gl.int64)],
             words_type(2 * N),

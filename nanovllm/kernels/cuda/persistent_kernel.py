@@ -23,7 +23,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     prefetch,
     thread_index,
 )
-from nanovllm.kernels.cuda.persistent_experts import Experts
+from nanovllm.kernels.cuda.persistent_experts import DOWN_FLYING, GATE_FLYING, Experts
 from nanovllm.kernels.cuda.persistent_loader import load
 from nanovllm.kernels.cuda.persistent_products import FACTORS
 from nanovllm.kernels.cuda.persistent_sizes import (
@@ -113,7 +113,7 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     B: gl.constexpr = num_blocks(given.qkv.width)
     LINE: gl.constexpr = line_of(given.x.width, stream.bits)
     N: gl.constexpr = blocks_at_once(B, LINE)
-    held = stream.grab_early(t, g, B, LINE)
+    held = stream.grab_early(t, g, B, LINE, stream.flying)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
@@ -132,13 +132,15 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
 
 @gluon.jit
 def route(stream, t, g, given, norm, parameters, experts, now):
-    """Choose the experts of y."""
+    """Choose the experts of y, and stage it for them while the logits are on their way."""
     LINE: gl.constexpr = line_of(given.y.width, 16)
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
     sums = stream.products(t, g, (), x, ((), ()), 1, LINE, stream.flying)
     given.routed.publish(add_up(stream.sums, sums, 0, 1) * factor, 0, 0, now, 1)
+    if stream.bits < 16:
+        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     experts.choose(given.routed, now)
-    return t + LINE[0], g + LINE[0] // group_tiles(1, LINE)
+    return x, factor, t + LINE[0], g + LINE[0] // group_tiles(1, LINE)
 
 
 @gluon.jit
@@ -152,11 +154,12 @@ def project_back(
     N: gl.constexpr = blocks_at_once(B, LINE)
     HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
     PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
-    held = stream.grab_early(t, g, B, LINE, PIECE)
+    FLYING: gl.constexpr = DOWN_FLYING if HAS_WEIGHTS else stream.flying
+    held = stream.grab_early(t, g, B, LINE, FLYING, PIECE)
     x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying, PIECE)
+        sums = stream.products(t, g, held, x, held_x, N, LINE, FLYING, PIECE)
         added = residual + add_up(stream.sums, sums, i * N, N)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
@@ -168,16 +171,20 @@ def project_back(
 
 
 @gluon.jit
-def project_gate_up(stream, t, g, given, norm, parameters, now):
+def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     """y -> the gated values: blocks of gate and up lie in turn."""
+    if experts.count > 0:
+        x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
     LINE: gl.constexpr = line_of(given.y.width, stream.bits)
     N: gl.constexpr = gated_at_once(B, LINE)
-    held = stream.grab_early(t, g, 2 * B, LINE)
-    x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+    FLYING: gl.constexpr = GATE_FLYING if experts.count > 0 else stream.flying
+    held = stream.grab_early(t, g, 2 * B, LINE, FLYING)
+    if experts.count == 0:
+        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, stream.flying)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, FLYING)
         spread(stream.sums, sums, 0, 0, 2, N)
         spread(stream.more_sums, sums, 0, 1, 2, N)
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
@@ -264,9 +271,7 @@ def compute(
         )
         fence()
         attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
-        if experts.count > 0:
-            t, g = route(stream, t, g, given, norm, parameters, experts, now)
-        t, g = project_gate_up(stream, t, g, given, norm, parameters, now)
+        t, g = project_gate_up(stream, t, g, given, norm, parameters, experts, now)
         norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
         residual, t, g = project_back(
@@ -318,8 +323,8 @@ def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
 def make_experts(stream, SIZES: gl.constexpr):
     ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
     if SIZES[7] > 0:
-        ids = gl.allocate_shared_memory(gl.int32, [32], S1)
-        weights = gl.allocate_shared_memory(gl.float32, [32, 1], S1)
+        ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
+        weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
         chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(chosen, count=1)
     return Experts(ids, weights, chosen, SIZES)

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.cuda.persistent_experts import ExpertLines
+from nanovllm.kernels.cuda.persistent_experts import GATE_FLYING, ExpertLines
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
     gated_at_once,
@@ -61,8 +61,8 @@ def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
             routed = Lines(layer * EXPERTS, EXPERTS)
             t, g, owners = stream.fetch(router, routed, t, g, owners, 1, V, 1, GR, F)
             chosen = experts.wait(layer)
-            gates = ExpertLines(chosen, experts.size, MLP)
-            t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
+            gates = ExpertLines(chosen, MLP, experts.size)
+            t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, GATE_FLYING)
             t, g, owners = experts.fetch_down(stream, down, chosen, t, g, owners, HIDDEN, B, M, GD)
     lines = Lines(gl.to_tensor(0), VOCAB)
     stream.fetch((head, head), lines, t, g, owners, BV, V, 1, GV, HEAD_FLYING)

@@ -196,9 +196,9 @@ def num_flying(hidden):
 
 
 @gluon.constexpr_function
-def line_flying(line, flying):
+def line_flying(line, flying, slots):
     """Tiles of a line on their way at once, if as many whole ones are."""
-    return flying * 2 // line[1]
+    return min(flying * 2 // line[1], slots - 1)
 
 
 @gluon.constexpr_function
@@ -313,17 +313,3 @@ def factor_words(bits, piece):
 def factor_piece(size, bits):
     """Segments whose factors come together: those of half a tile, or fewer."""
     return min(piece_segments(size, bits), 8)
-
-
-@gluon.constexpr_function
-def rank_layout(count):
-    """[experts, experts]: each is compared with all others, by one or more threads."""
-    columns = min(max(256 // count, 1), count, 32)
-    rows = max(count // 256, 1)
-    return gl.BlockedLayout([rows, count // columns], [32 // columns, columns], [8, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def chosen_layout(count):
-    """[experts, 32 places]."""
-    return gl.BlockedLayout([max(count // 8, 1), 1], [1, 32], [8, 1], [1, 0])

@@ -65,18 +65,19 @@ def add_up(memory, sums, row, N: gl.constexpr):
 
 @aggregate
 class Lines:
-    """Where a projection's lines of a layer are among all; who has parts has as many in each."""
+    """Where a projection's lines of a layer are among all, and how far apart those of its parts."""
 
     first: gl.tensor
     count: gl.constexpr
+    part: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, first, count):
-        self.first, self.count = first, gl.constexpr(count)
+        self.first, self.count, self.part = first, gl.constexpr(count), gl.constexpr(count)
 
     @gluon.jit
-    def find(self, line, part):
-        return self.first + part * self.count + line
+    def find(self, line):
+        return self.first + line
 
 
 @aggregate
@@ -114,16 +115,18 @@ class Stream:
     ):  # fmt: skip
         """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate."""
         TILES: gl.constexpr = LINE[0]
-        for i in range(BLOCKS * PARTS * TILES):
-            block, tile = i // TILES, i % TILES
-            line = block // PARTS * CHUNK + self.sm * 8
-            is_there = line < lines.count
-            row = lines.find(line, block % PARTS)
-            owners = self.claim(t, g + i // GROUP, owners, LINE, FLYING)
-            place = (row // 8 * TILES + tile) * tile_factors(LINE)
-            self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE[1], LINE)
-            t += 1
-        return t, g + BLOCKS * PARTS * TILES // GROUP, owners
+        N: gl.constexpr = PARTS * TILES
+        for block in range(BLOCKS):
+            line = block * CHUNK + self.sm * 8
+            first = lines.find(line)
+            for i in range(N):
+                row, tile = first + i // TILES * lines.part, i % TILES
+                owners = self.claim(t, g + (block * N + i) // GROUP, owners, LINE, FLYING)
+                place = (row // 8 * TILES + tile) * tile_factors(LINE)
+                is_there = line < lines.count
+                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE[1], LINE)
+                t += 1
+        return t, g + BLOCKS * N // GROUP, owners
 
     @gluon.jit
     def copy(
@@ -147,7 +150,7 @@ class Stream:
     def claim(self, t, g, owners, LINE: gl.constexpr, FLYING: gl.constexpr):
         """Wait for a tile's slot, and until few enough are on their way, and expect its bytes."""
         owners = self.take_slot(t, g, owners)
-        before = t - line_flying(LINE, FLYING)
+        before = t - line_flying(LINE, FLYING, self.slots)
         if before >= 0:
             mbarrier.wait(self.full.index(before % self.slots), (before // self.slots) & 1)
         mbarrier.expect(self.full.index(t % self.slots), tile_bytes(LINE))
@@ -188,7 +191,7 @@ class Stream:
     def grab(self, t, g, N: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
              PIECE: gl.constexpr):  # fmt: skip
         """Move a group of N tiles into registers, with the factors of each."""
-        self.wait(t, N, line_flying(LINE, FLYING))
+        self.wait(t, N, line_flying(LINE, FLYING, self.slots))
         w = ()
         for k in gl.static_range(N):
             w = w + self.tile_at(t + k, LINE, PIECE)
@@ -196,11 +199,14 @@ class Stream:
         return w
 
     @gluon.jit
-    def grab_early(self, t, g, BLOCKS: gl.constexpr, LINE: gl.constexpr, PIECE: gl.constexpr = 8):
+    def grab_early(
+        self, t, g, BLOCKS: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
+        PIECE: gl.constexpr = 8,
+    ):  # fmt: skip
         """Move a projection's tiles into registers before x comes, if they fit."""
         w = ()
         if is_held(BLOCKS, LINE):
-            w = self.grab(t, g, BLOCKS * LINE[0], LINE, self.flying, PIECE)
+            w = self.grab(t, g, BLOCKS * LINE[0], LINE, FLYING, PIECE)
         return w
 
     @gluon.jit
@@ -257,7 +263,7 @@ class Stream:
         for _ in gl.static_range(COUNT):
             total = gl.zeros([8, 8, 4], gl.float32, ONE)
             for i in gl.static_range(LINE[0] // N):
-                self.wait(t, N, line_flying(LINE, FLYING))
+                self.wait(t, N, line_flying(LINE, FLYING, self.slots))
                 for c in gl.static_range(N):
                     w = self.tile_at(t + c, LINE, PIECE)
                     total = self.add_tile(w, x, held_x, i * N + c, total, LINE)

@@ -27,7 +27,8 @@ class Array(np.ndarray):
 
     def to(self, dtype: str, bitcast: bool = False) -> Array:
         if bitcast:
-            return array(self.view(TYPES[dtype]))
+            bits = self.astype(np.int32) if self.dtype == np.int64 else self  # numpy widens
+            return array(bits.view(TYPES[dtype]))
         if dtype == "bfloat16":
             return round_to_bfloat16(self)
         if dtype == "float32" and self.dtype == np.uint16:
@@ -210,6 +211,7 @@ def make_language() -> ModuleType:
     gl.convert_layout = lambda t, layout, assert_trivial=False: t
     gl.arange = lambda begin, end, layout: array(np.arange(begin, end, dtype=np.int32))
     gl.where = where
+    gl.maximum = lambda a, b: array(np.maximum(a, b))
     gl.exp = lambda t: array(np.exp(t))
     gl.sum, gl.max = (lambda t, axis: array(t.sum(axis))), (lambda t, axis: array(t.max(axis)))
     gl.zeros = lambda shape, dtype, layout: array(np.zeros(shape, TYPES[dtype]))

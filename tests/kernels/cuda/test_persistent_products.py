@@ -86,13 +86,17 @@ def test_experts_are_chosen_by_their_logits(
     logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
     words = padded.bfloat16().view(torch.int32).numpy().reshape(8, 32, 2)
-    routed = SimpleNamespace(poll=lambda now: (array(words[..., 0]), array(words[..., 1])))
+    routed = SimpleNamespace(
+        poll_from=lambda column, now, n, step: [
+            array(np.broadcast_to(words[k // 2, :, k % 2], (8, 32))) for k in range(2 * n)
+        ]
+    )
     experts = make_experts(modules, (count, top_k, 64, is_normalized))
     experts.choose(routed, 0)
     odds = logits.float().softmax(0)
     order = sorted(range(count), key=lambda i: (-float(odds[i]), i))[:top_k]
     total = odds[order].sum() if is_normalized else 1.0
-    assert experts.ids.values[:top_k].tolist() == order
+    assert experts.ids.values[0, :top_k].tolist() == order
     wanted = (odds[order] / total).bfloat16().float()
     assert np.allclose(experts.weights.values[:top_k, 0], wanted, rtol=1e-5)
     assert not experts.weights.values[top_k:].any()
@@ -106,8 +110,8 @@ CHOSEN, WEIGHTS = [4, 0, 2], [0.5, 0.3, 0.2]
 def experts(modules: Any) -> Any:
     """Those that were chosen, of a few."""
     found = make_experts(modules, (COUNT, TOP_K, SIZE, True))
-    found.ids.values[:TOP_K] = CHOSEN
-    found.weights.values[:TOP_K, 0] = WEIGHTS
+    found.ids.values[:, :TOP_K] = CHOSEN
+    found.weights.values[:TOP_K] = np.array(WEIGHTS)[:, None]
     return found
 
 
@@ -117,7 +121,7 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
     line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
     stream = make_stream(modules, bits, 2 * blocks * line[0], PROGRAM)
-    lines = modules.experts.ExpertLines(experts.wait(LAYER), SIZE, TOP_K * SIZE)
+    lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
     stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
     x = make_x(HIDDEN)
     found = multiply(modules, stream, x, 2 * blocks)
@@ -198,7 +202,7 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: in
 
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
-    ids, weights = Shared(np.zeros(32, np.int32)), Shared(np.zeros((32, 1), np.float32))
+    ids, weights = Shared(np.zeros((8, 32), np.int32)), Shared(np.zeros((32, 8), np.float32))
     return modules.experts.Experts(ids, weights, None, (0,) * 7 + numbers)
 
 
