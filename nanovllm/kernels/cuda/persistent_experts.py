@@ -19,7 +19,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
 from nanovllm.kernels.cuda.persistent_stream import LANES
 
 # Tiles of experts on their way at once
-GATE_FLYING, DOWN_FLYING = gl.constexpr(6), gl.constexpr(6)
+GATE_FLYING, DOWN_FLYING = gl.constexpr(6), gl.constexpr(3)
 HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bits of a key: its logit, its expert
 LOWEST = gl.constexpr(-(1 << 31))
 
