@@ -9,7 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_products import stage, stage_words
-from nanovllm.kernels.cuda.persistent_sizes import num_chunks
+from nanovllm.kernels.cuda.persistent_sizes import (
+    gated_parts,
+    gated_room,
+    num_chunks,
+    q_width,
+    qkv_width,
+)
 
 NUM_PROGRAMS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
@@ -244,3 +250,34 @@ def four_floats(first, second):
     """Four bfloat16 of two words, for each of 256 threads: [8, 128]."""
     pairs = gl.join(gl.join(low(first), low(second)), gl.join(high(first), high(second)))
     return gl.reshape(pairs, [8, 128])
+
+
+@aggregate
+class Exchanges:
+    """What programs hand each other in a layer."""
+
+    x: Exchange  # the residual before attention
+    qkv: Exchange
+    attended: Exchange
+    y: Exchange  # the residual before the MLP
+    gated: Exchange
+    routed: Exchange  # logits of experts; without any, something else
+
+    @gluon.constexpr_function
+    def __init__(self, x, qkv, attended, y, gated, routed):
+        self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
+        self.routed = routed
+
+
+@gluon.jit
+def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
+    x, qkv, _, attended, y, gated, routed = memories
+    BITS: gl.constexpr = SIZES[6]
+    return Exchanges(
+        Exchange(x, flag, sm, SIZES[0], BITS),
+        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
+        Exchange(attended, flag, sm, q_width(SIZES), BITS),
+        Exchange(y, flag, sm, SIZES[0], BITS),
+        Exchange(gated, flag, sm, SIZES[4], BITS, gated_parts(SIZES), gated_room(SIZES)),
+        Exchange(routed, flag, sm, SIZES[7], 16),
+    )

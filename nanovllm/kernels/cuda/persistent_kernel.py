@@ -16,10 +16,10 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     PREFETCH_AND_KEEP,
     S1,
     S3,
-    Exchange,
     block_index,
     fence,
     line_index,
+    make_exchanges,
     prefetch,
     thread_index,
 )
@@ -30,8 +30,6 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
     factor_piece,
     gated_at_once,
-    gated_parts,
-    gated_room,
     group_tiles,
     head_blocks_at_once,
     line_of,
@@ -40,8 +38,6 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_head_blocks,
     num_slots,
     num_splits,
-    q_width,
-    qkv_width,
     slot_factors,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
@@ -83,23 +79,6 @@ class Parameters:
         self.has_norm, self.has_bias = gl.constexpr(has_norm), gl.constexpr(has_bias)
         linear, cubic = ACTIVATIONS[activation]
         self.gate_linear, self.gate_cubic = gl.constexpr(linear), gl.constexpr(cubic)
-
-
-@aggregate
-class Exchanges:
-    """What programs hand each other in a layer."""
-
-    x: Exchange  # the residual before attention
-    qkv: Exchange
-    attended: Exchange
-    y: Exchange  # the residual before the MLP
-    gated: Exchange
-    routed: Exchange  # logits of experts; without any, something else
-
-    @gluon.constexpr_function
-    def __init__(self, x, qkv, attended, y, gated, routed):
-        self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
-        self.routed = routed
 
 
 @gluon.jit
@@ -303,20 +282,6 @@ def make_stream(sm, SIZES: gl.constexpr):
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     FLYING: gl.constexpr = num_flying(SIZES[0])
     return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
-
-
-@gluon.jit
-def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
-    x, qkv, _, attended, y, gated, routed = memories
-    BITS: gl.constexpr = SIZES[6]
-    return Exchanges(
-        Exchange(x, flag, sm, SIZES[0], BITS),
-        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
-        Exchange(attended, flag, sm, q_width(SIZES), BITS),
-        Exchange(y, flag, sm, SIZES[0], BITS),
-        Exchange(gated, flag, sm, SIZES[4], BITS, gated_parts(SIZES), gated_room(SIZES)),
-        Exchange(routed, flag, sm, SIZES[7], 16),
-    )
 
 
 @gluon.jit

@@ -110,30 +110,16 @@ def own_block():
 
 @gluon.jit
 def each(t, N: gl.constexpr):
-    """The 4, 8 or 16 words that each thread has, [8, 8, 4, N], as tensors of one word."""
+    """The words that each thread has, [8, 8, 4, N], as N tensors of one word."""
     words = ()
-    if N == 4:
-        a, b, c, d = quarters(t, 4)
-        words = one(a), one(b), one(c), one(d)
+    if N == 1:
+        words = (one(t),)
     else:
-        even, odd = halves(t, N)
+        even, odd = gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
         evens, odds = each(even, N // 2), each(odd, N // 2)
         for k in gl.static_range(N // 2):
             words = words + (evens[k], odds[k])
     return words
-
-
-@gluon.jit
-def halves(t, N: gl.constexpr):
-    return gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
-
-
-@gluon.jit
-def quarters(t, N: gl.constexpr):
-    even, odd = halves(t, N)
-    first, third = halves(even, N // 2)
-    second, fourth = halves(odd, N // 2)
-    return first, second, third, fourth
 
 
 @gluon.jit
