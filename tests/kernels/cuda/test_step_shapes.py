@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
+    expert_columns,
     gated_at_once,
     group_chunks,
+    group_tiles,
+    head_blocks_at_once,
     joined_chunks,
+    line_of,
+    num_blocks,
     num_chunks,
     num_halves,
+    num_slots,
     num_splits,
     num_tiles,
+    piece_segments,
 )
-from nanovllm.kernels.cuda.persistent_step import StepShape
+from nanovllm.kernels.cuda.persistent_step import MIN_SLOTS, StepShape, empty_exchange
 from tests.kernels.cuda.test_persistent_step import SHAPES
 
 SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
@@ -79,3 +87,38 @@ def test_splits_fit_the_programs(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
     assert joined_chunks(64, num_kv_heads) * splits * 8 >= 256  # no value has two readers
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("size", range(256, 4097, 256))
+def test_experts_lines_are_filled_up_to_few_pieces(size: int, bits: int) -> None:
+    room, piece = expert_columns(size, bits), piece_segments(size, bits)
+    assert size <= room < 2 * size
+    assert room * bits // 1024 % piece == 0
+    assert piece >= 4 or room == size * bits // 1024 * 1024 // bits
+
+
+def test_nobody_waits_for_what_fills_experts_up() -> None:
+    memory = empty_exchange(3 * 768, torch.device("cpu"), 4, 3, 1024)
+    places = torch.arange(memory.shape[-1])
+    is_value = (places < 3 * 1024) & (places % 1024 < 768)
+    assert memory.shape[-1] == 4096
+    assert torch.equal(memory[0, 0] == -1, is_value)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_groups_fit_the_ring(name: str, bits: int) -> None:
+    shape = StepShape(*SHAPES[name], bits)
+    if shape.problem is not None:
+        pytest.skip(shape.problem)
+    hidden, q, mlp = (line_of(width, bits) for width in (shape.hidden, shape.q, shape.mlp))
+    head, blocks = line_of(shape.hidden, 16), num_blocks(shape.hidden)
+    groups = [
+        group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
+        group_tiles(blocks_at_once(blocks, q), q),
+        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden), hidden),
+        group_tiles(blocks_at_once(blocks, mlp), mlp),
+        group_tiles(head_blocks_at_once(head[0]), head),
+    ]
+    assert max(groups) <= MIN_SLOTS <= num_slots(shape.sizes)
