@@ -25,6 +25,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     thread_index,
     words_type,
 )
+from nanovllm.kernels.cuda.persistent_products import rows_asm
 from nanovllm.kernels.cuda.persistent_sizes import (
     head_layout,
     head_rows,
@@ -37,7 +38,6 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     split_layout,
     value_layout,
 )
-from nanovllm.kernels.cuda.persistent_stream import product_asm, product_registers
 
 STORE = gl.constexpr(
     f"{{ .reg .b64 k; {KEEP.value} "
@@ -308,16 +308,9 @@ class Attention:
     def score(self, scores, q, k):
         """Multiply queries and keys: each warp has 8 keys and 64 of the dimensions."""
         SEGMENTS: gl.constexpr = self.dim // 64
-        zero = bits_to_float(k[0] * 0)
-        operands = [
-            q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7],
-            k[0], k[1], k[2], k[3], k[4], k[5], k[6], k[7],
-            zero, zero,
-        ]  # fmt: skip
+        asm: gl.constexpr = "=f,=f" + ",r" * 16
         types: gl.constexpr = (gl.float32, gl.float32)
-        even, odd = gl.inline_asm_elementwise(
-            product_asm(8), product_registers(8), operands, types, True, 1
-        )
+        even, odd = gl.inline_asm_elementwise(rows_asm(), asm, q + k, types, True, 1)
         pairs = gl.permute(gl.join(even, odd), [2, 1, 0, 3, 4])  # [segments, 8 heads, 4, 4, 2]
         scores.store(gl.reshape(pairs, [SEGMENTS * 8, 8, 4]))
 

@@ -8,8 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_codes import stage
-from nanovllm.kernels.cuda.persistent_sizes import num_chunks
+from nanovllm.kernels.cuda.persistent_products import stage, stage_words
+from nanovllm.kernels.cuda.persistent_sizes import (
+    gated_parts,
+    gated_room,
+    num_chunks,
+    q_width,
+    qkv_width,
+)
 
 NUM_PROGRAMS = gl.constexpr(128)
 NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie between two uses of one
@@ -135,20 +141,26 @@ def fence():
 class Exchange:
     """A vector of bfloat16 that every program stores a part of, and every program reads.
 
-    Its memory is [buffers, 2, size]: half of the programs read each copy. What lies between width
-    and size is zero, and stays so.
+    Its memory is [buffers, 2, size]: half of the programs read each copy. Parts of it may each have
+    room for more. What no value is stored into is zero, and stays so.
     """
 
     memory: gl.tensor
     flag: gl.tensor  # where who waited too long says so
     sm: gl.tensor
-    width: gl.constexpr
+    width: gl.constexpr  # values
+    part: gl.constexpr  # of these
+    room: gl.constexpr  # of a part
+    columns: gl.constexpr  # of all parts
     size: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, memory, flag, sm, width, bits):
+    def __init__(self, memory, flag, sm, width, bits, parts=1, room=None):
         self.memory, self.flag, self.sm = memory, flag, sm
-        self.width, self.size = gl.constexpr(width), gl.constexpr(num_chunks(width, bits) * 1024)
+        room = width if room is None else room
+        self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
+        self.room, self.columns = gl.constexpr(room), gl.constexpr(parts * room)
+        self.size = gl.constexpr(num_chunks(parts * room, bits) * 1024)
 
     @gluon.jit
     def publish(self, y, row, block, now, COUNT: gl.constexpr):
@@ -164,6 +176,8 @@ class Exchange:
         """Store y twice, and EMPTY twice into the buffer before: who is copy 0 to 3 does each."""
         before = gl.where(now == 0, NUM_BUFFERS - 1, now - 1)
         at = (gl.where(copy < 2, now, before) * 2 + copy % 2) * self.size + line
+        if self.room > self.part:
+            at += line // self.part * (self.room - self.part)
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True) | gl.where(copy < 2, 0, -1).to(gl.int16)
         is_ours = is_ours & (line < self.width) & (copy < 4)
         gl.store(self.memory + at, bits, mask=is_ours, eviction_policy="evict_last")
@@ -176,10 +190,14 @@ class Exchange:
     @gluon.jit
     def poll(self, now):
         """Read the whole vector: of each chunk, two words in a thread."""
-        N: gl.constexpr = self.size // CHUNK
-        places = (self.place(now) + thread_index() * 4).to(gl.int64)
+        return self.poll_from(thread_index() * 4, now, self.size // CHUNK, CHUNK)
+
+    @gluon.jit
+    def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):
+        """Read two words from each thread's column on, and N - 1 times more, STEP columns on."""
+        places = (self.place(now) + column).to(gl.int64)
         return gl.inline_asm_elementwise(
-            poll_asm(N, 2048, 2),
+            poll_asm(N, 2 * STEP, 2),
             registers(2 * N, 2),
             [places, places * 0 + self.flag.to(gl.int64)],
             words_type(2 * N),
@@ -193,16 +211,12 @@ class Exchange:
         N: gl.constexpr = self.size // CHUNK
         words = self.poll(now)
         staged = ()
-        if BITS == 16:
-            for k in gl.static_range(N):
-                both = gl.reshape(gl.join(words[2 * k], words[2 * k + 1]), [16, 32])
-                chunk = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
-                chunk._reinterpret(gl.int32, [16, 32], S2).store(both)
-                staged = staged + (chunk,)
-        else:
-            for k in gl.static_range(N):
-                x = four_floats(words[2 * k], words[2 * k + 1])
-                staged = stage(staged, k, x, BITS)
+        for k in gl.static_range(N):
+            first, second = words[2 * k], words[2 * k + 1]
+            if BITS == 16:
+                staged = stage_words(staged, first, second)
+            else:
+                staged = stage(staged, k, four_floats(first, second), BITS)
         return staged
 
     @gluon.jit
@@ -236,3 +250,34 @@ def four_floats(first, second):
     """Four bfloat16 of two words, for each of 256 threads: [8, 128]."""
     pairs = gl.join(gl.join(low(first), low(second)), gl.join(high(first), high(second)))
     return gl.reshape(pairs, [8, 128])
+
+
+@aggregate
+class Exchanges:
+    """What programs hand each other in a layer."""
+
+    x: Exchange  # the residual before attention
+    qkv: Exchange
+    attended: Exchange
+    y: Exchange  # the residual before the MLP
+    gated: Exchange
+    routed: Exchange  # logits of experts; without any, something else
+
+    @gluon.constexpr_function
+    def __init__(self, x, qkv, attended, y, gated, routed):
+        self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
+        self.routed = routed
+
+
+@gluon.jit
+def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
+    x, qkv, _, attended, y, gated, routed = memories
+    BITS: gl.constexpr = SIZES[6]
+    return Exchanges(
+        Exchange(x, flag, sm, SIZES[0], BITS),
+        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
+        Exchange(attended, flag, sm, q_width(SIZES), BITS),
+        Exchange(y, flag, sm, SIZES[0], BITS),
+        Exchange(gated, flag, sm, SIZES[4], BITS, gated_parts(SIZES), gated_room(SIZES)),
+        Exchange(routed, flag, sm, SIZES[7], 16),
+    )

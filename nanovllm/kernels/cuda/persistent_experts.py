@@ -6,38 +6,36 @@ the columns of their outputs. Only who loads must know whose they are. See docs/
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_codes import stage
-from nanovllm.kernels.cuda.persistent_exchange import CHUNK, S1, four_floats, thread_index
+from nanovllm.kernels.cuda.persistent_exchange import CHUNK, S2, THREADS, four_floats, thread_index
+from nanovllm.kernels.cuda.persistent_products import stage
 from nanovllm.kernels.cuda.persistent_sizes import (
-    TILE_BYTES,
-    chosen_layout,
-    factor_words,
+    expert_segments,
     piece_segments,
-    power_of_two,
-    rank_layout,
-    segments,
-    tile_groups,
+    segment_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import LANES
 
-WHOLE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+# Tiles of experts on their way at once
+GATE_FLYING, DOWN_FLYING = gl.constexpr(6), gl.constexpr(3)
+HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bits of a key: its logit, its expert
+LOWEST = gl.constexpr(-(1 << 31))
 
 
 @gluon.constexpr_function
-def meets(place, size, chunk):
+def meets(place, room, chunk):
     """Whether the columns of the expert in a place lie in a chunk."""
-    return place * size < (chunk + 1) * 1024 and (place + 1) * size > chunk * 1024
+    return place * room < (chunk + 1) * 1024 and (place + 1) * room > chunk * 1024
 
 
 @aggregate
 class Experts:
     """The experts that were chosen in a layer, the best first, in one of 32 places each."""
 
-    ids: gl.shared_memory_descriptor  # [32]
-    weights: gl.shared_memory_descriptor  # [32, 1]
+    ids: gl.shared_memory_descriptor  # [8 warps, 32], of which each has all
+    weights: gl.shared_memory_descriptor  # [32, 8 warps]
     chosen: gl.shared_memory_descriptor  # a barrier: they are there
     count: gl.constexpr
     top_k: gl.constexpr
@@ -53,48 +51,51 @@ class Experts:
 
     @gluon.jit
     def choose(self, routed, now):
-        """Wait for the router's logits, and tell who loads which experts are the best."""
-        P: gl.constexpr = power_of_two(self.count)
-        R: gl.constexpr = rank_layout(P)
-        words = routed.poll(now)
-        memory = gl.allocate_shared_memory(gl.float32, [CHUNK], S1)
-        memory.store(gl.reshape(four_floats(words[0], words[1]), [CHUNK]))
-        logits = memory.slice(0, P)
-        i = gl.arange(0, P, gl.SliceLayout(1, R))
-        j = gl.arange(0, P, gl.SliceLayout(0, R))
-        lowest: gl.constexpr = -float("inf")
-        own = gl.where(i < self.count, logits.load(gl.SliceLayout(1, R)), lowest)
-        others = gl.where(j < self.count, logits.load(gl.SliceLayout(0, R)), lowest)
-        others = gl.expand_dims(others, 0) + gl.zeros([P, P], gl.float32, R)
-        column = gl.expand_dims(own, 1)
-        is_before = gl.expand_dims(j, 0) < gl.expand_dims(i, 1)
-        is_better = (others > column) | ((others == column) & is_before)
-        rank = gl.sum(is_better.to(gl.int32), 1)  # of each expert
-        odds = gl.exp(own - gl.max(others, 1))
-        self.keep(rank, odds, P)
+        """Wait for the router's logits, and tell who loads which experts are the best.
+
+        Every warp does so by itself. A key is an integer that grows with a logit, and behind it an
+        expert's number, of which of two logits alike the smaller one counts.
+        """
+        N: gl.constexpr = (self.count + 127) // 128
+        lane = thread_index() % 32
+        words = routed.poll_from(lane * 4, now, N, 128)
+        keys = ()
+        for n in gl.static_range(N):
+            for j in gl.static_range(4):
+                word = words[2 * n + j // 2]
+                expert = n * 128 + lane * 4 + j
+                key = in_order(word << 16 if j % 2 == 0 else word & HIGH) + (LOW - expert)
+                keys = keys + (gl.where(expert < self.count, key, LOWEST),)
+        found = lane * 0 + LOWEST
+        left = keys
+        for place in gl.static_range(self.top_k):
+            best = gl.expand_dims(gl.max(largest(left), 1), 1)
+            found = gl.where(lane == place, best, found)
+            left = without(left, best)
+        self.keep(keys, found, lane)
 
     @gluon.jit
-    def keep(self, rank, odds, P: gl.constexpr):
-        """Put the experts of the first ranks, and their weights, into shared memory."""
-        C: gl.constexpr = chosen_layout(P)
-        rank = gl.expand_dims(gl.convert_layout(rank, gl.SliceLayout(1, C)), 1)
-        odds = gl.expand_dims(gl.convert_layout(odds, gl.SliceLayout(1, C)), 1)
-        expert = gl.expand_dims(gl.arange(0, P, gl.SliceLayout(1, C)), 1)
-        place = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, C)), 0)
-        is_there = (rank == place) & (place < self.top_k)
-        found = gl.sum(gl.where(is_there, odds, 0.0), 0)
+    def keep(self, keys, found, lane):
+        """Put the experts of the best keys, and their weights, into shared memory."""
+        first = logit_of(gl.expand_dims(gl.max(found, 1), 1))
+        odds = gl.where(lane < self.top_k, gl.exp(logit_of(found) - first), 0.0)
         if self.is_normalized:
-            total = gl.sum(found, 0)
+            total = gl.expand_dims(gl.sum(odds, 1), 1)
         else:
-            total = gl.sum(gl.sum(gl.where(place == 0, odds, 0.0), 0), 0)
-        self.ids.store(gl.sum(gl.where(is_there, expert, 0), 0))
-        self.weights._reinterpret(gl.float32, [32], S1).store(found / total)
+            all_odds = odds * 0.0
+            for i in gl.static_range(len(keys)):
+                all_odds += gl.where(keys[i] > LOWEST, gl.exp(logit_of(keys[i]) - first), 0.0)
+            total = gl.expand_dims(gl.sum(all_odds, 1), 1)
+        self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
+        weights = self.weights._reinterpret(gl.float32, [32, 8], S2).permute([1, 0])
+        weights.store((odds / total).to(gl.bfloat16).to(gl.float32))
         gl.thread_barrier()
         mbarrier.arrive(self.chosen, count=1)
 
     @gluon.jit
     def weight(self, place: gl.constexpr):
-        return gl.sum(self.weights.index(place).load(WHOLE), 0)
+        found = self.weights.index(place).load(gl.SliceLayout(1, THREADS))
+        return gl.expand_dims(found, 1)
 
     @gluon.jit
     def take(self, gated, now, BITS: gl.constexpr):
@@ -105,8 +106,8 @@ class Experts:
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for place in gl.static_range(self.top_k):
-                if meets(place, self.size, k):
-                    w = gl.where(column >= place * self.size, self.weight(place), w)
+                if meets(place, gated.room, k):
+                    w = gl.where(column >= place * gated.room, self.weight(place), w)
             pair = gl.join(w, w)
             factors = gl.reshape(gl.join(pair, pair), [8, 128])
             x = four_floats(words[2 * k], words[2 * k + 1]) * factors
@@ -115,79 +116,89 @@ class Experts:
 
     @gluon.jit
     def wait(self, layer):
-        """Return the experts' numbers to who loads, once they are chosen."""
+        """Return the experts' places among those of all layers, once they are chosen."""
         mbarrier.wait(self.chosen, layer & 1)
-        return self.ids.load(LANES)
-
-    @gluon.jit
-    def fetch_gate_up(
-        self, stream, weights, t, g, owners, layer, ids, BLOCKS: gl.constexpr,
-        TILES: gl.constexpr, GROUP: gl.constexpr,
-    ):  # fmt: skip
-        """Ask for this program's lines of the chosen experts' gates, and of what they gate."""
-        codes, factors = weights
-        BITS: gl.constexpr = stream.bits
-        FACTORS: gl.constexpr = 8 * tile_groups(BITS)
-        for i in range(BLOCKS * 2 * TILES):
-            block, tile = i // TILES, i % TILES
-            line = block // 2 * CHUNK + stream.sm * 8
-            is_there = line < self.top_k * self.size
-            expert = layer * self.count + pick(ids, line // self.size)
-            line = (expert * 2 + block % 2) * self.size + line % self.size
-            line = gl.where(is_there, line, 1 << 30)
-            owners = stream.claim(
-                t, g + i // GROUP, owners, TILE_BYTES + 4 * FACTORS, stream.flying
-            )
-            full, slot = stream.full.index(t % stream.slots), t % stream.slots
-            place = [tile * 16, line, 0]
-            tma.async_copy_global_to_shared(codes, place, full, stream.ring.index(slot))
-            if BITS < 16:
-                place = gl.where(is_there, (line // 8 * TILES + tile) * FACTORS, 1 << 30)
-                target = stream.factors.index(slot).slice(0, FACTORS, 0)
-                tma.async_copy_global_to_shared(factors, [place], full, target)
-            t += 1
-        return t, g + BLOCKS * 2 * TILES // GROUP, owners
+        return layer * self.count + self.ids.index(0).load(LANES)
 
     @gluon.jit
     def fetch_down(
-        self, stream, weights, t, g, owners, layer, ids, LINES: gl.constexpr, BLOCKS: gl.constexpr,
-        TILES: gl.constexpr, GROUP: gl.constexpr,
+        self, stream, weights, experts, t, g, owners, LINES: gl.constexpr, BLOCKS: gl.constexpr,
+        LINE: gl.constexpr, GROUP: gl.constexpr,
     ):  # fmt: skip
         """Ask for tiles whose columns are of one chosen expert after another, in pieces."""
-        BITS: gl.constexpr = stream.bits
-        FACTORS: gl.constexpr = 8 * tile_groups(BITS)
-        for i in range(BLOCKS * TILES):
-            line = i // TILES * CHUNK + stream.sm * 8
-            owners = stream.claim(
-                t, g + i // GROUP, owners, TILE_BYTES + 4 * FACTORS, stream.flying
-            )
-            self.fetch_pieces(stream, weights, t, layer, ids, line, i % TILES * 16, LINES)
-            t += 1
+        TILES: gl.constexpr = LINE[0]
+        rows = experts * LINES + stream.sm * 8
+        for block in range(BLOCKS):
+            is_there = block * CHUNK + stream.sm * 8 < LINES
+            for tile in gl.static_range(TILES):
+                group = g + (block * TILES + tile) // GROUP
+                owners = stream.claim(t, group, owners, LINE, DOWN_FLYING)
+                self.fetch_pieces(
+                    stream, weights, t, is_there, rows + block * CHUNK, 16 * tile, LINE
+                )
+                t += 1
         return t, g + BLOCKS * TILES // GROUP, owners
 
     @gluon.jit
-    def fetch_pieces(self, stream, weights, t, layer, ids, line, segment, LINES: gl.constexpr):
-        """Segments are 128 bytes of a line; a piece is as many as never cross two experts."""
-        codes, factors = weights
-        S: gl.constexpr = segments(self.size, stream.bits)  # of an expert's line
-        N: gl.constexpr = piece_segments(self.size, stream.bits)
-        G: gl.constexpr = 8 * tile_groups(stream.bits) // 16  # factors of a segment
-        STEP: gl.constexpr = factor_words(stream.bits, N) * N // 16  # from piece to piece
-        full, slot = stream.full.index(t % stream.slots), t % stream.slots
-        for q in gl.static_range(16 // N):
-            at = segment + q * N
-            place, first = at // S, at % S
-            is_there = (line < LINES) & (place < self.top_k)
-            row = (layer * self.count + pick(ids, place)) * LINES + line
-            target = stream.ring.index(slot).slice(q * N, N, 0)
-            there = [first, gl.where(is_there, row, 1 << 30), 0]
-            tma.async_copy_global_to_shared(codes, there, full, target)
-            if stream.bits < 16:
-                at = gl.where(is_there, (row // 8 * S + first) * G, 1 << 30)
-                target = stream.factors.index(slot).slice(q * STEP, N * G, 0)
-                tma.async_copy_global_to_shared(factors, [at], full, target)
+    def fetch_pieces(
+        self, stream, weights, t, is_there, rows, first: gl.constexpr, LINE: gl.constexpr
+    ):
+        """Ask for a tile from a line's segment on, of 128 bytes: no piece crosses two experts."""
+        S: gl.constexpr = expert_segments(self.size, LINE[2])
+        N: gl.constexpr = piece_segments(self.size, LINE[2])
+        G: gl.constexpr = 8 * segment_groups(LINE[2])  # factors of a segment
+        for at in gl.static_range(0, 8 * LINE[1], N):
+            is_ours = is_there & ((first + at) // S < self.top_k)
+            row = pick(rows, (first + at) // S)
+            place = (row // 8 * S + (first + at) % S) * G
+            stream.copy(weights, t, is_ours, row, (first + at) % S, place, at, N, LINE)
+
+
+@aggregate
+class ExpertLines:
+    """The gates of the chosen experts, and what they gate, as the parts of one wide MLP."""
+
+    experts: gl.tensor  # among those of all layers
+    count: gl.constexpr  # of lines
+    part: gl.constexpr  # an expert's
+
+    @gluon.constexpr_function
+    def __init__(self, experts, count, part):
+        self.experts, self.count, self.part = experts, gl.constexpr(count), gl.constexpr(part)
+
+    @gluon.jit
+    def find(self, line):
+        return pick(self.experts, line // self.part) * (2 * self.part) + line % self.part
 
 
 @gluon.jit
-def pick(ids, place):
-    return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, ids, 0), 0)
+def in_order(bits):
+    """Bits of floats as integers of the same order; of those that bfloat16 has not, none change."""
+    return bits ^ ((bits >> 31) & 0x7FFF0000)
+
+
+@gluon.jit
+def logit_of(key):
+    return in_order(key & HIGH).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def largest(keys):
+    best = keys[0]
+    for i in gl.static_range(1, len(keys)):
+        best = gl.maximum(best, keys[i])
+    return best
+
+
+@gluon.jit
+def without(keys, best):
+    left = ()
+    for i in gl.static_range(len(keys)):
+        left = left + (gl.where(keys[i] == best, LOWEST, keys[i]),)
+    return left
+
+
+@gluon.jit
+def pick(values, place):
+    """A warp's value in a place."""
+    return gl.sum(gl.where(gl.arange(0, 32, LANES) == place, values, 0), 0)

@@ -10,41 +10,38 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from nanovllm.kernels.cuda.persistent_attention import Attention
-from nanovllm.kernels.cuda.persistent_codes import FACTORS
 from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
     NUM_BUFFERS,
     PREFETCH_AND_KEEP,
     S1,
     S3,
-    Exchange,
     block_index,
     fence,
     line_index,
+    make_exchanges,
     prefetch,
     thread_index,
 )
-from nanovllm.kernels.cuda.persistent_experts import Experts
+from nanovllm.kernels.cuda.persistent_experts import DOWN_FLYING, GATE_FLYING, Experts
+from nanovllm.kernels.cuda.persistent_loader import load
+from nanovllm.kernels.cuda.persistent_products import FACTORS
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
     factor_piece,
     gated_at_once,
     group_tiles,
     head_blocks_at_once,
+    line_of,
     num_blocks,
-    num_chunks,
     num_flying,
     num_head_blocks,
     num_slots,
     num_splits,
-    num_tiles,
-    q_width,
-    qkv_width,
     slot_factors,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
     HEAD_FLYING,
-    LANES,
     NUM_USED,
     RING,
     RING_WORDS,
@@ -84,23 +81,6 @@ class Parameters:
         self.gate_linear, self.gate_cubic = gl.constexpr(linear), gl.constexpr(cubic)
 
 
-@aggregate
-class Exchanges:
-    """What programs hand each other in a layer."""
-
-    x: Exchange  # the residual before attention
-    qkv: Exchange
-    attended: Exchange
-    y: Exchange  # the residual before the MLP
-    gated: Exchange
-    routed: Exchange  # logits of experts; without any, something else
-
-    @gluon.constexpr_function
-    def __init__(self, x, qkv, attended, y, gated, routed):
-        self.x, self.qkv, self.attended, self.y, self.gated = x, qkv, attended, y, gated
-        self.routed = routed
-
-
 @gluon.jit
 def next_buffer(now):
     return gl.where(now == NUM_BUFFERS - 1, 0, now + 1)
@@ -110,34 +90,36 @@ def next_buffer(now):
 def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
     """x -> q, k and v."""
     B: gl.constexpr = num_blocks(given.qkv.width)
-    C: gl.constexpr = num_tiles(given.x.width, stream.bits)
-    N: gl.constexpr = blocks_at_once(B, C, stream.bits)
-    held = stream.grab_early(t, g, B, C)
+    LINE: gl.constexpr = line_of(given.x.width, stream.bits)
+    N: gl.constexpr = blocks_at_once(B, LINE)
+    held = stream.grab_early(t, g, B, LINE, stream.flying)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, C)
+    held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, stream.bits)
-        y = add_up(stream.sums, sums, 0, N, stream.bits) * factor
+        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying)
+        y = add_up(stream.sums, sums, 0, N) * factor
         if parameters.has_bias:
             line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
             is_ours = (block_index() < N) & (line < given.qkv.width)
             bias = parameters.qkv_bias + layer * given.qkv.width + line
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
         given.qkv.publish(y, 0, i * N, now, N)
-        t += N * C
-        g += N * C // group_tiles(N, C, stream.bits)
+        t += N * LINE[0]
+        g += N * LINE[0] // group_tiles(N, LINE)
     return t, g
 
 
 @gluon.jit
 def route(stream, t, g, given, norm, parameters, experts, now):
-    """Choose the experts of y."""
-    C: gl.constexpr = given.y.size // CHUNK
+    """Choose the experts of y, and stage it for them while the logits are on their way."""
+    LINE: gl.constexpr = line_of(given.y.width, 16)
     x, factor = given.y.take_normed(now, norm, parameters.eps, 16)
-    sums = stream.products(t, g, (), x, ((), ()), 1, C, stream.flying, 16)
-    given.routed.publish(add_up(stream.sums, sums, 0, 1, 16) * factor, 0, 0, now, 1)
+    sums = stream.products(t, g, (), x, ((), ()), 1, LINE, stream.flying)
+    given.routed.publish(add_up(stream.sums, sums, 0, 1) * factor, 0, 0, now, 1)
+    if stream.bits < 16:
+        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     experts.choose(given.routed, now)
-    return t + C, g + C // group_tiles(1, C, 16)
+    return x, factor, t + LINE[0], g + LINE[0] // group_tiles(1, LINE)
 
 
 @gluon.jit
@@ -147,59 +129,66 @@ def project_back(
     """Add a projection of source to the residual: o after attention, down after the gate."""
     bits: gl.constexpr = stream.bits
     B: gl.constexpr = num_blocks(target.width)
-    C: gl.constexpr = num_tiles(source.width, bits)
-    N: gl.constexpr = blocks_at_once(B, C, bits)
+    LINE: gl.constexpr = line_of(source.columns, bits)
+    N: gl.constexpr = blocks_at_once(B, LINE)
     HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
     PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
-    held = stream.grab_early(t, g, B, C, PIECE)
+    FLYING: gl.constexpr = DOWN_FLYING if HAS_WEIGHTS else stream.flying
+    held = stream.grab_early(t, g, B, LINE, FLYING, PIECE)
     x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
-    held_x = stream.hold_x(x, C)
+    held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, C, stream.flying, bits, PIECE)
-        added = residual + add_up(stream.sums, sums, i * N, N, bits)
+        sums = stream.products(t, g, held, x, held_x, N, LINE, FLYING, PIECE)
+        added = residual + add_up(stream.sums, sums, i * N, N)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
         residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
         target.publish(residual, i * N, i * N, target_now, N)
-        t += N * C
-        g += N * C // group_tiles(N, C, stream.bits)
+        t += N * LINE[0]
+        g += N * LINE[0] // group_tiles(N, LINE)
     return residual, t, g
 
 
 @gluon.jit
-def project_gate_up(stream, t, g, given, norm, parameters, now):
+def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     """y -> the gated values: blocks of gate and up lie in turn."""
+    if experts.count > 0:
+        x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
-    C: gl.constexpr = num_tiles(given.y.width, stream.bits)
-    N: gl.constexpr = gated_at_once(B, C, stream.bits)
-    held = stream.grab_early(t, g, 2 * B, C)
-    x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
-    held_x = stream.hold_x(x, C)
+    LINE: gl.constexpr = line_of(given.y.width, stream.bits)
+    N: gl.constexpr = gated_at_once(B, LINE)
+    FLYING: gl.constexpr = GATE_FLYING if experts.count > 0 else stream.flying
+    held = stream.grab_early(t, g, 2 * B, LINE, FLYING)
+    if experts.count == 0:
+        x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
+    held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, C, stream.flying, stream.bits)
-        spread(stream.sums, sums, 0, 0, 2, N, stream.bits)
-        spread(stream.more_sums, sums, 0, 1, 2, N, stream.bits)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, FLYING)
+        spread(stream.sums, sums, 0, 0, 2, N)
+        spread(stream.more_sums, sums, 0, 1, 2, N)
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
         slope = parameters.gate_linear + parameters.gate_cubic * gate * gate
         given.gated.publish(gate / (1.0 + gl.exp(-gate * slope)) * up, 0, i * N, now, N)
-        t += 2 * N * C
-        g += 2 * N * C // group_tiles(2 * N, C, stream.bits)
+        t += 2 * N * LINE[0]
+        g += 2 * N * LINE[0] // group_tiles(2 * N, LINE)
     return t, g
 
 
 @gluon.jit
 def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
-    C: gl.constexpr = given.x.size // CHUNK
+    LINE: gl.constexpr = line_of(given.x.width, 16)
+    C: gl.constexpr = LINE[0]
     N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
+    held_x = stream.hold_x(x, LINE)
     for i in range(num_head_blocks(VOCAB, C) // N):
-        sums = stream.products(t, g, (), x, ((), ()), N, C, HEAD_FLYING, 16)
-        y = add_up(stream.sums, sums, 0, N, 16) * factor
+        sums = stream.products(t, g, (), x, held_x, N, LINE, HEAD_FLYING)
+        y = add_up(stream.sums, sums, 0, N) * factor
         line = (i * N + block_index()) * CHUNK + stream.sm * 8 + line_index()
         gl.store(logits + line, y.to(gl.bfloat16), mask=(block_index() < N) & (line < VOCAB))
         t += N * C
-        g += N * C // group_tiles(N, C, 16)
+        g += N * C // group_tiles(N, LINE)
 
 
 @gluon.jit
@@ -261,9 +250,7 @@ def compute(
         )
         fence()
         attention.store_new(lines, k_cache, v_cache, new_place)  # when nobody waits for it
-        if experts.count > 0:
-            t, g = route(stream, t, g, given, norm, parameters, experts, now)
-        t, g = project_gate_up(stream, t, g, given, norm, parameters, now)
+        t, g = project_gate_up(stream, t, g, given, norm, parameters, experts, now)
         norm = given.x.load_norm(parameters.norms + later * (2 * NORM))
         x_now = next_buffer(x_now)
         residual, t, g = project_back(
@@ -274,53 +261,6 @@ def compute(
     if stream.sm == 0:  # the others read them before they had anything to say
         gl.store(turns, now)
         gl.store(turns + 1, next_buffer(x_now))
-
-
-@gluon.jit
-def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
-    """What the ninth warp does: ask for tiles, across phases and layers, as slots come free."""
-    HIDDEN: gl.constexpr = SIZES[0]
-    Q: gl.constexpr = q_width(SIZES)
-    QKV: gl.constexpr = qkv_width(SIZES)
-    MLP: gl.constexpr = SIZES[4]
-    VOCAB: gl.constexpr = SIZES[5]
-    qkv, o, gate_up, down, router = weights
-    BITS: gl.constexpr = stream.bits
-    H: gl.constexpr = num_tiles(HIDDEN, BITS)
-    A: gl.constexpr = num_tiles(Q, BITS)
-    M: gl.constexpr = num_tiles(MLP, BITS)
-    V: gl.constexpr = num_chunks(HIDDEN, BITS)
-    B: gl.constexpr = num_blocks(HIDDEN)
-    BQ: gl.constexpr = num_blocks(QKV)
-    BM: gl.constexpr = num_blocks(MLP)
-    BV: gl.constexpr = num_head_blocks(VOCAB, V)
-    # tiles in a group
-    GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H, BITS), H, BITS)
-    GO: gl.constexpr = group_tiles(blocks_at_once(B, A, BITS), A, BITS)
-    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, BITS), H, BITS)
-    GD: gl.constexpr = group_tiles(blocks_at_once(B, M, BITS), M, BITS)
-    GR: gl.constexpr = group_tiles(1, V, 16)
-    GV: gl.constexpr = group_tiles(head_blocks_at_once(V), V, 16)
-    F: gl.constexpr = stream.flying
-    t, g = gl.to_tensor(0), gl.to_tensor(0)
-    owners = gl.zeros([32], gl.int32, LANES)
-    for layer in range(num_layers):
-        t, g, owners = stream.fetch(qkv, t, g, owners, layer, QKV, BQ, H, 1, GQ, F, BITS)
-        t, g, owners = stream.fetch(o, t, g, owners, layer, HIDDEN, B, A, 1, GO, F, BITS)
-        if experts.count == 0:
-            t, g, owners = stream.fetch(gate_up, t, g, owners, layer, MLP, BM, H, 2, GG, F, BITS)
-            t, g, owners = stream.fetch(down, t, g, owners, layer, HIDDEN, B, M, 1, GD, F, BITS)
-        else:
-            E: gl.constexpr = experts.count
-            t, g, owners = stream.fetch(router, t, g, owners, layer, E, 1, V, 1, GR, F, 16)
-            ids = experts.wait(layer)
-            t, g, owners = experts.fetch_gate_up(
-                stream, gate_up, t, g, owners, layer, ids, BM, H, GG
-            )
-            t, g, owners = experts.fetch_down(
-                stream, down, t, g, owners, layer, ids, HIDDEN, B, M, GD
-            )
-    stream.fetch((head, head), t, g, owners, 0, VOCAB, BV, V, 1, GV, HEAD_FLYING, 16)
 
 
 @gluon.jit
@@ -345,25 +285,11 @@ def make_stream(sm, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
-    x, qkv, _, attended, y, gated, routed = memories
-    BITS: gl.constexpr = SIZES[6]
-    return Exchanges(
-        Exchange(x, flag, sm, SIZES[0], BITS),
-        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
-        Exchange(attended, flag, sm, q_width(SIZES), BITS),
-        Exchange(y, flag, sm, SIZES[0], BITS),
-        Exchange(gated, flag, sm, SIZES[4], BITS),
-        Exchange(routed, flag, sm, SIZES[7], 16),
-    )
-
-
-@gluon.jit
 def make_experts(stream, SIZES: gl.constexpr):
     ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
     if SIZES[7] > 0:
-        ids = gl.allocate_shared_memory(gl.int32, [32], S1)
-        weights = gl.allocate_shared_memory(gl.float32, [32, 1], S1)
+        ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
+        weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
         chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(chosen, count=1)
     return Experts(ids, weights, chosen, SIZES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
-from nanovllm.kernels.cuda.persistent_codes import LOWER, MIDDLE
+from nanovllm.kernels.cuda.persistent_products import LOWER, MIDDLE
 from nanovllm.kernels.cuda.persistent_step import (
     NO_EXPERTS,
     ExpertsShape,

@@ -4,29 +4,32 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
-TILE_BYTES = gl.constexpr(16384)
+HALF_BYTES = gl.constexpr(8192)  # of a tile
 
 
-# A tile of codes is also 16 KB, so it has twice or four times the columns.
+# A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
+# alike: 8 segments of 128 bytes of each line, one for each warp.
 
 
 @gluon.constexpr_function
 def tile_chunks(bits):
-    """Chunks of a vector that a tile of codes is multiplied with."""
+    """Chunks of a vector that a tile is multiplied with."""
     return 16 // bits
 
 
 @gluon.constexpr_function
-def tile_groups(bits):
-    """Scales of a line in a tile: one for 128 codes; weights of 16 bits have none."""
-    return 0 if bits == 16 else tile_chunks(bits) * 8
+def segment_groups(bits):
+    """Scales of a line in a segment: one for 128 codes; weights of 16 bits have none."""
+    return {16: 0, 8: 1, 4: 2}[bits]
 
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Chunks of a vector, padded to whole tiles, of which more than six are some groups of
-    `group_chunks`."""
+    """Chunks of a vector, padded to whole tiles or to half of one, of which more than six are some
+    groups of `group_chunks`."""
     chunks = -(-width // 1024)
+    if num_halves(width, bits) == 1:
+        return -(-tile_chunks(bits) // 2)
     while chunks % tile_chunks(bits) or is_odd(chunks) or is_odd(chunks // tile_chunks(bits)):
         chunks += 1
     return chunks
@@ -39,9 +42,15 @@ def is_odd(count):
 
 
 @gluon.constexpr_function
+def num_halves(width, bits):
+    """Halves of a line's tiles that are in use: of a narrow line, one."""
+    return 1 if width <= 512 * tile_chunks(bits) else 2
+
+
+@gluon.constexpr_function
 def num_tiles(width, bits):
     """Tiles of a line of weights."""
-    return num_chunks(width, bits) // tile_chunks(bits)
+    return -(-num_chunks(width, bits) // tile_chunks(bits))
 
 
 @gluon.constexpr_function
@@ -50,42 +59,68 @@ def num_blocks(lines):
     return -(-lines // 1024)
 
 
+# How lines are multiplied: `line` is their tiles, halves of these, and bits of a weight.
+
+
 @gluon.constexpr_function
-def is_wide(tiles, bits):
+def line_of(width, bits):
+    return num_tiles(width, bits), num_halves(width, bits), bits
+
+
+@gluon.constexpr_function
+def tile_words(line):
+    """Words of a tile in a thread, and those of factors."""
+    return line[1] * (8 if line[2] == 16 else 9)
+
+
+@gluon.constexpr_function
+def tile_factors(line):
+    """Factors of a tile of 8 lines."""
+    return line[1] * 64 * segment_groups(line[2])
+
+
+@gluon.constexpr_function
+def tile_bytes(line):
+    return line[1] * HALF_BYTES.value + 4 * tile_factors(line)
+
+
+@gluon.constexpr_function
+def is_wide(line):
     """Whether a line has too many tiles for all of x to be in registers."""
+    tiles, _, bits = line
     return tiles > {16: 3, 8: 2, 4: 1}[bits]
 
 
 @gluon.constexpr_function
-def max_held(bits):
+def max_held(line):
     """Tiles that registers have room for, beside x."""
-    return {16: 6, 8: 6, 4: 4}[bits]
+    return 4 if line[1:] == (2, 4) else 6
 
 
 @gluon.constexpr_function
-def is_held(blocks, tiles, bits):
+def is_held(blocks, line):
     """Whether all tiles of a projection are in registers before its x has come."""
-    return blocks * tiles <= max_held(bits) and (bits == 16 or not is_wide(tiles, bits))
+    return blocks * line[0] <= max_held(line) and (line[2] == 16 or not is_wide(line))
 
 
 @gluon.constexpr_function
-def goes_by_tile(blocks, tiles, bits):
+def goes_by_tile(blocks, line):
     """Whether tiles are multiplied as they come, without being moved into registers first."""
-    return is_wide(tiles, bits) and not is_held(blocks, tiles, bits)
+    return is_wide(line) and not is_held(blocks, line)
 
 
 @gluon.constexpr_function
-def blocks_at_once(blocks, tiles, bits):
+def blocks_at_once(blocks, line):
     """Blocks of lines whose tiles are loaded together; wide ones go tile by tile instead."""
-    if goes_by_tile(blocks, tiles, bits):
+    if goes_by_tile(blocks, line):
         return 1
-    return max(n for n in range(1, 7) if blocks % n == 0 and n * tiles <= max_held(bits))
+    return max(n for n in range(1, 7) if blocks % n == 0 and n * line[0] <= max_held(line))
 
 
 @gluon.constexpr_function
-def gated_at_once(blocks, tiles, bits):
+def gated_at_once(blocks, line):
     """Blocks of gate, and as many of up, that are loaded together."""
-    most = max_held(bits) // (2 * tiles)
+    most = max_held(line) // (2 * line[0])
     return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 
 
@@ -96,11 +131,11 @@ def group_chunks(tiles):
 
 
 @gluon.constexpr_function
-def group_tiles(blocks, tiles, bits):
+def group_tiles(blocks, line):
     """Tiles that are used together, of as many blocks as are multiplied together."""
-    if goes_by_tile(blocks, tiles, bits):
-        return group_chunks(tiles)
-    return blocks * tiles
+    if goes_by_tile(blocks, line):
+        return group_chunks(line[0])
+    return blocks * line[0]
 
 
 # Sizes, for those below: of hidden, heads, kv heads, a head, the MLP and the vocabulary; bits of a
@@ -118,21 +153,40 @@ def qkv_width(sizes):
 
 
 @gluon.constexpr_function
+def gated_parts(sizes):
+    """Parts of what goes into `down`: one for each chosen expert."""
+    return sizes[8] if sizes[7] else 1
+
+
+@gluon.constexpr_function
+def gated_room(sizes):
+    """Columns of a part, those that fill an expert's lines up included."""
+    return expert_columns(sizes[9], sizes[6]) if sizes[7] else sizes[4]
+
+
+@gluon.constexpr_function
+def gated_width(sizes):
+    """Columns of `down`."""
+    return gated_parts(sizes) * gated_room(sizes)
+
+
+@gluon.constexpr_function
 def slot_factors(sizes):
     """Words for the factors of any tile."""
     bits = sizes[6]
     piece = factor_piece(sizes[9], bits) if sizes[7] else 8
-    return 0 if bits == 16 else factor_words(bits, piece)
+    return 0 if bits == 16 else 16 // piece * factor_words(bits, piece)
 
 
 @gluon.constexpr_function
 def num_slots(sizes):
     """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-    hidden, num_heads, num_kv_heads, dim, mlp, _, bits = sizes[:7]
-    num_staged = max(num_chunks(width, bits) for width in (hidden, num_heads * dim, mlp))
+    hidden, num_heads, num_kv_heads, dim, _, _, bits = sizes[:7]
+    widths = hidden, num_heads * dim, gated_width(sizes)
+    num_staged = max(num_chunks(width, bits) for width in widths)
     heads = 16 * dim * 2 + power_of_two(num_heads // num_kv_heads) * 8 * (dim + 2) * 4
     scratch = max(num_staged * 2048, heads) + 8192 + 1024
-    return min(12, (SHARED_BYTES - scratch) // (TILE_BYTES.value + 4 * slot_factors(sizes)))
+    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(sizes)))
 
 
 @gluon.constexpr_function
@@ -142,13 +196,19 @@ def num_flying(hidden):
 
 
 @gluon.constexpr_function
-def head_blocks_at_once(chunks):
-    return {1: 4, 2: 2, 3: 2}.get(chunks, 1)
+def line_flying(line, flying, slots):
+    """Tiles of a line on their way at once, if as many whole ones are."""
+    return min(flying * 2 // line[1], slots - 1)
 
 
 @gluon.constexpr_function
-def num_head_blocks(vocab, chunks):
-    at_once = head_blocks_at_once(chunks)
+def head_blocks_at_once(tiles):
+    return {1: 4, 2: 2, 3: 2}.get(tiles, 1)
+
+
+@gluon.constexpr_function
+def num_head_blocks(vocab, tiles):
+    at_once = head_blocks_at_once(tiles)
     return -(-num_blocks(vocab) // at_once) * at_once
 
 
@@ -226,32 +286,30 @@ def segments(width, bits):
 
 
 @gluon.constexpr_function
-def piece_segments(width, bits):
-    """Segments of a tile that can come together, if its lines are put together of such widths."""
-    return next(size for size in (16, 8, 4, 2, 1) if segments(width, bits) % size == 0)
+def expert_segments(size, bits):
+    """Of a line of an expert's `down` as part of a tile: filled up, so that few copies bring it."""
+    count = segments(size, bits)
+    return power_of_two(count) if count < 4 else -(-count // 4) * 4
+
+
+@gluon.constexpr_function
+def expert_columns(size, bits):
+    return expert_segments(size, bits) * 1024 // bits
+
+
+@gluon.constexpr_function
+def piece_segments(size, bits):
+    """Segments of a tile of experts' lines that can come together: none crosses two experts."""
+    return next(n for n in (16, 8, 4, 2, 1) if expert_segments(size, bits) % n == 0)
 
 
 @gluon.constexpr_function
 def factor_words(bits, piece):
-    """Room for the factors of a tile: those of a piece begin at a multiple of 128 bytes."""
-    return 16 // piece * max(piece * 8 * tile_groups(bits) // 16, 32)
+    """From the factors of a piece to those of the next: a multiple of 128 bytes."""
+    return max(piece * 8 * segment_groups(bits), 32)
 
 
 @gluon.constexpr_function
-def factor_piece(width, bits):
+def factor_piece(size, bits):
     """Segments whose factors come together: those of half a tile, or fewer."""
-    return min(piece_segments(width, bits), 8)
-
-
-@gluon.constexpr_function
-def rank_layout(count):
-    """[experts, experts]: each is compared with all others, by one or more threads."""
-    columns = min(max(256 // count, 1), count, 32)
-    rows = max(count // 256, 1)
-    return gl.BlockedLayout([rows, count // columns], [32 // columns, columns], [8, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def chosen_layout(count):
-    """[experts, 32 places]."""
-    return gl.BlockedLayout([max(count // 8, 1), 1], [1, 32], [8, 1], [1, 0])
+    return min(piece_segments(size, bits), 8)

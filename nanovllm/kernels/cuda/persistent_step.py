@@ -13,18 +13,22 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.errors import EngineError
-from nanovllm.kernels.cuda.persistent_codes import FACTORS
 from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.kernels.cuda.persistent_kernel import persistent_step
+from nanovllm.kernels.cuda.persistent_products import FACTORS
 from nanovllm.kernels.cuda.persistent_sizes import (
+    expert_segments,
+    gated_parts,
+    gated_room,
     num_chunks,
+    num_halves,
     num_partials,
     num_slots,
     num_splits,
     num_tiles,
     piece_segments,
     power_of_two,
-    tile_groups,
+    segment_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import RING
 from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
@@ -122,9 +126,9 @@ class PersistentStep:
         router = tensors.head if tensors.router is None else tensors.router
         self._weights = (
             *[part for weight in weights for part in describe_both(weight)],
-            *describe_both(tensors.down, self._piece()),
-            describe(router),
-            describe(tensors.head),
+            *describe_both(tensors.down, is_of_experts=shape.experts.num_experts > 0),
+            describe_both(router)[0],
+            describe_both(tensors.head)[0],
         )
         norms, bias = tensors.qk_norms, tensors.qkv_bias
         self._vectors = (
@@ -135,8 +139,10 @@ class PersistentStep:
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        widths = shape.hidden, shape.q, shape.hidden, shape.mlp
-        x, attended, y, gated = (empty_exchange(width, device, shape.bits) for width in widths)
+        widths = shape.hidden, shape.q, shape.hidden
+        x, attended, y = (empty_exchange(width, device, shape.bits) for width in widths)
+        parts, room = gated_parts(shape.sizes), gated_room(shape.sizes)
+        gated = empty_exchange(shape.mlp, device, shape.bits, parts, room)
         qkv = empty_exchange(shape.qkv, device)
         partials = empty_partials(shape, device)
         routed = empty_exchange(shape.experts.num_experts, device)
@@ -145,11 +151,6 @@ class PersistentStep:
         # The kernel writes it if a program waits in vain, and the host can look without waiting.
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
-
-    def _piece(self) -> int:
-        """Segments of a tile of `down` that come together."""
-        shape, experts = self.shape, self.shape.experts
-        return piece_segments(experts.size, shape.bits) if experts.num_experts else 16
 
     def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
         strides = {
@@ -202,35 +203,41 @@ class PersistentStep:
 
 
 def describe_both(
-    weight: Tensor | StackedCodes, piece: int = 16
+    weight: Tensor | StackedCodes, is_of_experts: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tell the copy engine of codes and their factors; what is no code has only the first.
+    """Tell the copy engine of weights and their factors; what is no code has only the first.
 
-    Tiles come whole, or in pieces of fewer than 16 segments, of lines that are put together.
+    Tiles come whole, or in pieces if lines of experts are put together.
     """
+    bits = 16 if isinstance(weight, Tensor) else weight.bits
+    plain = weight if isinstance(weight, Tensor) else weight.words.view(torch.bfloat16)
+    width = plain.shape[-1] * 16 // bits
+    piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
+    described = describe(plain, piece)
     if isinstance(weight, Tensor):
-        return describe(weight, piece), describe(weight, piece)
-    factors = by_tile(weight.factors, weight.bits, is_whole=piece == 16)
-    size = 8 * tile_groups(weight.bits) * piece // 16
-    codes = weight.words.view(torch.bfloat16)
-    described = TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
-    return describe(codes, piece), described
+        return described, described
+    factors = by_tile(weight.factors, bits, is_of_experts)
+    size = 8 * segment_groups(bits) * piece
+    return described, TensorDescriptor(factors, [factors.numel()], [1], [size], FACTORS.value)
 
 
-def describe(weight: Tensor, piece: int = 16) -> TensorDescriptor:
-    """Tell the copy engine of lines [..., width] in tiles of 8 lines and 1,024 columns."""
+def describe(weight: Tensor, piece: int) -> TensorDescriptor:
+    """Tell the copy engine of lines [..., width], of which it copies 8 times `piece` segments."""
     width = weight.shape[-1]
     shape = [width // 64, weight.numel() // width, 64]
     return TensorDescriptor(weight, shape, [64, width, 1], [piece, 8, 64], RING.value)
 
 
-def by_tile(factors: Tensor, bits: int, is_whole: bool = True) -> Tensor:
+def by_tile(factors: Tensor, bits: int, is_of_experts: bool = False) -> Tensor:
     """Lay factors [..., out, groups] out for 8 lines at a time, group by group.
 
-    Lines are padded to whole tiles, if they are not put together.
+    Lines are padded to whole tiles, or as those that are put together are.
     """
     groups = factors.shape[-1]
-    padded = num_tiles(groups * 128, bits) * tile_groups(bits) if is_whole else groups
+    width = groups * 128
+    count = 8 * num_tiles(width, bits) * num_halves(width, bits)
+    count = expert_segments(width, bits) if is_of_experts else count
+    padded = count * segment_groups(bits)
     whole = torch.nn.functional.pad(factors, (0, padded - groups))
     return whole.view(-1, 8, padded).transpose(1, 2).contiguous().flatten()
 
@@ -242,10 +249,14 @@ def four_in_one(norms: Tensor, bits: int = 16) -> Tensor:
     return padded.contiguous().view(torch.int64)
 
 
-def empty_exchange(width: int, device: torch.device, bits: int = 16) -> Tensor:
-    size = num_chunks(width, bits) * 1024
+def empty_exchange(
+    width: int, device: torch.device, bits: int = 16, parts: int = 1, room: int | None = None
+) -> Tensor:
+    """Buffers for values, of which each part has room for some more."""
+    room = width if room is None else room
+    size = num_chunks(parts * room, bits) * 1024
     memory = torch.zeros(NUM_BUFFERS.value, 2, size, dtype=torch.int16, device=device)
-    memory[..., :width] = -1
+    memory[..., : parts * room].unflatten(-1, (parts, room))[..., : width // parts] = -1
     return memory
 
 

@@ -95,7 +95,7 @@ def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:
     assert routing is not None
     odds, experts = logits.float().softmax(-1).topk(routing.top_k)
     weights = odds / odds.sum() if routing.is_normalized else odds
-    return list(zip(experts.tolist(), weights.tolist(), strict=True))
+    return list(zip(experts.tolist(), weights.bfloat16().tolist(), strict=True))
 
 
 def _plain(weight: Tensor | StackedCodes) -> Tensor:

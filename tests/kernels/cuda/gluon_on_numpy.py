@@ -1,7 +1,7 @@
 """Runs functions written in gluon on numpy: tensors by their logical shape, whatever the layout.
 
 Threads are places in tensors [8 warps, 8, 4], which is how `mma` shares its operands out. Of PTX
-there is what products with codes use. Copies are made at once, and waiting does nothing.
+there is what products use. Copies are made at once, and waiting does nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ class Array(np.ndarray):
 
     def to(self, dtype: str, bitcast: bool = False) -> Array:
         if bitcast:
-            return array(self.view(TYPES[dtype]))
+            bits = self.astype(np.int32) if self.dtype == np.int64 else self  # numpy widens
+            return array(bits.view(TYPES[dtype]))
         if dtype == "bfloat16":
             return round_to_bfloat16(self)
+        if dtype == "float32" and self.dtype == np.uint16:
+            return array((self.astype(np.uint32) << 16).view(np.float32))
         return array(self.astype(TYPES[dtype]))
 
 
@@ -208,6 +211,7 @@ def make_language() -> ModuleType:
     gl.convert_layout = lambda t, layout, assert_trivial=False: t
     gl.arange = lambda begin, end, layout: array(np.arange(begin, end, dtype=np.int32))
     gl.where = where
+    gl.maximum = lambda a, b: array(np.maximum(a, b))
     gl.exp = lambda t: array(np.exp(t))
     gl.sum, gl.max = (lambda t, axis: array(t.sum(axis))), (lambda t, axis: array(t.max(axis)))
     gl.zeros = lambda shape, dtype, layout: array(np.zeros(shape, TYPES[dtype]))

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
+    expert_columns,
     gated_at_once,
     group_chunks,
+    group_tiles,
+    head_blocks_at_once,
     joined_chunks,
+    line_of,
+    num_blocks,
     num_chunks,
+    num_halves,
+    num_slots,
     num_splits,
     num_tiles,
+    piece_segments,
 )
-from nanovllm.kernels.cuda.persistent_step import StepShape
+from nanovllm.kernels.cuda.persistent_step import MIN_SLOTS, StepShape, empty_exchange
 from tests.kernels.cuda.test_persistent_step import SHAPES
 
 SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
@@ -47,7 +56,7 @@ def test_others_say_why_not(shape: StepShape, problem: str) -> None:
 @pytest.mark.parametrize("width", range(256, 30000, 1280))
 def test_vectors_are_whole_tiles_of_codes(width: int, bits: int) -> None:
     chunks, tiles = num_chunks(width, bits), num_tiles(width, bits)
-    assert width <= chunks * 1024 == tiles * (16 // bits) * 1024
+    assert width <= chunks * 1024 == tiles * (16 // bits) * 512 * num_halves(width, bits)
     for count in (chunks, tiles):
         assert count <= 6 or (count % group_chunks(count) == 0 and group_chunks(count) > 1)
 
@@ -64,10 +73,11 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 12])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
 def test_blocks_are_multiplied_in_equal_parts(blocks: int, tiles: int, bits: int) -> None:
-    at_once = blocks_at_once(blocks, tiles, bits)
+    line = tiles, 2, bits
+    at_once = blocks_at_once(blocks, line)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
-    gated = gated_at_once(blocks, tiles, bits)
+    gated = gated_at_once(blocks, line)
     assert blocks % gated == 0
     assert gated == 1 or 2 * gated * tiles <= 6
 
@@ -77,3 +87,38 @@ def test_splits_fit_the_programs(num_kv_heads: int) -> None:
     splits = num_splits(num_kv_heads)
     assert num_kv_heads * splits <= 128
     assert joined_chunks(64, num_kv_heads) * splits * 8 >= 256  # no value has two readers
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("size", range(256, 4097, 256))
+def test_experts_lines_are_filled_up_to_few_pieces(size: int, bits: int) -> None:
+    room, piece = expert_columns(size, bits), piece_segments(size, bits)
+    assert size <= room < 2 * size
+    assert room * bits // 1024 % piece == 0
+    assert piece >= 4 or room == size * bits // 1024 * 1024 // bits
+
+
+def test_nobody_waits_for_what_fills_experts_up() -> None:
+    memory = empty_exchange(3 * 768, torch.device("cpu"), 4, 3, 1024)
+    places = torch.arange(memory.shape[-1])
+    is_value = (places < 3 * 1024) & (places % 1024 < 768)
+    assert memory.shape[-1] == 4096
+    assert torch.equal(memory[0, 0] == -1, is_value)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_groups_fit_the_ring(name: str, bits: int) -> None:
+    shape = StepShape(*SHAPES[name], bits)
+    if shape.problem is not None:
+        pytest.skip(shape.problem)
+    hidden, q, mlp = (line_of(width, bits) for width in (shape.hidden, shape.q, shape.mlp))
+    head, blocks = line_of(shape.hidden, 16), num_blocks(shape.hidden)
+    groups = [
+        group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
+        group_tiles(blocks_at_once(blocks, q), q),
+        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden), hidden),
+        group_tiles(blocks_at_once(blocks, mlp), mlp),
+        group_tiles(head_blocks_at_once(head[0]), head),
+    ]
+    assert max(groups) <= MIN_SLOTS <= num_slots(shape.sizes)

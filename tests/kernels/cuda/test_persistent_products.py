@@ -1,4 +1,4 @@
-"""Products of the persistent step with codes, and with experts that are chosen, on numpy."""
+"""Products of the persistent step with weights of any bits, and with chosen experts, on numpy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from tests.kernels.cuda.gluon_on_numpy import Shared, Source, array, load_module
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from nanovllm.kernels.cuda.persistent_pack import factors_of
+from nanovllm.kernels.cuda.persistent_sizes import num_halves, piece_segments, segment_groups
 from nanovllm.kernels.cuda.persistent_step import by_tile
 
-NAMES = "sizes", "codes", "exchange", "stream", "experts"
+NAMES = "sizes", "products", "exchange", "stream", "experts"
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +51,29 @@ def make_weight(
 @pytest.mark.parametrize(
     ("bits", "num_in", "has_zeros"),
     [
+        (16, 4096, False),
+        (16, 1536, False),
+        (16, 448, False),
         (8, 4096, False),
         (8, 3072, False),
         (8, 12288, False),
+        (8, 896, False),
         (4, 4096, False),
         (4, 2560, True),
         (4, 12288, True),
+        (4, 2048, True),
     ],
 )
-def test_products_with_codes(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None:
+def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None:
     """Of a program in the middle, for a block that it has lines of and one that ends before."""
-    program, num_out = 3, 1024 + 8
-    weight = make_weight(bits, num_out, num_in, has_zeros)
-    x = make_x(num_in)
-    tiles, blocks = modules.sizes.num_tiles(num_in, bits), 2
-    stream = make_stream(modules, bits, blocks * tiles, program)
-    stream.fetch(sources(weight), 0, 0, OWNERS, 0, num_out, blocks, tiles, 1, 1, 99, bits)
-    found = multiply(modules, stream, x, blocks, tiles)
-    wanted = (weight.widen(torch.float32) @ x.float()).numpy()[8 * program :][:8]
+    program, num_out, blocks = 3, 1024 + 8, 2
+    weight = make_any(bits, num_out, num_in, 0, has_zeros)
+    x, line = make_x(num_in), modules.sizes.line_of(num_in, bits)
+    stream = make_stream(modules, bits, blocks * line[0], program)
+    lines = modules.stream.Lines(0, num_out)
+    stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
+    found = multiply(modules, stream, x, blocks)
+    wanted = (widened(weight) @ x.float()).numpy()[8 * program :][:8]
     assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
     assert not found[1].any()
 
@@ -81,14 +87,19 @@ def test_experts_are_chosen_by_their_logits(
     logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
     words = padded.bfloat16().view(torch.int32).numpy().reshape(8, 32, 2)
-    routed = SimpleNamespace(poll=lambda now: (array(words[..., 0]), array(words[..., 1])))
+    routed = SimpleNamespace(
+        poll_from=lambda column, now, n, step: [
+            array(np.broadcast_to(words[k // 2, :, k % 2], (8, 32))) for k in range(2 * n)
+        ]
+    )
     experts = make_experts(modules, (count, top_k, 64, is_normalized))
     experts.choose(routed, 0)
     odds = logits.float().softmax(0)
     order = sorted(range(count), key=lambda i: (-float(odds[i]), i))[:top_k]
     total = odds[order].sum() if is_normalized else 1.0
-    assert experts.ids.values[:top_k].tolist() == order
-    assert np.allclose(experts.weights.values[:top_k, 0], odds[order] / total, rtol=1e-5)
+    assert experts.ids.values[0, :top_k].tolist() == order
+    wanted = (odds[order] / total).bfloat16().float()
+    assert np.allclose(experts.weights.values[:top_k, 0], wanted, rtol=1e-5)
     assert not experts.weights.values[top_k:].any()
 
 
@@ -100,8 +111,8 @@ CHOSEN, WEIGHTS = [4, 0, 2], [0.5, 0.3, 0.2]
 def experts(modules: Any) -> Any:
     """Those that were chosen, of a few."""
     found = make_experts(modules, (COUNT, TOP_K, SIZE, True))
-    found.ids.values[:TOP_K] = CHOSEN
-    found.weights.values[:TOP_K, 0] = WEIGHTS
+    found.ids.values[:, :TOP_K] = CHOSEN
+    found.weights.values[:TOP_K] = np.array(WEIGHTS)[:, None]
     return found
 
 
@@ -109,12 +120,12 @@ def experts(modules: Any) -> Any:
 def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
     """The gates of those chosen are the lines of one wide MLP."""
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
-    tiles, blocks = modules.sizes.num_tiles(HIDDEN, bits), 3
-    stream = make_stream(modules, bits, 2 * blocks * tiles, PROGRAM)
-    ids, given = experts.wait(LAYER), sources(*gate_up)
-    experts.fetch_gate_up(stream, given, 0, 0, OWNERS, LAYER, ids, blocks, tiles, 1)
+    line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
+    stream = make_stream(modules, bits, 2 * blocks * line[0], PROGRAM)
+    lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
+    stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
     x = make_x(HIDDEN)
-    found = multiply(modules, stream, x, 2 * blocks, tiles)
+    found = multiply(modules, stream, x, 2 * blocks)
     wide = [widened(gate_up[COUNT * LAYER + i]) @ x.float() for i in CHOSEN]
     for part in range(2):
         lines = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
@@ -128,16 +139,17 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     """And so are the columns of what they give, each times its expert's weight."""
     sizes, gated = modules.sizes, make_x(TOP_K * SIZE)
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
-    tiles, num_chunks = sizes.num_tiles(len(gated), bits), sizes.num_chunks(len(gated), bits)
-    piece = sizes.factor_piece(SIZE, bits)
-    stream = make_stream(modules, bits, tiles, PROGRAM, piece)
-    ids, given = experts.wait(LAYER), sources(*down, piece=sizes.piece_segments(SIZE, bits))
-    experts.fetch_down(stream, given, 0, 0, OWNERS, LAYER, ids, HIDDEN, 1, tiles, 1)
-    padded = torch.nn.functional.pad(gated, (0, num_chunks * 1024 - len(gated)))
+    room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
+    line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
+    stream = make_stream(modules, bits, line[0], PROGRAM, piece)
+    given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
+    experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1)
+    padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
+    padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
     words = [array(chunk[..., half]) for chunk in chunks for half in range(2)]
-    exchange = SimpleNamespace(poll=lambda now: words, size=num_chunks * 1024)
-    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, tiles, piece)
+    exchange = SimpleNamespace(poll=lambda now: words, size=num_chunks * 1024, room=room)
+    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
         weighed = (part.float() * weight).bfloat16().float()
@@ -152,29 +164,30 @@ def make_x(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def make_any(bits: int, num_out: int, num_in: int, seed: int) -> Any:
+def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = True) -> Any:
     if bits == 16:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(num_out, num_in, generator=generator).bfloat16()
-    return make_weight(bits, num_out, num_in, True, seed)
+    return make_weight(bits, num_out, num_in, has_zeros, seed)
 
 
 def widened(weight: Any) -> Tensor:
     return weight.float() if isinstance(weight, Tensor) else weight.widen(torch.float32)
 
 
-def sources(*weights: Any, piece: int = 16) -> tuple[Source, Source]:
+def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
     """What the copy engine is told of weights that lie one below another."""
     if isinstance(weights[0], Tensor):
-        lines = torch.cat(weights)
-        bits, factors = 16, torch.zeros(0, dtype=torch.int32)
+        bits, lines, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
     else:
         bits = 8 if isinstance(weights[0], Fp8Weight) else 4
         lines = torch.cat([weight.words for weight in weights]).view(torch.bfloat16)
         parts = torch.cat([factors_of(weight) for weight in weights])
-        factors = by_tile(parts, bits, is_whole=piece == 16)
+        factors = by_tile(parts, bits, is_of_experts)
+    width = lines.shape[1] * 16 // bits
+    piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
     values = lines.view(len(lines), -1, 64).transpose(0, 1).view(torch.int16).numpy()
-    size = {16: 0, 8: 128, 4: 256}[bits] * piece // 16
+    size = 8 * segment_groups(bits) * piece
     return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
 
 
@@ -182,7 +195,7 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: in
     """With room for all tiles."""
     ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
     words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
-    num_factors = 0 if bits == 16 else modules.sizes.factor_words(bits, piece)
+    num_factors = 16 // piece * modules.sizes.factor_words(bits, piece)
     factors = np.zeros((num_tiles, num_factors), np.int32)
     barriers = SimpleNamespace(index=lambda i: None)
     memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers, None, None
@@ -190,24 +203,25 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: in
 
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
-    ids, weights = Shared(np.zeros(32, np.int32)), Shared(np.zeros((32, 1), np.float32))
+    ids, weights = Shared(np.zeros((8, 32), np.int32)), Shared(np.zeros((32, 8), np.float32))
     return modules.experts.Experts(ids, weights, None, (0,) * 7 + numbers)
 
 
-def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int, tiles: int) -> np.ndarray:
+def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:
     size = modules.sizes.num_chunks(len(x), stream.bits) * 1024
     padded = torch.nn.functional.pad(x.float(), (0, size - len(x)))
     staged: Any = ()
     for k, chunk in enumerate(padded.view(-1, 8, 128)):
-        staged = modules.codes.stage(staged, k, array(chunk.numpy()), stream.bits)
-    return multiply_staged(modules, stream, staged, num_blocks, tiles)
+        staged = modules.products.stage(staged, k, array(chunk.numpy()), stream.bits)
+    line = modules.sizes.line_of(len(x), stream.bits)
+    return multiply_staged(modules, stream, staged, num_blocks, line)
 
 
 def multiply_staged(
-    modules: Any, stream: Any, staged: Any, num_blocks: int, tiles: int, piece: int = 8
+    modules: Any, stream: Any, staged: Any, num_blocks: int, line: tuple[int, ...], piece: int = 8
 ) -> np.ndarray:
     """Return the sums of the 8 lines of each block."""
-    held_x = stream.hold_x(staged, tiles)
-    sums = stream.products(0, 0, (), staged, held_x, num_blocks, tiles, 99, stream.bits, piece)
+    held_x = stream.hold_x(staged, line)
+    sums = stream.products(0, 0, (), staged, held_x, num_blocks, line, 99, piece)
     memory = Shared(np.zeros((8, 8, 8), np.float32))
-    return modules.stream.add_up(memory, sums, 0, num_blocks, stream.bits)[:num_blocks]
+    return modules.stream.add_up(memory, sums, 0, num_blocks)[:num_blocks]

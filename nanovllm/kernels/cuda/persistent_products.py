@@ -1,20 +1,22 @@
-"""Weights of the persistent step that stay codes of 8 or 4 bits: how they meet x.
+"""How the weights of the persistent step meet x, whether they are bfloat16 or codes of 8 or 4 bits.
 
-A thread has 8 words of one line, whose 32 or 64 codes share a scale. In registers they become the
-bfloat16 of two lines of A, of which each has half of them. Columns of B are x: the even ones what
-the upper lines of A are multiplied with, the odd ones what the lower ones are. Scales are applied
-to sums. See docs/persistent-step.md.
+A thread has 8 words of one line in each half of a tile; the codes among them share a scale. As
+bfloat16 they are two lines of A, of which each has half of them. Columns of B are x: the even ones
+what the upper lines of A are multiplied with, the odd ones what the lower ones are. Scales are
+applied to sums. See docs/persistent-step.md.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.cuda.persistent_sizes import factor_words, tile_groups
+from nanovllm.kernels.cuda.persistent_sizes import factor_words, segment_groups
 
-S2, S3, S4, S5, S6, S8 = (
+S3, S4, S5, S6, S8 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))
-    for rank in (2, 3, 4, 5, 6, 8)
+    for rank in (3, 4, 5, 6, 8)
 )
+# Half of a tile, as words [8 segments, 8 lines, 32], shared out as the tensor cores want it
+HALF = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [8, 1, 1], [2, 1, 0]))  # [8, 8, 4]
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))  # of a tile, as they lie in memory
 # The bits of an FP8 number, put where bfloat16 has them, are that number times 2**-120. x is made
@@ -28,7 +30,7 @@ NIBBLES, MIDDLES, ONES = "0x000f000f", "0x43004300", "0x3f803f80"
 
 @gluon.constexpr_function
 def x_words(bits):
-    """Words of x that a thread multiplies 8 words of codes with."""
+    """Words of x that a thread multiplies 8 words of weights with."""
     return 64 // bits
 
 
@@ -36,13 +38,16 @@ def x_words(bits):
 def stage(staged, k: gl.constexpr, x, BITS: gl.constexpr):
     """Put chunk k of x, [8, 128], into shared memory, and say so at the end of what is staged.
 
-    For codes a piece is [8 segments, vectors, 2 columns of B, 4 threads, 8]: what the threads of a
-    segment load together lies together. 8 bits have a segment for each 128 of x, 4 bits for 256.
+    A piece is what half a tile is multiplied with, [8 segments, vectors, 2 columns of B, 4 threads,
+    8]: what the threads of a segment load together lies together. A chunk is two pieces for weights
+    of 16 bits, one for 8 bits, and half of one for 4.
     """
     if BITS == 16:
-        piece = gl.allocate_shared_memory(gl.bfloat16, [16, 64], S2)
-        piece.store(gl.reshape(x.to(gl.bfloat16), [16, 64]))
-        staged = staged + (piece,)
+        # Of a thread's words, which lie together, the first and the third are of one line of A.
+        both = gl.allocate_shared_memory(gl.bfloat16, [2, 8, 2, 4, 4, 2], S6)
+        values = gl.reshape(x.to(gl.bfloat16), [2, 8, 4, 4, 2, 2])
+        both.store(gl.permute(values, [0, 1, 4, 2, 3, 5]))
+        staged = staged + two_pieces(both)
     elif BITS == 8:
         # A word has the codes of four inputs 32 apart: the first and the third become a pair.
         piece = gl.allocate_shared_memory(gl.bfloat16, [8, 2, 2, 4, 4, 2], S6)
@@ -61,6 +66,21 @@ def stage(staged, k: gl.constexpr, x, BITS: gl.constexpr):
 
 
 @gluon.jit
+def stage_words(staged, first, second):
+    """Put a chunk, of which each thread has two words, into shared memory for 16 bits."""
+    both = gl.allocate_shared_memory(gl.int32, [2, 8, 2, 4, 4], S5)
+    words = gl.reshape(gl.join(first, second), [2, 8, 4, 4, 2])
+    both.store(gl.permute(words, [0, 1, 4, 2, 3]))
+    return staged + two_pieces(both)
+
+
+@gluon.jit
+def two_pieces(both):
+    pieces = both._reinterpret(gl.bfloat16, [2, 8, 2, 4, 8], S4)
+    return pieces.index(0), pieces.index(1)
+
+
+@gluon.jit
 def load_x(piece, BITS: gl.constexpr):
     """A thread's words of x for one half of a tile: of the column of B that its line counts."""
     V: gl.constexpr = x_words(BITS) // 4
@@ -70,17 +90,12 @@ def load_x(piece, BITS: gl.constexpr):
     words = piece._reinterpret(gl.int32, [8, V, 2, 4, 4], S5).permute([0, 2, 3, 1, 4])
     x = gl.expand_dims(words.load(gl.SliceLayout(1, L)), 1)
     x = gl.reshape(x + gl.zeros([8, 4, 2, 4, V, 4], gl.int32, L), [8, 8, 4, 4 * V])
-    if BITS == 8:
-        even, odd = halves(x, 8)
-        evens, odds = quarters(even, 4), quarters(odd, 4)
-        found = ()
-        for k in gl.static_range(4):
-            found = found + (one(evens[k]), one(odds[k]))
-    else:
-        words, keep = sixteen(x), own_block()
-        found = ()
+    found = each(x, 4 * V)
+    if BITS == 4:
+        keep, own = own_block(), ()
         for k in gl.static_range(16):
-            found = found + (words[k] & keep,)
+            own = own + (found[k] & keep,)
+        found = own
     return found
 
 
@@ -94,27 +109,17 @@ def own_block():
 
 
 @gluon.jit
-def sixteen(t):
-    """The 16 words that each thread has, [8, 8, 4, 16], as tensors of one word."""
-    a = quarters(t, 16)  # word m is in a[m % 4], at m // 4
-    b0, b1, b2, b3 = quarters(a[0], 4), quarters(a[1], 4), quarters(a[2], 4), quarters(a[3], 4)
+def each(t, N: gl.constexpr):
+    """The words that each thread has, [8, 8, 4, N], as N tensors of one word."""
     words = ()
-    for k in gl.static_range(4):
-        words = words + (one(b0[k]), one(b1[k]), one(b2[k]), one(b3[k]))
+    if N == 1:
+        words = (one(t),)
+    else:
+        even, odd = gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
+        evens, odds = each(even, N // 2), each(odd, N // 2)
+        for k in gl.static_range(N // 2):
+            words = words + (evens[k], odds[k])
     return words
-
-
-@gluon.jit
-def halves(t, N: gl.constexpr):
-    return gl.split(gl.reshape(t, [8, 8, 4, N // 2, 2]))
-
-
-@gluon.jit
-def quarters(t, N: gl.constexpr):
-    even, odd = halves(t, N)
-    first, third = halves(even, N // 2)
-    second, fourth = halves(odd, N // 2)
-    return first, second, third, fourth
 
 
 @gluon.jit
@@ -123,23 +128,37 @@ def one(t):
 
 
 @gluon.jit
-def load_factors(slot, BITS: gl.constexpr, PIECE: gl.constexpr):
+def load_words(slot, HALVES: gl.constexpr):
+    """A thread's words of the halves of a tile, [16 segments, 8 lines, 32 words]."""
+    words = ()
+    for a in gl.static_range(HALVES):
+        half = slot.slice(8 * a, 8, 0).load(HALF)
+        words = words + each(gl.reshape(half, [8, 8, 4, 8]), 8)
+    return words
+
+
+@gluon.jit
+def load_factors(slot, HALVES: gl.constexpr, BITS: gl.constexpr, PIECE: gl.constexpr):
     """A thread's words of factors, for each half of a tile: of its line, and of its block's sums.
 
     Factors of each PIECE segments begin where the copy engine can write.
     """
-    P: gl.constexpr = tile_groups(BITS) // 16  # blocks of a segment
-    N: gl.constexpr = 16 // PIECE
-    STEP: gl.constexpr = factor_words(BITS, PIECE) // N
+    P: gl.constexpr = segment_groups(BITS)  # blocks of a segment
+    N: gl.constexpr = 8 * HALVES // PIECE
+    STEP: gl.constexpr = factor_words(BITS, PIECE)
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1], [4 // P, 1, P, 8], [1, 8 // PIECE, PIECE, 1], [2, 0, 3, 1]
     )
     pieces = slot.slice(0, N * STEP, 0)._reinterpret(gl.int32, [N, STEP // 8, 8], S3)
     words = gl.expand_dims(pieces.slice(0, PIECE * P, 1).load(gl.SliceLayout(0, L)), 0)
     words = words + gl.zeros([4 // P, N, PIECE * P, 8], gl.int32, L)
-    words = gl.permute(gl.reshape(words, [4 // P, 2, 8, P, 8]), [2, 4, 0, 3, 1])
-    first, second = gl.split(gl.reshape(words, [8, 8, 4, 2]))
-    return one(first), one(second)
+    words = gl.permute(gl.reshape(words, [4 // P, HALVES, 8, P, 8]), [2, 4, 0, 3, 1])
+    if HALVES == 2:
+        first, second = gl.split(gl.reshape(words, [8, 8, 4, 2]))
+        found = one(first), one(second)
+    else:
+        found = (one(words),)
+    return found
 
 
 @gluon.constexpr_function
@@ -164,6 +183,17 @@ def collected(first, second):
     return (
         f"add.f32 a0, a{first}, b{first}; add.f32 a1, a{second}, b{second}; add.f32 $0, a0, a1; }}"
     )
+
+
+@gluon.constexpr_function
+def plain_asm(halves):
+    """The words of halves of a tile, which are bfloat16 as they are: two for each line of A."""
+    code = accumulators()
+    for j in range(2 * halves):
+        first = 1 + 4 * halves + 4 * j
+        code += "".join(f"mov.b32 p{i}, ${first + i}; " for i in range(4))
+        code += product("ab"[j % 2], f"${1 + 2 * j}", f"${2 + 2 * j}")
+    return code + collected(0, 3)
 
 
 @gluon.constexpr_function
@@ -204,6 +234,16 @@ def sum_asm():
 
 
 @gluon.constexpr_function
+def rows_asm():
+    """8 words of lines of A, whose lower half is zero, and 8 of B: what each line has with two."""
+    code = accumulators() + "mov.b32 p1, 0; mov.b32 p3, 0; "
+    for j in range(4):
+        code += f"mov.b32 p0, ${2 + 2 * j}; mov.b32 p2, ${3 + 2 * j}; "
+        code += product("ab"[j % 2], f"${10 + 2 * j}", f"${11 + 2 * j}")
+    return code + "add.f32 $0, a0, b0; add.f32 $1, a1, b1; }"
+
+
+@gluon.constexpr_function
 def registers(count):
     return "=f," + ",".join(["r"] * count)
 
@@ -211,49 +251,32 @@ def registers(count):
 @gluon.jit
 def sum_of(x):
     """The sum of x over a block of 4-bit codes."""
-    return gl.inline_asm_elementwise(
-        sum_asm(),
-        registers(16),
-        [
-            x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13],
-            x[14], x[15],
-        ],
-        gl.float32,
-        True,
-        1,
-    )  # fmt: skip
+    return run(sum_asm(), registers(16), x)
 
 
 @gluon.jit
-def multiply_codes(w, i: gl.constexpr, x, x_sum, factor, total, BITS: gl.constexpr):
-    """Add the products of x with 8 words of codes, from word i on, times their factor."""
-    if BITS == 8:
-        products = gl.inline_asm_elementwise(
-            fp8_asm(),
-            registers(16),
-            [
-                x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], w[i], w[i + 1], w[i + 2], w[i + 3],
-                w[i + 4], w[i + 5], w[i + 6], w[i + 7],
-            ],
-            gl.float32,
-            True,
-            1,
-        )  # fmt: skip
-        total += products * factor.to(gl.float32, bitcast=True)
+def run(ASM: gl.constexpr, REGISTERS: gl.constexpr, words):
+    return gl.inline_asm_elementwise(ASM, REGISTERS, words, gl.float32, True, 1)
+
+
+@gluon.jit
+def multiply(w, x, x_sums, total, HALVES: gl.constexpr, BITS: gl.constexpr):
+    """Add the products of a tile with x, of which each half of the tile has a piece.
+
+    w are a thread's words of the tile, and behind them a factor for each half.
+    """
+    if BITS == 16:
+        all_of_x = x[0] if HALVES == 1 else x[0] + x[1]
+        total += run(plain_asm(HALVES), registers(12 * HALVES), all_of_x + w)
     else:
-        products = gl.inline_asm_elementwise(
-            int4_asm(),
-            registers(24),
-            [
-                x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12],
-                x[13], x[14], x[15], w[i], w[i + 1], w[i + 2], w[i + 3], w[i + 4], w[i + 5],
-                w[i + 6], w[i + 7],
-            ],
-            gl.float32,
-            True,
-            1,
-        )  # fmt: skip
-        total += (products - lower_half(factor) * x_sum) * upper_half(factor)
+        for a in gl.static_range(HALVES):
+            words, factor = w[8 * a : 8 * a + 8], w[8 * HALVES + a]
+            if BITS == 8:
+                products = run(fp8_asm(), registers(16), x[a] + words)
+                total += products * factor.to(gl.float32, bitcast=True)
+            else:
+                products = run(int4_asm(), registers(24), x[a] + words)
+                total += (products - lower_half(factor) * x_sums[a]) * upper_half(factor)
     return total
 
 
