@@ -507,6 +507,32 @@ def test_what_late_masks_are_written_to_is_left_to_them(llm: LLM) -> None:
         grammars.wait([first])
 
 
+def test_slow_masks_do_not_move_those_of_others(llm: LLM) -> None:
+    """Graphs read masks where they were; one that is late is written elsewhere, and copied."""
+    grammars, is_over = llm.engine.core.grammars, threading.Event()
+    assert grammars is not None
+    compiled = grammars.compile({"regex": "[ab]{50}"})
+    slow, other = (grammars.matcher(compiled, frozenset()) for _ in range(2))
+    slow.seconds = None  # it was late before
+    first = compiled.compiled.first_mask
+    token_id = int(np.unpackbits(first.view(np.uint8), bitorder="little").argmax())
+    fill, allocate = grammar._fill_one, llm.engine.core.executor.mask_memory
+    slow.finishes(token_id)
+    other.finishes(token_id)
+    found = []
+    with patch.object(grammar, "_fill_one", lambda *args: is_over.wait(60) and fill(*args)):
+        for _ in range(2):
+            begun = grammars.begin([slow, other], allocate)
+            with patch.object(grammar, "MAX_WAIT", 60.0 if is_over.is_set() else 0.5):
+                masks, late = grammars.finish(begun)
+            assert late == ([] if is_over.is_set() else [0])
+            found.append(masks)
+            is_over.set()
+            grammars.wait([slow])
+    assert np.shares_memory(*found)
+    assert (found[1][0] == found[1][1]).all()
+
+
 def test_a_row_can_be_aborted_while_its_mask_is_computed(path: Path) -> None:
     is_aborted = threading.Event()
 

@@ -29,6 +29,7 @@ from nanovllm.cli.options import at_least
 from nanovllm.kernels.cuda.codes_few_rows import codes_few_rows, make_counters
 from nanovllm.kernels.cuda.elementwise import gate, rms_norm
 from nanovllm.kernels.cuda.linear_fp8 import (
+    MAX_SUM_ROWS,
     LibraryWeight,
     fp8_add_to,
     fp8_after_norm,
@@ -112,8 +113,9 @@ def measure(timer: GpuTimer, case: Case) -> dict[str, float]:
     ways: dict[str, list[Run]] = {
         "without product": [partial(case.without_product, y)] * 8,
         "scaled by the library": [partial(case.scaled_by_library, w) for w in case.weights],
-        "scaled after": [partial(case.scaled_after, weight) for weight in case.weights],
     }
+    if len(case.x) <= MAX_SUM_ROWS:
+        ways["scaled after"] = [partial(case.scaled_after, weight) for weight in case.weights]
     if len(case.x) <= MAX_WIDENED:
         counters = make_counters(case.x.device)
         ways["not rounded"] = [partial(case.widened, counters, weight) for weight in case.weights]

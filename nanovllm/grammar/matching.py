@@ -78,6 +78,7 @@ class Matcher:
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
         self.mask: IntColumn | None = None  # None: not asked for yet
+        self.has_own_memory = False  # for its mask, not that of the step's
         self.job: Future[None] | None = None  # what computes it
         self.seconds: float | None = 0.0  # what masks take; None: maybe long
         # Whether the engine's own thread may compute its masks; None: not tried in another yet.
@@ -188,12 +189,14 @@ class Grammars:
         eos, late = self._get_tools().eos_token_ids, []
         for row, matcher in rows:
             if matcher.job is None or matcher.job in done or matcher.is_ready:
+                if matcher.has_own_memory and matcher.mask is not None:
+                    masks[row] = matcher.mask
                 self._finish(matcher, masks, row, eos)
             else:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
                 matcher.is_quick = False  # for good: one may be slow again
                 late.append(row)
-        self._has_late = bool(late)
+        self._has_late = not all(each.has_own_memory for row, each in rows if row in late)
         return masks, late
 
     def wait(self, matchers: list[Matcher]) -> None:
@@ -258,10 +261,12 @@ class Grammars:
         tools = self._get_tools()
         together: list[tuple[int, Matcher]] = []
         for row, matcher in rows:
-            matcher.mask = masks[row]
-            if matcher.seconds is None or matcher.is_slow:
-                matcher.job = tools.slow_threads.submit(_fill_one, matcher, masks[row])
+            matcher.has_own_memory = matcher.seconds is None or matcher.is_slow
+            if matcher.has_own_memory:  # late ones keep the next step's masks where they are
+                matcher.mask = np.empty(self._num_words, np.int32)
+                matcher.job = tools.slow_threads.submit(_fill_one, matcher, matcher.mask)
             else:
+                matcher.mask = masks[row]
                 together.append((row, matcher))
         if together:
             job = tools.thread.submit(_fill_all, tools.executor, _side_by_side(together), masks)

@@ -283,6 +283,27 @@ def test_many_rows_on_a_gpu(
     assert max(errors) < 0.01
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in ("fp8-channel", "fp8-tensor")]
+)
+def test_graphs_of_rounded_rows_on_a_gpu(checkpoint_root: Path, kind: str) -> None:
+    """Answers of 20 rows, whose activations are rounded, by graphs and without."""
+    path = twins(checkpoint_root, "llama", kind).quantised
+    prompts = [[(7 * i + row) % 90 + 3 for i in range(5 + row)] for row in range(20)]
+    forced = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, allowed_token_ids=[5]
+    )
+    found = []
+    for eager in (True, False):
+        sizes: dict[str, Any] = {**SIZE_OPTIONS, "max_model_len": 64, "max_num_seqs": 20}
+        options = {"dtype": "bfloat16", "device": "cuda", "enforce_eager": eager, **sizes}
+        with LLM(path, skip_tokenizer_init=True, **options) as llm:
+            outputs = llm.generate(prompts, forced, use_tqdm=False)
+        steps = [step for output in outputs for step in output.logprobs or []]
+        found.append([logprob.logprob for step in steps for logprob in step.values()])
+    assert error(found[1], found[0]) < 0.01
+
+
 def score(
     path: Path, lengths: tuple[int, ...] = (2, 17, 60), most_tokens: int = 64, **options: Any
 ) -> list[float]:

@@ -98,8 +98,14 @@ class CudaBackend:
             logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
         check = None if step is None else step.check
         return ModelRunner(
-            *(eager, graphed, graphed.sample, check, graphed.note, token_logprobs, keep_allowed),
-            graphed.replay_masked,
+            eager,
+            graphed,
+            graphed.sample,
+            check=check,
+            note=graphed.note,
+            score=token_logprobs,
+            mask=keep_allowed,
+            replay_masked=graphed.replay_masked,
         )
 
     def _every_step(self, eager: EagerForward) -> None:

@@ -55,6 +55,7 @@ class NumbaOps:
         return out
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        assert hidden.scales is None, "which products on a GPU have"
         residual, update = hidden.residual, hidden.update
         num_rows, dim = residual.shape
         out = self._empty(num_rows, dim) if update is None else update

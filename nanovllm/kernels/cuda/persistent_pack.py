@@ -117,9 +117,7 @@ def _has_matrix(packed: PackedLinear) -> bool:
 
 
 def _bits(weight: Weight) -> int:
-    if isinstance(weight, Tensor):
-        return 16
-    return 8 if isinstance(weight, Fp8Weight) else 4
+    return 16 if isinstance(weight, Tensor) else weight.bits
 
 
 def _is_unusual(weight: Weight) -> bool:

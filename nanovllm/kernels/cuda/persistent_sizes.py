@@ -25,19 +25,20 @@ def segment_groups(bits):
 
 @gluon.constexpr_function
 def num_chunks(width, bits=16):
-    """Chunks of a vector, padded to whole tiles or to half of one, of which more than six are some
-    groups of `group_chunks`."""
-    chunks = -(-width // 1024)
+    """Chunks of a vector, padded to half a tile or to whole ones: to so many that groups of chunks,
+    and groups of tiles, leave no rest."""
+    size = tile_chunks(bits)
     if num_halves(width, bits) == 1:
-        return -(-tile_chunks(bits) // 2)
-    while chunks % tile_chunks(bits) or is_odd(chunks) or is_odd(chunks // tile_chunks(bits)):
+        return -(-size // 2)
+    chunks = -(-width // 1024)
+    while chunks % size or leaves_rest(chunks) or leaves_rest(chunks // size):
         chunks += 1
     return chunks
 
 
 @gluon.constexpr_function
-def is_odd(count):
-    """Whether groups of tiles would leave a rest."""
+def leaves_rest(count):
+    """Whether so many cannot be cut into groups of one size: one group holds at most six."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))
 
 

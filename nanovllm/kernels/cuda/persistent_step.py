@@ -34,7 +34,7 @@ from nanovllm.kernels.cuda.persistent_stream import RING
 from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
 
 LOG2_E = 1.4426950408889634
-MAX_EXPERTS = 256  # of which each is compared with all others
+MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
 MAX_TOP_K = 32
 MIN_SLOTS = 7  # a group of tiles
 NO_WINDOW = 1 << 30

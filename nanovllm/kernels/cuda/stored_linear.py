@@ -21,9 +21,10 @@ from nanovllm.kernels.cuda.linear_fp8 import (
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, Ops
 from nanovllm.kernels.stored_weights import Fp8Weight, StoredWeight
 
-# Up to here activations are not rounded, which would gain little.
+# Up to here activations are not rounded for FP8 by output, which would gain little.
 MAX_EXACT_ROWS = 16
-# Up to here FP8 is widened in registers where activations are not rounded, or would be by block.
+# Up to here they are not for FP8 by block, and codes that meet such activations are widened in
+# registers.
 MAX_FP8_ROWS = 64
 # Beyond, the weight is widened first: written and read again, nine times the bytes that it has.
 MAX_INT4_ROWS = 1024

@@ -86,12 +86,14 @@ def test_experts_are_chosen_by_their_logits(
     logits = make_x(count)
     logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
     padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
-    words = padded.bfloat16().view(torch.int32).numpy().reshape(8, 32, 2)
-    routed = SimpleNamespace(
-        poll_from=lambda column, now, n, step: [
-            array(np.broadcast_to(words[k // 2, :, k % 2], (8, 32))) for k in range(2 * n)
-        ]
-    )
+    words = padded.bfloat16().view(torch.int32).numpy()
+
+    def poll_from(column: Any, now: int, count: int, step: int) -> list[Any]:
+        """Two words from a column on, of which a word has two, and again `step` columns further."""
+        first = np.broadcast_to(column // 2, (8, 32))
+        return [array(words[first + k // 2 * step // 2 + k % 2]) for k in range(2 * count)]
+
+    routed = SimpleNamespace(poll_from=poll_from)
     experts = make_experts(modules, (count, top_k, 64, is_normalized))
     experts.choose(routed, 0)
     odds = logits.float().softmax(0)

@@ -15,6 +15,7 @@ from nanovllm.kernels.cuda import ops as cuda_ops
 from nanovllm.kernels.cuda.codes_widen import widen_codes
 from nanovllm.kernels.cuda.elementwise import gate
 from nanovllm.kernels.cuda.linear_fp8 import (
+    MAX_SUM_ROWS,
     fp8_norm,
     fp8_quantise,
     library_weight,
@@ -160,6 +161,7 @@ def check_products(
         x = make(num_rows, num_in, dtype=dtype, device=device)
         packed = pack_stored(TritonOps(), weight, bias, activation)
         if packed._library_of(x) is not None:
+            assert num_rows > (64 if kind == "fp8-blocks" else 16)
             continue  # whose activations are rounded: see check_quantised_products
         plain = TorchOps().pack_linear(weight.widen(dtype), bias, activation, has_room=False)
         assert_close(packed(x), plain(x))
@@ -285,8 +287,10 @@ def check_quantised_products(device: str) -> None:
             ones = NormWeights(torch.ones(num_out, device=device), 1e-6)
             assert_near(TritonOps().norm(hidden, ones)[1], want)
             packed = pack_stored(TritonOps(), weight, bias, "silu")
-            # Both factors were rounded elsewhere than the reference's.
-            assert_near(packed(x), TorchOps().gate(want, "silu"), 6e-3)
+            # Where sums are scaled by what reads them, both factors are rounded elsewhere.
+            is_scaled_after = kind == "fp8" and num_rows <= MAX_SUM_ROWS
+            tolerance = 6e-3 if is_scaled_after else 4e-3
+            assert_near(packed(x), TorchOps().gate(want, "silu"), tolerance)
             norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
             normed, _ = TorchOps().norm(Hidden(x), norm)
             got, residual = packed.after_norm(Hidden(x), norm)
