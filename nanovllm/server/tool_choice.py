@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.grammar.json_schema import enforceable
+from nanovllm.grammar.forms import enforced_json
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import AllowedTools, ChatRequest, NamedTool
 from nanovllm.server.parsing.formats import ReasoningFormat
@@ -73,6 +73,6 @@ def _call_grammar(
         reasoning,
         reasoning is not None and reasoning.is_open(prompt),
         service.special_ids,
-        enforceable,
+        enforced_json,
     )
     return tool_grammar(service.formats.tools, tools, rules)
