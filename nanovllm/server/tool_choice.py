@@ -48,6 +48,8 @@ def answer_constraint(
     asked = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
+    if isinstance(request.tool_choice, NamedTool):  # one call, as elsewhere, unless told otherwise
+        is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
     if not tools or not (is_held or any(tool.is_strict for tool in tools)):
         if asked is None or reasoning is None:
