@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.grammar.json_schema import enforceable
+from nanovllm.grammar.json_schema import Schema, enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -33,6 +33,11 @@ def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
     return json.dumps({"grammars": grammars})
 
 
+def enforced_json(schema: Schema) -> dict[str, Any]:
+    """Return a schema that llguidance enforces whole, with the options that this takes."""
+    return {**enforceable(schema), "x-guidance": JSON_OPTIONS}
+
+
 def _before(after: str, tokenizer: LLTokenizer) -> str:
     """The rule for all that comes before an answer, up to a text or a special token."""
     token_ids = tokenizer.tokenize_str(after, parse_special=True)
@@ -43,8 +48,7 @@ def _before(after: str, tokenizer: LLTokenizer) -> str:
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     if "json" in asked or "json_object" in asked:
-        schema = enforceable(asked.get("json", {"type": "object"}))
-        return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+        return {"json_schema": enforced_json(asked.get("json", {"type": "object"}))}
     if "grammar" in asked:
         return {"lark_grammar": asked["grammar"]}
     if "choice" in asked:

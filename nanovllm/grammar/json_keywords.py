@@ -12,6 +12,7 @@ from nanovllm.grammar.json_negation import TYPES
 
 Schema = dict[str, Any] | bool
 
+MAX_NAMES = 32  # of which at least one must come
 EXACT = 2**53  # llguidance reads numbers as float64, which hold whole numbers up to here
 DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
 APPLICATORS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "not", *DEPENDENT))
@@ -90,13 +91,33 @@ def add_count(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
     key = path.rsplit("/", 1)[1]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise refused(key, path, "it must be a whole number")
-    required = schema.get("required")
-    if key == "minProperties" and isinstance(required, list):
-        value = 0 if value <= len({*map(str, required)}) else value
+    if key in ("minProperties", "maxProperties"):
+        _count_properties(out, int(value), schema, path)
+    else:
+        out[key] = int(value)
+
+
+def _count_properties(out: dict[str, Any], value: int, schema: dict[str, Any], path: str) -> None:
+    """Counts are enforced by llguidance where all properties that are listed are required."""
+    key = path.rsplit("/", 1)[1]
+    listed, required = schema.get("properties"), schema.get("required")
+    needed = {*map(str, required)} if isinstance(required, list) else set()
+    optional = [name for name in listed if name not in needed] if isinstance(listed, dict) else []
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if key == "minProperties" and value <= len(needed):
+        return
     if key == "minProperties" and value > 1:
         raise refused(key, path, "names may come twice")
-    if key != "minProperties" or value:
-        out[key] = int(value)
+    if not optional:
+        out[key] = value
+    elif key == "minProperties":
+        if len(optional) > MAX_NAMES:
+            raise refused(key, path, "there are too many properties, none of them required")
+        ways: list[Schema] = [{"required": [name]} for name in optional]
+        others = {"properties": dict.fromkeys(optional, False), "minProperties": 1}
+        demand(out, {"anyOf": ways if is_closed else [*ways, others]})
+    elif not is_closed or value < len({*needed, *optional}):
+        raise refused(key, path, "some properties are not required")
 
 
 def add_required(out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:

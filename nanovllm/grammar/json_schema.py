@@ -265,7 +265,7 @@ class _Rewriter:
         own = root_id.partition("#")[0] if isinstance(root_id, str) else ""
         base, _, fragment = target.partition("#")
         if base and urljoin(own, base) != own:
-            raise refused("$ref", path, f"{target!r:.80} is not within the schema")
+            raise refused("$ref", path, f"{target!r:.80} is no path within the schema")
         if fragment and not fragment.startswith("/"):
             raise refused("$ref", path, f"{target!r:.80} is no path")
         return unquote(fragment)

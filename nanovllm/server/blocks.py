@@ -50,6 +50,7 @@ class Grew:
 @dataclass(frozen=True, slots=True)
 class Closed:
     block: Block
+    is_complete: bool  # or the answer was cut off there
 
 
 BlockEvent = Opened | Grew | Closed | Finish
@@ -70,7 +71,7 @@ async def blocks(service: Service, chat: Chat, usage: Usage) -> AsyncGenerator[B
             if each.events:
                 waiting = []
             if each.update.finish is not None:
-                for happening in writer.close():
+                for happening in writer.close(each.update.finish.reason == "stop"):
                     yield happening
                 yield each.update.finish
 
@@ -90,12 +91,12 @@ class _Writer:
                 yield from self._open("call", call_id, name)
             case CallArguments(text=text):
                 yield from self._grow("call", text)
-            case CallEnded():
-                yield from self.close()
+            case CallEnded(is_complete=is_complete):
+                yield from self.close(is_complete)
 
-    def close(self) -> Iterator[BlockEvent]:
+    def close(self, is_complete: bool = True) -> Iterator[BlockEvent]:
         if self._block is not None:
-            yield Closed(self._block)
+            yield Closed(self._block, is_complete)
             self._block = None
 
     def _open(self, kind: Kind, block_id: str, name: str = "") -> Iterator[BlockEvent]:

@@ -23,6 +23,7 @@ class CustomTool(ApiRecord):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: Any = None
+    eager_input_streaming: bool | None = None  # arguments are streamed as they come anyway
 
     def as_function(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}

@@ -65,6 +65,8 @@ class ResponseFormat(ApiRecord):
             not self.json_schema or self.json_schema.schema_ is None
         ):
             raise ValueError("json_schema must have a schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError(f"json_schema is for the type json_schema alone, not {self.type}")
         return self
 
     def structured(self) -> dict[str, Any] | None:

@@ -113,20 +113,20 @@ class ResponseAnswer:
     def _write(self, happening: BlockEvent) -> Iterator[Event]:
         match happening:
             case Opened(block):
-                item = self._item(block, False)
+                item = self._item(block, "in_progress")
                 yield self._event("response.output_item.added", output_index=block.index, item=item)
                 if block.kind != "call":
                     yield self._part_event("added", block)
             case Grew(block, piece, logprobs):
                 spot = self._spot(block, logprobs)
                 yield self._event(f"{GROWTH[block.kind]}.delta", **spot, delta=piece)
-            case Closed(block):
+            case Closed(block, is_complete):
                 name = "arguments" if block.kind == "call" else "text"
                 spot = self._spot(block, block.logprobs)
                 yield self._event(f"{GROWTH[block.kind]}.done", **spot, **{name: block.text})
                 if block.kind != "call":
                     yield self._part_event("done", block)
-                item = self._item(block, True)
+                item = self._item(block, "completed" if is_complete else "incomplete")
                 self._output.append(item)
                 yield self._event("response.output_item.done", output_index=block.index, item=item)
             case Finish():
@@ -152,13 +152,12 @@ class ResponseAnswer:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {"logprobs": logprob_entries(logprobs, self._num_best)}
 
-    def _item(self, block: Block, is_done: bool) -> dict[str, Any]:
-        status = "completed" if is_done else "in_progress"
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": _item_id(block), "status": status}
         if block.kind == "call":
             called = {"call_id": block.id, "name": block.name, "arguments": block.text}
             return {**item, "type": "function_call", **called}
-        content = [self._part(block)] if is_done else []
+        content = [self._part(block)] if status != "in_progress" else []
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}

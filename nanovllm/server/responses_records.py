@@ -47,7 +47,7 @@ class TextFormat(ApiRecord):
     strict: bool | None = None
 
     def as_response_format(self) -> dict[str, Any]:
-        if self.type != "json_schema":
+        if self.type != "json_schema" and self.schema_ is None:
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"schema": self.schema_}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.grammar.json_schema import enforceable
+from nanovllm.grammar.forms import enforced_json
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import AllowedTools, ChatRequest, NamedTool
 from nanovllm.server.parsing.formats import ReasoningFormat
@@ -48,6 +48,8 @@ def answer_constraint(
     asked = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
+    if isinstance(request.tool_choice, NamedTool):  # one call, as elsewhere, unless told otherwise
+        is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
     if not tools or not (is_held or any(tool.is_strict for tool in tools)):
         if asked is None or reasoning is None:
@@ -73,6 +75,6 @@ def _call_grammar(
         reasoning,
         reasoning is not None and reasoning.is_open(prompt),
         service.special_ids,
-        enforceable,
+        enforced_json,
     )
     return tool_grammar(service.formats.tools, tools, rules)

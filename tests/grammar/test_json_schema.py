@@ -74,6 +74,14 @@ REFUSED: list[tuple[str, Any]] = [
     ("oneOf", {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}),
     ("multipleOf", {"type": "number", "multipleOf": 0.01}),
     ("minProperties", {"type": "object", "minProperties": 2}),
+    (
+        "'minProperties' at #/minProperties ",
+        {"minProperties": 1, "properties": {str(i): {} for i in range(100)}},
+    ),
+    (
+        "'maxProperties' at #/items/maxProperties ",
+        {"items": {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}},
+    ),
     ("minimum", {"type": "integer", "minimum": 10**19}),
     ("minimum", {"type": "number", "minimum": 2, "maximum": 1}),
     ("minLength", {"type": "string", "minLength": 2, "maxLength": 1}),
@@ -216,6 +224,21 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
         },
         ["[[1]]"],
         ["[1]", "[[2]]"],
+    ),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 1},
+        ['{"a":1}', '{"b":1}', '{"a":1,"b":2}', '{"a":1,"c":2}', '{"c":"x"}'],
+        ["{}", '{"a":"x"}'],
+    ),
+    (
+        {
+            "properties": {"a": {"type": "integer"}, "b": {}},
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 2,
+        },
+        ['{"a":1}', '{"b":1}', '{"a":1,"b":2}', "5"],
+        ["{}", '{"c":1}', '{"a":"x"}'],
     ),
     (True, ["[1, null]"], [" 1"]),
 ]

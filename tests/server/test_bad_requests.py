@@ -16,6 +16,7 @@ UNIQUE = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": UNIQUE}}
 NAMED = {"type": "function", "function": {"name": "g"}}
 REGEX = {"regex": "x"}
+SCHEMA = {"json_schema": {"schema": {"const": 1}}}
 NESTED: Any = "x"
 for _ in range(300):
     NESTED = [NESTED]
@@ -115,6 +116,8 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({**CHAT, "structured_outputs": {"regex": "("}}, None),
     ({**CHAT, "structured_outputs": {"xml": "x"}}, "structured_outputs"),
     ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({**CHAT, "response_format": {"type": "json_object", **SCHEMA}}, "response_format"),
+    ({**CHAT, "response_format": {"type": "text", **SCHEMA}}, "response_format"),
     ({**CHAT, "response_format": {"type": "text"}, "structured_outputs": {"regex": "x"}}, None),
     ({**CHAT, "tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
     ({**CHAT, "tools": [TOOL], "tool_choice": "required", "structured_outputs": REGEX}, None),

@@ -79,6 +79,14 @@ def test_a_forced_call_is_made_by_its_schema(
     assert not answer.message.content
 
 
+def test_a_named_tool_is_called_once_unless_more_is_asked_for(server: Running) -> None:
+    options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "two"}}}
+    for seed in range(8):
+        assert len(ask(server, **options, seed=seed).message.tool_calls) == 1
+    several = {**options, "parallel_tool_calls": True}
+    assert any(len(ask(server, **several, seed=s).message.tool_calls) > 1 for s in range(8))
+
+
 def test_a_tool_of_messages_may_be_forced(server: Running) -> None:
     tools = [{"name": "one", "input_schema": SCHEMA}]
     choice = {"type": "any", "disable_parallel_tool_use": True}

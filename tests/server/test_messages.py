@@ -152,6 +152,12 @@ def test_an_answer_may_be_held_to_a_schema(fake: Running) -> None:
         assert refused.status_code == 400
 
 
+def test_tools_may_have_marks_that_no_answer_depends_on(fake: Running) -> None:
+    marks = {"eager_input_streaming": True, "cache_control": {"type": "ephemeral"}}
+    tools = [{**tool, **marks} for tool in REQUEST["tools"]]
+    assert fake.post("/v1/messages", **{**REQUEST, "tools": tools}).status_code == 200
+
+
 def test_long_prompts_are_named_as_clients_know_them(fake: Running) -> None:
     turns = [{"role": "user", "content": "x" * 2000}]
     message = fake.post("/v1/messages", **{**REQUEST, "messages": turns}).json()["error"]["message"]

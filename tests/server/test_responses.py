@@ -130,6 +130,9 @@ def test_a_cut_answer_says_so() -> None:
     with running(FakeLLM(f"{CALL[:-30]}", reason="length")) as server:
         answer = ask(server)
         assert answer.status == "incomplete"
+        assert [item.status for item in answer.output] == ["incomplete"]
+        server.llm.text = f"See.{CALL}And"
+        assert [item.status for item in ask(server).output] == [*["completed"] * 2, "incomplete"]
         assert answer.incomplete_details.reason == "max_output_tokens"
         chat = server.openai.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}]
@@ -153,6 +156,7 @@ def test_a_cut_answer_says_so() -> None:
         {"input": [{"role": "nobody", "content": "x"}]},
         {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
         {"tools": [{"type": "web_search"}]},
+        {"text": {"format": {"type": "json_object", "schema": {"const": 1}}}},
         {"max_output_tokens": 0},
         {"max_output_tokens": 100_000},
         {"extra_body": {"no_such_field": 1}},

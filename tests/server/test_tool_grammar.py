@@ -12,6 +12,8 @@ from nanovllm.errors import RequestError
 from nanovllm.server.parsing.formats import REASONING_FORMATS, choose_formats
 from nanovllm.server.parsing.grammar import CallRules, tool_grammar
 from nanovllm.server.parsing.tools import Tool
+from tests.server.fake_llm import FakeLLM
+from tests.server.running import running
 from tests.server.templates import TEMPLATES, WITH_TOOLS, answer_of, call
 
 llguidance = pytest.importorskip("llguidance")
@@ -108,6 +110,20 @@ def test_one_tool_that_is_forced(name: str) -> None:
     lark = grammar(name, TOOLS[:1], MUST)
     assert accepts(lark, write(name, GOOD))
     assert not accepts(lark, write(name, PING))
+
+
+def test_arguments_of_calls_are_written_as_any_json_that_is_enforced() -> None:
+    """Were a name written as \\u0061, it would not be known for one of the schema's properties."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with running(FakeLLM()) as server:
+        messages = [{"role": "user", "content": "x"}]
+        server.post("/v1/chat/completions", messages=messages, tools=[tool], tool_choice="required")
+        asked = server.llm.asked[-1][1].structured_outputs
+    frame = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
+    assert accepts(asked["grammar"], frame.format('{"a": 1,\n "b": "x"}'))
+    for wrong in ('{"\\u0061": "x"}', '{"a":' + " " * 17 + "1}"):
+        assert not accepts(asked["grammar"], frame.format(wrong)), wrong
 
 
 @TEMPLATE
