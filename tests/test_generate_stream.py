@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -69,4 +70,20 @@ def test_a_bad_prompt_is_named(llm: LLM) -> None:
     prompts = [*PROMPTS[:20], [10**9]]
     with pytest.raises(RequestError, match=r"^prompts\[20\]: "):
         list(llm.generate_stream(prompts, SamplingParams(max_tokens=2)))
+    assert llm.is_finished()
+
+
+def test_a_dict_is_one_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    ((index, output),) = llm.generate_stream(prompt, params)
+    assert (index, output.prompt_token_ids) == (0, PROMPTS[0])
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):  # a text, and not its letters
+        list(llm.generate_stream("some text", params))
+
+
+@pytest.mark.parametrize("params", [[SamplingParams(max_tokens=2)] * 20, [{"max_tokens": 2}], {}])
+def test_no_prompt_goes_without_its_parameters(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match=r"one for each prompt, got .* for prompts\[(20|0)\]"):
+        list(llm.generate_stream(PROMPTS, params))
     assert llm.is_finished()

@@ -37,6 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if arguments[0] in ("serve", "batch"):
         arguments = serve.with_config_file(arguments)
     args, unknown = build_parser().parse_known_args(arguments)
+    unknown = [each for each in unknown if not serve.is_off(each, args)]
     if unknown:  # by the parser of the command, whose name then begins the error
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args

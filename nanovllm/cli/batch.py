@@ -39,6 +39,7 @@ examples:
   nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --max-model-len 8k
   nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray"""
 
+TOKEN_COUNTS = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
 SECONDS_BETWEEN_LINES = 30.0  # of progress, where they go to a file
 # What an answer depends on; the rest of the options may change between one start and the next.
 SETTINGS = (
@@ -83,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--ray-replicas needs --ray")
     config = engine_config(args)
     found = scan(args.input)
+    for path in (args.output, Path(f"{args.output}.errors.jsonl")):
+        if path.exists() and path.samefile(args.input):
+            raise ConfigError(f"{path} is the input; answers need a file of their own")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"model": config.model, "input": found.digest}
     ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
@@ -158,7 +162,7 @@ class Progress:
         from tqdm import tqdm
 
         self._found, self._ledger = found, ledger
-        self._num_tokens = {"prompt_tokens": 0, "completion_tokens": 0}
+        self._num_tokens = dict.fromkeys(TOKEN_COUNTS, 0)
         self._start = time.perf_counter()
         seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
         self._bar = tqdm(
@@ -173,8 +177,8 @@ class Progress:
         usage: Mapping[str, int] = {}
         if line is not None:
             usage = line.get("usage") or line["response"]["body"].get("usage") or {}
-        for name in self._num_tokens:
-            self._num_tokens[name] += usage.get(name, 0)
+        for name, in_responses in TOKEN_COUNTS.items():
+            self._num_tokens[name] += usage.get(name, usage.get(in_responses, 0))
         rate = self._num_tokens["completion_tokens"] / (time.perf_counter() - self._start)
         self._bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
         self._bar.update()

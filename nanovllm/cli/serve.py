@@ -84,8 +84,18 @@ def with_config_file(arguments: list[str]) -> list[str]:
         if name == "--config" and (equals or len(arguments) > position + 1):
             path = value if equals else arguments[position + 1]
             first = 2 if len(arguments) > 1 and not arguments[1].startswith("-") else 1
-            return [*arguments[:first], *_options_in_file(path), *arguments[first:]]
+            options = _options_in_file(path)
+            if arguments[0] == "serve" and first == 2:
+                options.pop("model", None)  # MODEL is given
+            return [*arguments[:first], *as_arguments(options), *arguments[first:]]
     return arguments
+
+
+def is_off(flag: str, args: argparse.Namespace) -> bool:
+    """Whether --no-NAME asks for what is so, as `enforce-eager: false` in a file does."""
+    name, given = flag.removeprefix("--no-"), vars(args)
+    values = (given.get(name.replace("-", "_")), given.get(f"--{name}"))
+    return name != flag and any(value is False for value in values)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -117,9 +127,11 @@ def server_options(
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Write options, by their names in a file, as a command line has them."""
+    """Write options, by their names in a file, as a command line has them; null is none."""
     arguments = []
     for name, value in options.items():
+        if value is None:
+            continue
         flag = f"--{str(name).replace('_', '-')}"
         if value is False:
             flag = flag.replace("--", "--no-", 1)
@@ -258,14 +270,23 @@ def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str,
         return {}
     config = of_model
     if where != "auto":
-        config = json.loads(read_text(str(Path(where, "generation_config.json"))))
+        path = str(Path(where, "generation_config.json"))
+        try:
+            config = json.loads(read_text(path))
+        except ValueError as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
     return sampling_in(config)
 
 
-def _options_in_file(path: str) -> list[str]:
+def _options_in_file(path: str) -> dict[str, Any]:
     import yaml
 
-    options = yaml.safe_load(read_text(path))
+    try:
+        options = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(options, dict):
         raise ConfigError(f"{path} must map options to values")
-    return as_arguments(options)
+    if "config" in options:
+        raise ConfigError(f"{path} names a config of its own; give the options in one file")
+    return options

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import Any
 
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
 from nanovllm.server.answer import Answer
-from nanovllm.server.chat_completions import answer_chat
+from nanovllm.server.chat_completions import OF_PROMPT, answer_chat
 from nanovllm.server.completions import answer_completion
 from nanovllm.server.embeddings import answer_embeddings
 from nanovllm.server.errors import ApiError, as_api_error
@@ -29,6 +29,8 @@ ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answ
     "/v1/responses": (ResponsesRequest, answer_response),
 }
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
+ASKED_FOR = ("logprobs", "token_ids", *OF_PROMPT)
+ANSWERED = ("text", "reasoning", "tool_calls", *ASKED_FOR, "finish_reason")  # of a plain row
 RUN_DEPENDENT = ("prompt_tokens_details", "input_tokens_details")  # what the cache held
 
 
@@ -69,7 +71,7 @@ class Answers:
             raise RowError("invalid_row", f"{min(unknown)!r} is no field of a batch")
         if not isinstance(row.custom_id, str):
             raise RowError("invalid_row", "custom_id must be a string")
-        if row.fields.get("method", "POST") != "POST" or url not in ROUTES:
+        if row.fields.get("method", "POST") != "POST" or url not in tuple(ROUTES):
             raise RowError("invalid_url", f"url must be one of {', '.join(ROUTES)}, to POST to")
         if not isinstance(body, dict):
             raise RowError("invalid_row", "body must be an object")
@@ -82,27 +84,32 @@ class Answers:
         return {"id": row_id, "custom_id": row.custom_id, "response": response, "error": None}
 
     async def _plain_line(self, row: Row) -> dict[str, Any]:
-        if ("prompt" in row.fields) == ("messages" in row.fields):
+        is_chat = row.fields.get("messages") is not None
+        if is_chat == (row.fields.get("prompt") is not None):
             raise RowError("invalid_row", "a row has a prompt, or messages, or a batch's body")
-        is_chat = "messages" in row.fields
         url = "/v1/chat/completions" if is_chat else "/v1/completions"
         names = ROUTES[url][0].model_fields.keys() - {"model", "stream", "stream_options"}
         body = {name: value for name, value in row.fields.items() if name in names}
+        body.pop("prompt" if is_chat else "messages", None)
         prompt = body.get("prompt", "")
         types = {*map(type, prompt)} if isinstance(prompt, list) else set()  # of thousands of ids
         if not all(issubclass(each, int) for each in types):
             raise RowError("invalid_row", "the prompt of a row is one text, or one list of ids")
         body = await self._body(row.index, url, body)
-        answers = [_plain_answer(choice) for choice in body["choices"]]
-        joined = {name: [each.get(name) for each in answers] for name in answers[0]}
+        of_prompt = {name: body[name] for name in OF_PROMPT if name in body}
+        answers = [_plain_answer(choice | of_prompt) for choice in body["choices"]]
+        found = {name for each in answers for name in each}
+        joined = {name: [each.get(name) for each in answers] for name in ANSWERED if name in found}
         answer = answers[0] if len(answers) == 1 else joined
         result = {"index": row.index, **answer, "usage": body["usage"]}
-        kept = {f"input_{k}" if k in result else k: v for k, v in row.fields.items()}
+        taken = result.keys() | row.fields.keys()
+        kept = {_free_name(k, taken) if k in result else k: v for k, v in row.fields.items()}
         return {**kept, **result}
 
     async def _body(self, index: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
         kind, answer = ROUTES[url]
         defaults = {"seed": row_seed(self._seed, index), "max_output_tokens": self._max_tokens}
+        body = {name: value for name, value in body.items() if value is not None}
         if "max_completion_tokens" not in body:
             defaults["max_tokens"] = self._max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
@@ -124,9 +131,16 @@ def _plain_answer(choice: dict[str, Any]) -> dict[str, Any]:
     for name in ("reasoning", "tool_calls"):
         if message.get(name):
             answer[name] = message[name]
-    if choice.get("logprobs") is not None:
-        answer["logprobs"] = choice["logprobs"]
+    for name in ASKED_FOR:
+        if choice.get(name) is not None:
+            answer[name] = choice[name]
     return {**answer, "finish_reason": choice["finish_reason"]}
+
+
+def _free_name(name: str, taken: Set[str]) -> str:
+    while name in taken:
+        name = f"input_{name}"
+    return name
 
 
 class _Settled:

@@ -6,6 +6,8 @@ at the end of a file, so a kill leaves at most one half line, at the end, which 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, NanovllmError
 
 CUT_BYTES = 2**16
 ROW_ID = "batch_req_{}"  # of a row of a batch
@@ -57,19 +59,29 @@ class Ledger:
 
     def close(self) -> None:
         """Give it back; what was written stays even if the machine then fails."""
-        for file in self._files.values():
-            os.fsync(file)
-            os.close(file)
-        self._files = {}
+        while self._files:
+            path, file = self._files.popitem()
+            try:
+                with _writing(path):
+                    os.fsync(file)
+            finally:
+                os.close(file)
 
     def _append(self, path: Path, index: int, line: dict[str, Any]) -> None:
-        data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-        if os.write(self._file(path), data) != len(data):
-            raise OSError(f"cannot write all of a line to {path}; is the disk full?")
+        # A lone surrogate, which UTF-8 cannot have, is written as the escape that JSON has for it.
+        data = json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        file = self._file(path)
+        with _writing(path):
+            num_written = os.write(file, data)
+            if num_written != len(data):  # and no other line may come after a half one
+                os.ftruncate(file, os.fstat(file).st_size - num_written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.is_done[index] = True
 
     def _file(self, path: Path) -> int:
         if path not in self._files:
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"cannot write {path}: a job needs a file, which it reads again")
             try:
                 self._files[path] = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             except OSError as error:
@@ -92,7 +104,9 @@ class Ledger:
         """Go on only with the job that was begun."""
         again = "; give --overwrite to begin anew"
         if self._settings_path.exists():
-            before = json.loads(self._settings_path.read_text(encoding="utf-8"))
+            before = _settings_in(self._settings_path)
+            if before is None:
+                raise ConfigError(f"{self._settings_path} does not say what was begun{again}")
             changed = [key for key in settings | before if settings.get(key) != before.get(key)]
             if changed:
                 raise ConfigError(
@@ -102,8 +116,9 @@ class Ledger:
         if self.output.stat().st_size or self.errors.exists():
             raise ConfigError(f"{self.output} is there already and not of a job{again}")
         whole = self._settings_path.with_suffix(".tmp")
-        whole.write_text(json.dumps(settings), encoding="utf-8")
-        whole.replace(self._settings_path)
+        with _writing(self._settings_path):
+            whole.write_text(json.dumps(settings), encoding="utf-8")
+            whole.replace(self._settings_path)
 
     def _read(self, path: Path) -> int:
         """Note which rows are done; return how many."""
@@ -118,6 +133,23 @@ class Ledger:
             self.is_done[index] = True
             count += 1
         return count
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say which file could not be written, as where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise NanovllmError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _settings_in(path: Path) -> dict[str, Any] | None:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return settings if isinstance(settings, dict) else None
 
 
 def _index_of(line: bytes) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -18,6 +19,7 @@ from nanovllm.errors import ConfigError
 
 MAX_WINDOW_ROWS = 4096
 READ_BYTES = 2**20
+JSON_TYPES = frozenset((str, int, float, bool, type(None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ def scan(path: Path) -> Scan:
     """Read everything once; raise ConfigError if two rows have the same id."""
     digest, num_rows = hashlib.sha256(), 0
     with _open(path) as file:
+        if not file.seekable():
+            raise ConfigError(f"cannot read {path} twice, as a job must; write it to a file first")
         while data := file.read(READ_BYTES):
             digest.update(data)
     hashes: list[np.ndarray] = []
@@ -81,7 +85,8 @@ def _prompt_bytes(row: Row) -> bytes:
     body = row.fields.get("body", row.fields)
     if not isinstance(body, dict):
         return b""
-    prompt = body.get("prompt", body.get("messages", body.get("input")))
+    prompts = (body.get(name) for name in ("prompt", "messages", "input"))
+    prompt = next((each for each in prompts if each is not None), None)
     tools = json.dumps(body["tools"]).encode() if body.get("tools") else b""
     if isinstance(prompt, list):
         with contextlib.suppress(TypeError, OverflowError):  # it is no list of ids
@@ -120,9 +125,23 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     with _open(path) as file:
         try:
             for batch in ParquetFile(file).iter_batches(READ_BYTES // 1024):
-                yield from batch.to_pylist()
+                yield from map(_json_value, batch.to_pylist())
         except ArrowInvalid as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _json_value(value: Any) -> Any:
+    """What Parquet has and JSON has not as text: dates as ISO has them, bytes in base64."""
+    if isinstance(value, dict):
+        return {name: _json_value(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        is_plain = {*map(type, value)} <= JSON_TYPES  # thousands of ids
+        return value if is_plain else [_json_value(each) for each in value]
+    if type(value) in JSON_TYPES:
+        return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _open(path: Path) -> Any:

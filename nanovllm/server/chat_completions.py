@@ -9,12 +9,15 @@ from typing import Any
 from nanovllm.outputs import Logprob
 from nanovllm.server.answer import Event
 from nanovllm.server.chat import Chat, ChatUpdate, chat_updates, prepare_chat
+from nanovllm.server.completions import prompt_logprobs_by_id
+from nanovllm.server.generation import Update
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.parsing import events as parsed
 from nanovllm.server.service import Service
 
 CHUNK, WHOLE = "chat.completion.chunk", "chat.completion"
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
 async def answer_chat(service: Service, request: ChatRequest) -> ChatAnswer:
@@ -34,15 +37,26 @@ class ChatAnswer(OpenAIStream):
         async with contextlib.aclosing(chat_updates(self.service, self._chat)) as updates:
             async for each in updates:
                 self.usage.add(each.update)
+                of_prompt = self._of_prompt(each.update)
                 choice = self._choice(each)
                 if choice["delta"] or choice["logprobs"] or each.update.finish is not None:
-                    yield self.chunk(CHUNK, [choice])
+                    yield self.chunk(CHUNK, [choice]) | of_prompt
         for event in self.last_chunk(CHUNK):
             yield event
 
     def whole(self, events: list[Event]) -> Event:
         choices = [_whole(choice) for event in events for choice in event["choices"]]
-        return self.body(WHOLE, sorted(choices, key=lambda choice: choice["index"]))
+        body = self.body(WHOLE, sorted(choices, key=lambda choice: choice["index"]))
+        return body | {name: event[name] for event in events for name in OF_PROMPT if name in event}
+
+    def _of_prompt(self, update: Update) -> Event:
+        """What was asked for of the prompt: beside the choices, which all have the same."""
+        facts: Event = {}
+        if self.request.return_token_ids and not any(self._is_begun):
+            facts["prompt_token_ids"] = list(self.job.prompts[0])
+        if self.request.prompt_logprobs is not None and update.finish is not None:
+            facts["prompt_logprobs"] = prompt_logprobs_by_id(update.finish.prompt_logprobs)
+        return facts
 
     def _choice(self, each: ChatUpdate) -> dict[str, Any]:
         update, finish = each.update, each.update.finish

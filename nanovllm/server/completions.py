@@ -88,7 +88,7 @@ class CompletionAnswer(OpenAIStream):
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = prompt if is_first else None
         if request.prompt_logprobs is not None and finish is not None:
-            choice["prompt_logprobs"] = _by_id(finish.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs_by_id(finish.prompt_logprobs)
         return choice
 
     def _columns(
@@ -128,7 +128,9 @@ def _best(entry: dict[int, Logprob]) -> dict[str, float]:
     return best
 
 
-def _by_id(entries: Sequence[dict[int, Logprob] | None] | None) -> list[Any] | None:
+def prompt_logprobs_by_id(
+    entries: Sequence[dict[int, Logprob] | None] | None,
+) -> list[Any] | None:
     if entries is None:
         return None
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from nanovllm.engine.front import Live
@@ -26,9 +26,7 @@ def answers_of(
     """Yield the index and the output of each prompt as it finishes."""
     take = functools.partial(_take, thread.engine, cache_salt)
     room = 2 * thread.engine.config.max_num_seqs  # as many wait as run
-    one = SamplingParams() if params is None else params
-    each = itertools.repeat(one) if isinstance(one, SamplingParams) else one
-    numbered = enumerate(zip(prompts, each, strict=False))
+    numbered = enumerate(_with_params(prompts, SamplingParams() if params is None else params))
     requests = take(numbered, room)
     indices = {live.seq_id: index for index, live in requests.items()}
     job = Job(requests, is_streaming=True, is_open=len(requests) == room)
@@ -41,6 +39,22 @@ def answers_of(
             job.outputs.clear()  # which would grow without end
             for output in step.finished:
                 yield indices.pop(output.seq_id), output
+
+
+def _with_params(
+    prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams]
+) -> Iterator[tuple[Any, SamplingParams]]:
+    """A text or a dict is one prompt, as for `generate`, and not its letters or keys."""
+    several = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+    each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
+    for index, prompt in enumerate(several):
+        own = next(each, None)
+        if not isinstance(own, SamplingParams):
+            raise RequestError(
+                "sampling_params must be SamplingParams or one for each prompt, got "
+                f"{own!r:.80} for prompts[{index}]"
+            )
+        yield prompt, own
 
 
 def _take(

@@ -20,6 +20,7 @@ import pytest
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, read_sampling_defaults
 from nanovllm.config import WHOLE_CONTEXT
+from nanovllm.errors import ConfigError
 from tests.server.byte_model import make_byte_file, make_byte_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,6 +94,36 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     file.write_text("api-key: secret\n")
     args = parse(["serve", "org/name", "--config", str(file)])
     assert (args.model_tag, args.api_key) == ("org/name", ["secret"])
+
+
+def test_a_file_may_say_what_is_off_or_none(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model: org/name\nenforce-eager: false\nrestart_engine: false\nverbose: false\n"
+        "trust-remote-code: false\nrevision: null\napi-key:\n"
+    )
+    args = parse(["serve", "--config", str(file)])
+    assert (args.enforce_eager, args.restart_engine, args.verbose) == (False, False, False)
+    assert (args.revision, args.api_key) == (None, [])
+    assert engine_config(parse(["serve", "other", "--config", str(file)])).model == "other"
+    for option in ("nosuch: false", "port: false", "seed: false"):
+        file.write_text(option)
+        with pytest.raises(SystemExit):
+            parse(["serve", "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("model: [a", "is not YAML"), ("config: other.yaml", "a config of its own"), ("- a", "map")],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse(["serve", "--config", str(file)])
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*generation_config\.json"):
+        read_sampling_defaults(str(tmp_path), {})
 
 
 @pytest.mark.parametrize(

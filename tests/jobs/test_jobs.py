@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.cli import main
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.jobs.answers import Answers, RowError, row_seed
 from nanovllm.jobs.ledger import Ledger
@@ -134,6 +135,63 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     assert {line["custom_id"] for line in read_lines(ledger.output)} == {
         row["custom_id"] for row in rows
     }
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff"])
+def test_settings_that_cannot_be_read_are_said_so(tmp_path: Path, text: str) -> None:
+    path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
+    run(path, output)
+    Path(f"{output}.job.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match="does not say what was begun; give --overwrite"):
+        run(path, output)
+    assert len(read_lines(run(path, output, overwrite=True).output)) == 5
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """It can be read once only, and an output has to be read as well."""
+    path = write_rows(tmp_path / "in.jsonl", plain_rows(5))
+    with subprocess.Popen(["cat", str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        with pytest.raises(ConfigError, match="twice"):
+            scan(Path(f"/dev/fd/{process.stdout.fileno()}"))
+    with pytest.raises(ConfigError, match="cannot write /dev/null"):
+        run(path, Path("/dev/null"))
+
+
+def test_the_input_is_never_overwritten(tmp_path: Path, capsys: Any) -> None:
+    path = write_rows(tmp_path / "in.jsonl", plain_rows(5))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    whole = path.read_bytes()
+    for output in (path, link):
+        assert main(["batch", str(path), "-o", str(output), "--overwrite"]) == 2
+        assert "is the input" in capsys.readouterr().err
+    errors = write_rows(tmp_path / "out.jsonl.errors.jsonl", plain_rows(5))
+    assert main(["batch", str(errors), "-o", str(tmp_path / "out.jsonl"), "--overwrite"]) == 2
+    assert path.read_bytes() == errors.read_bytes() == whole
+
+
+# A limit on the size of files is a disk that is full: the write that crosses it is cut short.
+FULL = """\
+import resource, signal, sys
+from pathlib import Path
+from tests.jobs.test_jobs import run
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+run(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("num_bytes", [300, 301, 1000])
+def test_a_full_disk_ends_the_job_and_costs_no_row(tmp_path: Path, num_bytes: int) -> None:
+    rows = [{"prompt": f"{i} " * (1 + i * 7919 % 50)} for i in range(100)]
+    path, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", FULL, str(path), str(output), str(num_bytes)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert f"NanovllmError: cannot write {output}: " in result.stderr
+    assert output.read_bytes().endswith(b"\n")
+    lines = read_lines(run(path, output).output)
+    assert sorted(line["index"] for line in lines) == list(range(100))
 
 
 HOLDER = """\

@@ -189,3 +189,16 @@ def test_what_clients_add_to_messages_is_not_written(fake: Running) -> None:
     said["provider_specific_fields"] = {"refusal": "MARK"}
     ask(fake, messages=[*MESSAGES, said, {"role": "tool", "tool_call_id": "x", "content": "y"}])
     assert "MARK" not in fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+
+
+def test_what_is_asked_for_of_the_prompt_stands_beside_the_choices(server: Running) -> None:
+    asked = {"return_token_ids": True, "prompt_logprobs": 1}
+    whole = ask(server, max_tokens=3, temperature=0, extra_body=asked)
+    ids = whole.prompt_token_ids
+    assert len(ids) == len(whole.prompt_logprobs) == whole.usage.prompt_tokens
+    assert whole.prompt_logprobs[0] is None
+    for token_id, known in zip(ids[1:], whole.prompt_logprobs[1:], strict=True):
+        assert known[str(token_id)]["logprob"] <= 0
+    chunks = list(ask(server, max_tokens=3, temperature=0, extra_body=asked, stream=True))
+    assert chunks[0].prompt_token_ids == ids
+    assert chunks[-1].prompt_logprobs == whole.prompt_logprobs

@@ -1,0 +1,127 @@
+"""Rows as data sets have them: nulls, values that are not JSON's, and fields of any type."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.jobs.answers import Answers, RowError, row_seed
+from nanovllm.jobs.rows import Row, read_rows
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.service import Service
+from tests.jobs.test_jobs import read_lines, run, write_rows
+from tests.server.fake_llm import FakeLLM
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def answer(fields: dict[str, Any], llm: FakeLLM, index: int = 3) -> dict[str, Any]:
+    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, max_tokens=7)
+    return asyncio.run(answers(Row(index, fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x"},
+        {"messages": CHAT},
+        {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}},
+    ],
+)
+def test_null_is_nothing(fields: dict[str, Any]) -> None:
+    nulls = {"seed": None, "max_tokens": None, "temperature": None}
+    if "body" in fields:
+        fields = {**fields, "body": {**fields["body"], **nulls}}
+    else:
+        fields = {"prompt": None, "messages": None, **nulls, **fields}
+    llm = FakeLLM()
+    answer(fields, llm)
+    ((_, params),) = llm.asked
+    assert (params.seed, params.max_tokens) == (row_seed(0, 3), 7)
+
+
+@pytest.mark.parametrize("url", [["/v1/completions"], {"a": 1}, None, 3])
+def test_any_url_is_an_error_of_its_row(url: Any) -> None:
+    with pytest.raises(RowError, match="url must be one of"):
+        answer({"custom_id": "a", "url": url, "body": {"prompt": "x"}}, FakeLLM())
+
+
+def test_columns_of_answers_to_answers_are_kept() -> None:
+    line: dict[str, Any] = {"prompt": "x"}
+    for number in range(4):
+        line = answer(line, FakeLLM(text=f"answer {number}"), index=number)
+    assert sorted(str(value) for name, value in line.items() if "text" in name) == [
+        f"answer {number}" for number in range(4)
+    ]
+    assert {value for name, value in line.items() if "index" in name} == {0, 1, 2, 3}
+
+
+@dataclass
+class TwoAnswers(FakeLLM):
+    texts: list[str] = field(default_factory=list)
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, **_: Any
+    ) -> AsyncGenerator[StreamPiece, None]:
+        best = [
+            CompletionOutput(i, t, [1], None, None, "stop", None) for i, t in enumerate(self.texts)
+        ]
+        known = [None, *({i: Logprob(-0.5, 1, "a")} for i in prompt[1:])]
+        own: dict[str, Any] = {"time_to_first_token": 0.1, "duration": 0.2, "outputs": best}
+        own |= {"prompt_logprobs": known}
+        yield StreamPiece(0, "", [], RequestOutput(0, None, prompt, "", [1], "stop", 3, **own))
+
+
+def test_reasoning_of_any_answer_is_kept() -> None:
+    llm = TwoAnswers(texts=["plain", "<think>thought</think>said"])
+    line = answer({"messages": CHAT, "n": 2}, llm)
+    assert line["text"] == ["plain", "said"]
+    assert line["reasoning"] == [None, "thought"]
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": [1, 2, 3]}, {"messages": CHAT}])
+def test_what_is_asked_for_is_answered(prompt: dict[str, Any]) -> None:
+    asked = {"return_token_ids": True, "prompt_logprobs": 1}
+    line = answer({**prompt, **asked}, TwoAnswers(texts=["a"]))
+    assert line["token_ids"] == [1]
+    assert (
+        len(line["prompt_token_ids"])
+        == len(line["prompt_logprobs"])
+        == line["usage"]["prompt_tokens"]
+    )
+    assert line["input_prompt_logprobs"] == 1
+
+
+def test_lone_surrogates_come_back(tmp_path: Path) -> None:
+    path = write_rows(
+        tmp_path / "in.jsonl", [{"prompt": "x", "cut": "\ud83d", "whole": "\U0001f600"}]
+    )
+    (line,) = read_lines(run(path, tmp_path / "out.jsonl").output)
+    assert (line["cut"], line["whole"]) == ("\ud83d", "\U0001f600")
+
+
+def test_values_of_parquet_come_back_as_json(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    values = {"when": datetime(2024, 1, 2, 3), "price": Decimal("1.50"), "raw": b"\xff", "ids": [1]}
+    rows = [
+        {"prompt": "x", "messages": None, **values, "nested": [{"when": values["when"]}]},
+        {"prompt": None, "messages": CHAT, **dict.fromkeys(values), "nested": None},
+    ]
+    path = tmp_path / "in.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    first, second = read_rows(path)
+    plain = {"when": "2024-01-02T03:00:00", "price": "1.50", "raw": "/w==", "ids": [1]}
+    assert first.fields | {"nested": [{"when": plain["when"]}], **plain} == first.fields
+    assert json.loads(json.dumps(first.fields)) == first.fields
+    assert answer(second.fields, FakeLLM())["text"] == "Hello!"
