@@ -184,7 +184,11 @@ def _read_compressed(stored: Mapping[str, Any]) -> Quantisation:
     if group.get("targets") != ["Linear"]:
         raise _refusal(f"targets {group.get('targets')!r:.80}", "['Linear']")
     layout = group.get("format") or stored.get("format")
-    readers = {"float-quantized": _read_float_weights, "pack-quantized": _read_packed_weights}
+    readers = {
+        "float-quantized": _read_float_weights,
+        "naive-quantized": _read_float_weights,  # the same, where activations are not quantised
+        "pack-quantized": _read_packed_weights,
+    }
     if not isinstance(layout, str) or layout not in readers:
         raise _refusal(f"format {layout!r:.80}", ", ".join(readers))
     if stored.get("kv_cache_scheme"):
@@ -206,7 +210,7 @@ def _check_activations(inputs: object, layout: str) -> None:
         return
     known = {"num_bits": 8, "type": "float", "dynamic": True}
     is_known = isinstance(inputs, Mapping) and all(inputs.get(k) == v for k, v in known.items())
-    if layout != "float-quantized" or not is_known:
+    if layout == "pack-quantized" or not is_known:
         raise _refusal(f"input_activations {inputs!r:.120}", "dynamic fp8 with fp8 weights")
 
 

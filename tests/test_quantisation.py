@@ -49,6 +49,10 @@ READ: list[tuple[dict[str, Any], Quantisation]] = [
         Quantisation("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
     ),
     (
+        compressed("naive-quantized"),
+        Quantisation("compressed-tensors", "fp8_scaled", ignored=("lm_head",)),
+    ),
+    (
         compressed(weights={**FLOATS, "strategy": "block", "block_structure": [128, 64]}),
         Quantisation("compressed-tensors", "fp8_block", block_size=(128, 64), ignored=("lm_head",)),
     ),
