@@ -24,10 +24,12 @@ from nanovllm.server.openai_records import ChatRequest, CompletionRequest
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.records import as_record
 
-PROMPTS = ("prompt", "prompt_token_ids", "messages")
+IDS = "prompt_token_ids"  # a column of these is not answered by another
+PROMPTS = ("prompt", IDS, "messages")
 FIELDS = {*PROMPTS, *ChatRequest.model_fields, *CompletionRequest.model_fields}
-ANSWERS = ("text", "finish_reason", "usage", "reasoning", "tool_calls", "logprobs")
-AS_JSON = ("tool_calls", "logprobs")  # whose shape differs from row to row, and columns' may not
+# Whose shape differs from row to row, and columns' may not.
+AS_JSON = ("tool_calls", "logprobs", "token_ids", "prompt_logprobs", "prompt_token_ids")
+ANSWERS = ("text", "finish_reason", "usage", "reasoning", *AS_JSON)
 TYPES = {
     "text": pa.string(),
     "finish_reason": pa.string(),
@@ -95,13 +97,13 @@ class Predictor:
         try:
             if sum(name in fields for name in PROMPTS) != 1:
                 raise RowError("invalid_row", f"a row has one of {', '.join(PROMPTS)}")
-            if "prompt_token_ids" in fields:
-                fields["prompt"] = fields.pop("prompt_token_ids")
+            if IDS in fields:
+                fields["prompt"] = fields.pop(IDS)
             line = await self._engine(Row(_number(given), fields))
         except RowError as error:
             return {"error": {"code": error.code, "message": error.message}}
         # A field of the row that an answer has too stands under another name beside it.
-        own = {name for name in fields if f"input_{name}" not in line}
+        own = {name for name in fields if f"input_{name}" not in line} | columns.keys() & {IDS}
         answer = {name: line[name] for name in ANSWERS if name in line and name not in own}
         return answer | {name: json.dumps(answer[name]) for name in AS_JSON if name in answer}
 
@@ -133,7 +135,7 @@ def _as_array(column: Any) -> pa.Array:
 
 def _with_answers(table: pa.Table, answers: list[dict[str, Any]]) -> pa.Table:
     names = [*TYPES, *sorted({name for answer in answers for name in answer} - TYPES.keys())]
-    taken = {*TYPES, *ANSWERS}  # the same in every batch
+    taken = {*TYPES, *ANSWERS} - {IDS}  # the same in every batch
     table = table.rename_columns(
         [f"input_{name}" if name in taken else name for name in table.column_names]
     )

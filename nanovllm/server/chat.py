@@ -74,7 +74,8 @@ async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
     is_open = formats.reasoning is not None and formats.reasoning.is_open(prompt.text)
 
     def new_parser() -> OutputParser:
-        return OutputParser(prompt.tools, formats.tools, formats.reasoning, is_open)
+        found = prompt.tools, formats.tools, formats.reasoning, is_open
+        return OutputParser(*found, has_content=not request.must_call)
 
     return Chat(job, new_parser, hidden)
 

@@ -49,13 +49,17 @@ class OutputParser:
         reasoning_format: ReasoningFormat | None = None,
         starts_in_reasoning: bool = False,
         new_id: Callable[[], str] = new_call_id,
+        has_content: bool = True,
     ) -> None:
+        """Without content, which an answer held to calls has none of, a call that was cut off
+        before its arguments is dropped."""
         # A longer name first, as it may begin with a shorter one.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
         self._frames = tool_format.frames if tool_format and tools else ()
         self._openings = Stops(dict.fromkeys(frame.opening for frame in self._frames))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
+        self._has_content = has_content
         self._new_id = new_id
         self._num_calls = 0
         self._blank: str | None = ""  # white space that content has begun with; None: it goes on
@@ -109,6 +113,8 @@ class OutputParser:
             self._emit(Reasoning(stripped))
 
     def _emit_content(self, text: str) -> None:
+        if not self._has_content:
+            return
         if self._blank is not None:
             text = self._blank + text
             self._blank = text

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 ROWS = [
     {"id": 0, "prompt": "Hello", "max_tokens": 3, "text": "mine"},
     {"id": 1, "prompt_token_ids": [5, 6, 7], "temperature": 1.0, "logprobs": 1},
-    {"id": 2, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+    {"id": 2, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    | {"return_token_ids": True, "prompt_logprobs": 0},
     {"id": 3, "prompt": "Hello", "temperature": 9.0},
     {"id": 4, "prompt": "Hello", "prompt_token_ids": [1]},
     {"id": 5},
@@ -61,6 +62,8 @@ def test_rows_get_an_answer_or_an_error(
         assert row["usage"]["completion_tokens"] == num_tokens
     assert found[1]["input_logprobs"] == 1
     assert len(json.loads(found[1]["logprobs"])["tokens"]) == 5
+    assert len(json.loads(found[2]["token_ids"])) == 4
+    assert len(json.loads(found[2]["prompt_logprobs"])) == found[2]["usage"]["prompt_tokens"]
     assert found[3]["error"]["code"] == "invalid_request_error"
     assert "temperature" in found[3]["error"]["message"]
     assert [found[i]["error"]["code"] for i in (4, 5)] == ["invalid_row"] * 2
@@ -73,9 +76,10 @@ def test_rows_get_an_answer_or_an_error(
         concurrency=1,
     )
     # Other rows beside it round its log-probabilities differently.
-    rounded = {"logprobs": None}
-    assert {row["id"]: row | rounded for row in again.take_all()} == {
-        index: row | rounded for index, row in found.items()
+    rounded = {"logprobs": None, "prompt_logprobs": None}
+    unasked = {"token_ids": None}  # no column of a batch in which nobody asks for it
+    assert {row["id"]: unasked | row | rounded for row in again.take_all()} == {
+        index: unasked | row | rounded for index, row in found.items()
     }
 
 
