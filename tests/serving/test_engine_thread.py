@@ -265,7 +265,7 @@ def ask():
     try:
         outputs = llm.generate([[1, 2, 3], [4], [5, 6]], params, use_tqdm=False)
     except EngineError as error:
-        return print(error, flush=True)
+        return print(str(error) + chr(10), end="", flush=True)  # at once, or not at all
     print([len(output.token_ids) for output in outputs], flush=True)
 threading.Thread(target=ask, daemon={is_daemon}).start()
 time.sleep(0.3)
