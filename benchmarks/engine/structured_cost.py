@@ -89,6 +89,7 @@ class PausedGrammars:
 
     def __init__(self, vocab_size: int, seconds: float) -> None:
         self.num_words, self.seconds = -(-vocab_size // 32), seconds
+        self.masks = np.zeros((0, self.num_words), np.int32)
 
     def compile(self, asked: Any) -> Grammar:
         return Grammar("")
@@ -97,8 +98,10 @@ class PausedGrammars:
         return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
     def begin(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, float]:
-        masks = np.full((len(matchers), self.num_words), -1, np.int32)
-        return masks, time.perf_counter() + len(matchers) * self.seconds
+        if len(self.masks) < len(matchers):  # kept, as that of real masks is
+            self.masks = allocate(len(matchers), self.num_words)
+            self.masks.fill(-1)
+        return self.masks[: len(matchers)], time.perf_counter() + len(matchers) * self.seconds
 
     def finish(self, begun: tuple[np.ndarray, float]) -> tuple[np.ndarray, list[int]]:
         masks, end = begun

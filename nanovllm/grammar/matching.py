@@ -196,7 +196,7 @@ class Grammars:
                 matcher.seconds = None if not matcher.is_slow else matcher.seconds
                 matcher.is_quick = False  # for good: one may be slow again
                 late.append(row)
-        self._has_late = not all(each.has_own_memory for row, each in rows if row in late)
+                self._has_late |= not matcher.has_own_memory  # until the next masks begin
         return masks, late
 
     def wait(self, matchers: list[Matcher]) -> None:

@@ -191,10 +191,11 @@ class GraphedSteps:
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
         """Likewise, of tokens that masks allow; None, and nothing done, if some rows have none."""
-        num_rows, recorded = len(plan.slots), recorded_for(self.tables.sampling(plan))
-        if logits.graph is None or recorded is None or len(masks) < num_rows:
+        num_rows = len(plan.slots)
+        if logits.graph is None or len(masks) < num_rows:
             return None
-        if not self._can_read(masks):
+        recorded = recorded_for(self.tables.sampling(plan))
+        if recorded is None or not self._can_read(masks):
             return None
         return self._replay(logits.graph, recorded, True, num_rows)
 
