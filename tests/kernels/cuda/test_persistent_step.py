@@ -78,13 +78,10 @@ def test_experts(name: str, bits: int) -> None:
     experts, sizes = EXPERTS[name]
     shape = StepShape(*sizes, bits, ExpertsShape(*experts))
     step = RandomStep(shape, Variant(num_layers=3 if name == "few" else 1), 700)
-    kernels, plains = [], []
-    for context in (1, 33, 100, 514, 650):
-        kernel, plain, cache = step.errors(context, context)
-        kernels.append(kernel)
-        plains.append(plain)
-        assert cache < 0.01, context
-    assert statistics.median(kernels) < 1.3 * statistics.median(plains) + 1e-4
+    errors = [step.errors(context, context) for context in (1, 33, 100, 514, 650)]
+    kernel, plain, cache = (statistics.median(each) for each in zip(*errors, strict=True))
+    assert kernel < 1.3 * plain + 1e-4
+    assert cache < 0.01
 
 
 @pytest.mark.parametrize(
