@@ -95,15 +95,18 @@ def test_sampling_with_every_cut(dtype: torch.dtype) -> None:
         sampling_cases.check_full(batch, max_different=1)
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_persistent_step(bits: int) -> None:
+def test_persistent_step(bits: int, has_experts: bool) -> None:
     """A few contexts, each shorter or longer than what one program reads."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from nanovllm.kernels.cuda.persistent_step import NO_EXPERTS, ExpertsShape, StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
-    step = RandomStep(StepShape(256, 4, 2, 128, 512, 1000, bits), Variant(block_size=32), 700)
+    experts = ExpertsShape(6, 2, 256) if has_experts else NO_EXPERTS
+    shape = StepShape(256, 4, 2, 128, 512, 1000, bits, experts)
+    step = RandomStep(shape, Variant(num_layers=1, block_size=32), 700)
     for context in (1, 33, 650):
         kernel, plain, cache = step.errors(context, context)
         assert kernel < 1.3 * plain + 1e-4, context

@@ -40,8 +40,8 @@ from nanovllm.kernels.cuda.persistent_sizes import (
 )
 
 STORE = gl.constexpr(
-    f"{{ .reg .b64 k; {KEEP.value} "
-    "st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $2}, k; mov.u32 $0, 0; }"
+    f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $5, 0; mov.u32 $0, 0; "
+    "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $2}, k; }"
 )
 
 
@@ -65,9 +65,9 @@ def finite(x):
 
 
 @gluon.jit
-def store_partial(places, total, best, weight):
+def store_partial(places, total, best, weight, is_there):
     gl.inline_asm_elementwise(
-        STORE, "=r,l,r,r,r", [places, total, best, weight], gl.int32, False, 1
+        STORE, "=r,l,r,r,r,r", [places, total, best, weight, is_there], gl.int32, False, 1
     )
 
 
@@ -79,11 +79,12 @@ class Attention:
     """
 
     table: gl.tensor  # the sequence's line of the block table
-    partials: gl.tensor  # [buffers, columns / 8, splits, 8, 4 words], and one beyond each buffer
+    partials: gl.tensor  # [buffers, columns / 8, splits, 8, 4 words]
     qkv: Exchange
     first: gl.tensor
     end: gl.tensor
     oldest: gl.tensor  # the first key that the window shows
+    num_active: gl.tensor  # programs of a kv head that have keys
     position: gl.tensor  # of the token that runs
     num_heads: gl.constexpr
     num_kv_heads: gl.constexpr
@@ -92,11 +93,12 @@ class Attention:
 
     @gluon.constexpr_function
     def __init__(
-        self, table, partials, qkv, first, end, oldest, position, num_heads, num_kv_heads, dim,
-        block_size,
+        self, table, partials, qkv, first, end, oldest, num_active, position, num_heads,
+        num_kv_heads, dim, block_size,
     ):  # fmt: skip
         self.table, self.partials, self.qkv = table, partials, qkv
         self.first, self.end, self.oldest, self.position = first, end, oldest, position
+        self.num_active = num_active
         self.num_heads, self.num_kv_heads = gl.constexpr(num_heads), gl.constexpr(num_kv_heads)
         self.dim, self.block_size = gl.constexpr(dim), gl.constexpr(block_size)
 
@@ -343,18 +345,22 @@ class Attention:
         d = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, J))), 0)
         column = (self.head() * G + g) * D + d
         at = ((column // 8) * S + self.qkv.sm % S) * 8 + column % 8
-        LAST: gl.constexpr = num_partials(self.num_heads * D, self.num_kv_heads) - 1
-        at = gl.where(g < G, at, LAST) + now * (LAST + 1)
+        at = at + now * num_partials(self.num_heads * D, self.num_kv_heads)
         store_partial(
             (self.partials + at * 4).to(gl.int64),
             total.to(gl.int32, bitcast=True),
             best.to(gl.int32, bitcast=True),
             weight.to(gl.int32, bitcast=True),
+            gl.where(g < G, 1, 0) + 0 * d,
         )
 
     @gluon.jit
     def join(self, output, now):
-        """Join the splits of this program's 8 columns of each chunk of attention's output."""
+        """Join the splits of this program's 8 columns of each chunk of attention's output.
+
+        Those without keys have stored nothing, and nobody reads them: the fewer programs poll,
+        and the less of memory, the sooner the last of them have stored their sums.
+        """
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
         C: gl.constexpr = joined_chunks(WIDTH, self.num_kv_heads)
@@ -366,13 +372,14 @@ class Attention:
         at = ((chunk * NUM_PROGRAMS + self.qkv.sm) * S + split) * 8 + line
         at = at + now * num_partials(WIDTH, self.num_kv_heads)
         places = (self.partials + at * 4).to(gl.int64)
-        total, best, weight = gl.inline_asm_elementwise(
-            poll_partials_asm(N), registers(3 * N, 2 * N),
-            [places, places * 0 + self.qkv.flag.to(gl.int64)], words_type(3), False, N,
-        )  # fmt: skip
         line = chunk * CHUNK + self.qkv.sm * 8 + line
-        empty = gl.where(line < WIDTH, -1, 0) | (total & 0)
-        store_partial(places, empty, empty, empty)
+        is_there = gl.where((split < self.num_active) & (line < WIDTH), 1, 0)
+        total, best, weight = gl.inline_asm_elementwise(
+            poll_partials_asm(N), registers(3 * N, 2 * N, N),
+            [places, places * 0 + self.qkv.flag.to(gl.int64), is_there], words_type(3), False, N,
+        )  # fmt: skip
+        empty = (total & 0) - 1
+        store_partial(places, empty, empty, empty, is_there)
         share = bits_to_float(best)
         share = gl.exp2(share - gl.expand_dims(gl.max(share, 1), 1))
         y = gl.sum(bits_to_float(total) * share, 1) / gl.sum(bits_to_float(weight) * share, 1)

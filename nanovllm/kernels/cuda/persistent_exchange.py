@@ -22,6 +22,7 @@ NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie betwe
 CHUNK = gl.constexpr(1024)  # columns of a tile, and lines of which each program has 8
 CHECK_SPINS = gl.constexpr(1 << 12)  # how often who waits looks whether another has given up
 MAX_CHECKS = gl.constexpr(1 << 8)  # about a second
+NO_SCORE = "0xF149F2CA"  # -1e30
 
 S1, S2, S3 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3)
@@ -58,12 +59,17 @@ def poll_asm(num_loads, stride, words):
 
 @gluon.constexpr_function
 def poll_partials_asm(count):
-    """Load the first three words at each of `count` places until none is EMPTY."""
+    """Load the first three words at each of `count` places until none is EMPTY.
+
+    Where an operand behind the flags is 0 there is nothing to load: a sum without a weight.
+    """
     code = ""
     for i in range(count):
-        names = f"{{${i}, ${count + i}, ${2 * count + i}, g}}"
-        place = f"[${3 * count + i}]"
-        code += f"ld.relaxed.gpu.global.L2::cache_hint.v4.b32 {names}, {place}, k; "
+        total, best, weight = f"${i}", f"${count + i}", f"${2 * count + i}"
+        code += f"mov.u32 {total}, 0; mov.u32 {best}, {NO_SCORE}; mov.u32 {weight}, 0; "
+        code += f"setp.ne.u32 q, ${5 * count + i}, 0; "
+        names, place = f"{{{total}, {best}, {weight}, g}}", f"[${3 * count + i}]"
+        code += f"@q ld.relaxed.gpu.global.L2::cache_hint.v4.b32 {names}, {place}, k; "
     for word in range(3 * count):
         code += f"setp.eq.u32 p, ${word}, -1; selp.u32 g, 1, 0, p; or.b32 f, f, g; "
     return spin_asm(code, 4 * count)
@@ -85,8 +91,8 @@ def spin_asm(code, flag):
 
 
 @gluon.constexpr_function
-def registers(num_words, num_places):
-    return ",".join(["=r"] * num_words + ["l"] * num_places)
+def registers(num_words, num_places, num_numbers=0):
+    return ",".join(["=r"] * num_words + ["l"] * num_places + ["r"] * num_numbers)
 
 
 @gluon.constexpr_function
@@ -190,7 +196,11 @@ class Exchange:
     @gluon.jit
     def poll(self, now):
         """Read the whole vector: of each chunk, two words in a thread."""
-        return self.poll_from(thread_index() * 4, now, self.size // CHUNK, CHUNK)
+        return self.poll_chunks(now, 0, self.size // CHUNK)
+
+    @gluon.jit
+    def poll_chunks(self, now, first: gl.constexpr, N: gl.constexpr):
+        return self.poll_from(first * CHUNK + thread_index() * 4, now, N, CHUNK)
 
     @gluon.jit
     def poll_from(self, column, now, N: gl.constexpr, STEP: gl.constexpr):

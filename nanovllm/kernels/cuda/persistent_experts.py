@@ -76,7 +76,10 @@ class Experts:
 
     @gluon.jit
     def keep(self, keys, found, lane):
-        """Put the experts of the best keys, and their weights, into shared memory."""
+        """Put the experts of the best keys into shared memory, and then their weights."""
+        self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
+        gl.thread_barrier()
+        mbarrier.arrive(self.chosen, count=1)
         first = logit_of(gl.expand_dims(gl.max(found, 1), 1))
         odds = gl.where(lane < self.top_k, gl.exp(logit_of(found) - first), 0.0)
         if self.is_normalized:
@@ -86,11 +89,8 @@ class Experts:
             for i in gl.static_range(len(keys)):
                 all_odds += gl.where(keys[i] > LOWEST, gl.exp(logit_of(keys[i]) - first), 0.0)
             total = gl.expand_dims(gl.sum(all_odds, 1), 1)
-        self.ids._reinterpret(gl.int32, [8, 32], S2).store(LOW - (found & LOW))
         weights = self.weights._reinterpret(gl.float32, [32, 8], S2).permute([1, 0])
         weights.store((odds / total).to(gl.bfloat16).to(gl.float32))
-        gl.thread_barrier()
-        mbarrier.arrive(self.chosen, count=1)
 
     @gluon.jit
     def weight(self, place: gl.constexpr):
@@ -99,10 +99,16 @@ class Experts:
 
     @gluon.jit
     def take(self, gated, now, BITS: gl.constexpr):
-        """Stage what the experts' gates gave, each times its expert's weight."""
-        words = gated.poll(now)
+        """Stage what the experts' gates gave, each times its expert's weight.
+
+        What was multiplied first is staged while the rest is on its way.
+        """
+        N: gl.constexpr = gated.size // CHUNK
+        words = gated.poll_chunks(now, 0, N // 2) if N > 1 else ()
         staged = ()
-        for k in gl.static_range(gated.size // CHUNK):
+        for k in gl.static_range(N):
+            if k == N // 2:
+                words = words + gated.poll_chunks(now, N // 2, N - N // 2)
             column = k * CHUNK + thread_index() * 4
             w = column * 0.0
             for place in gl.static_range(self.top_k):

@@ -156,7 +156,7 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
         x, factor, t, g = route(stream, t, g, given, norm, parameters, experts, now)
     B: gl.constexpr = num_blocks(given.gated.width)
     LINE: gl.constexpr = line_of(given.y.width, stream.bits)
-    N: gl.constexpr = gated_at_once(B, LINE)
+    N: gl.constexpr = gated_at_once(B, LINE, experts.count > 0)
     FLYING: gl.constexpr = GATE_FLYING if experts.count > 0 else stream.flying
     held = stream.grab_early(t, g, 2 * B, LINE, FLYING)
     if experts.count == 0:
@@ -240,7 +240,7 @@ def compute(
         if num_keys > 32:
             later_k, later_v = attention.load_tile(k_cache, v_cache, later_place, num_keys - 32)
         prefetch_layer(given, attention, parameters, k_cache, v_cache, place, layer, later, stride)
-        if attention.head() < attention.num_kv_heads:
+        if attention.first < attention.end:
             attention.turn_heads(lines, qk_norms, turn, parameters, now)
             attention.attend(lines, k_cache, v_cache, k, v, later_k, later_v, now)
         attention.join(given.attended, now)
@@ -305,10 +305,12 @@ def make_attention(
     oldest = gl.maximum(length - window, 0)
     start = oldest // 32 * 32
     size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
+    num_active = (length - start + size - 1) // gl.maximum(size, 1)
     first = start + qkv.sm % SPLITS * size
     end = gl.where(qkv.sm < SPLITS * NUM_KV_HEADS, gl.minimum(first + size, length), first)
     return Attention(
-        table, partials, qkv, first, end, oldest, position, NUM_HEADS, NUM_KV_HEADS, DIM, BLOCK_SIZE
+        table, partials, qkv, first, end, oldest, num_active, position, NUM_HEADS, NUM_KV_HEADS,
+        DIM, BLOCK_SIZE,
     )  # fmt: skip
 
 

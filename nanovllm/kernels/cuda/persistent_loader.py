@@ -41,7 +41,7 @@ def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
     # tiles in a group
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
     GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
-    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H), H)
+    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
     GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
     GR: gl.constexpr = group_tiles(1, V)
     GV: gl.constexpr = group_tiles(head_blocks_at_once(V[0]), V)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
 HALF_BYTES = gl.constexpr(8192)  # of a tile
+MAX_WIDE = gl.constexpr(4)  # tiles of wide lines that are multiplied before their sums are added up
 
 
 # A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
@@ -112,16 +113,21 @@ def goes_by_tile(blocks, line):
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, line):
-    """Blocks of lines whose tiles are loaded together; wide ones go tile by tile instead."""
+    """Blocks of lines whose tiles are loaded together, or of wide ones whose sums are added up
+    together."""
     if goes_by_tile(blocks, line):
-        return 1
+        return blocks if blocks * line[0] <= MAX_WIDE.value else 1
     return max(n for n in range(1, 7) if blocks % n == 0 and n * line[0] <= max_held(line))
 
 
 @gluon.constexpr_function
-def gated_at_once(blocks, line):
-    """Blocks of gate, and as many of up, that are loaded together."""
+def gated_at_once(blocks, line, is_of_experts):
+    """Blocks of gate, and as many of up, that are loaded together.
+
+    Those of experts are asked for late: multiplying begins with the first four tiles.
+    """
     most = max_held(line) // (2 * line[0])
+    most = min(most, 2) if is_of_experts else most
     return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 
 
@@ -237,8 +243,8 @@ def joined_chunks(q_width, num_kv_heads):
 
 @gluon.constexpr_function
 def num_partials(q_width, num_kv_heads):
-    """Of 16 bytes, in one buffer of splits that are to be joined; one more is written in vain."""
-    return joined_chunks(q_width, num_kv_heads) * 1024 * num_splits(num_kv_heads) + 1
+    """Of 16 bytes, in one buffer of splits that are to be joined."""
+    return q_width * num_splits(num_kv_heads)
 
 
 @gluon.constexpr_function

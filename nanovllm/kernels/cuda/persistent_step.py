@@ -24,7 +24,6 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_halves,
     num_partials,
     num_slots,
-    num_splits,
     num_tiles,
     piece_segments,
     power_of_two,
@@ -261,8 +260,6 @@ def empty_exchange(
 
 
 def empty_partials(shape: StepShape, device: torch.device) -> Tensor:
-    """Buffers for the splits of attention; what lies beyond the heads' columns stays zero."""
+    """Buffers for the splits of attention: [buffers, columns / 8, splits, 8, 4 words]."""
     count = num_partials(shape.q, shape.num_kv_heads)
-    memory = torch.zeros(NUM_BUFFERS.value, count, 4, dtype=torch.int32, device=device)
-    memory[:, : shape.q * num_splits(shape.num_kv_heads)] = -1  # [buffers, columns / 8, splits, 8]
-    return memory
+    return torch.full((NUM_BUFFERS.value, count, 4), -1, dtype=torch.int32, device=device)

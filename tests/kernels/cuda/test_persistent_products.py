@@ -149,8 +149,12 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
     padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
     chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
-    words = [array(chunk[..., half]) for chunk in chunks for half in range(2)]
-    exchange = SimpleNamespace(poll=lambda now: words, size=num_chunks * 1024, room=room)
+    words = tuple(array(chunk[..., half]) for chunk in chunks for half in range(2))
+
+    def poll_chunks(now: int, first: int, count: int) -> tuple[Any, ...]:
+        return words[2 * first : 2 * (first + count)]
+
+    exchange = SimpleNamespace(poll_chunks=poll_chunks, size=num_chunks * 1024, room=room)
     found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)
     wanted = torch.zeros(HIDDEN)
     for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):

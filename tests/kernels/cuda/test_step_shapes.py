@@ -77,9 +77,10 @@ def test_blocks_are_multiplied_in_equal_parts(blocks: int, tiles: int, bits: int
     at_once = blocks_at_once(blocks, line)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
-    gated = gated_at_once(blocks, line)
-    assert blocks % gated == 0
-    assert gated == 1 or 2 * gated * tiles <= 6
+    for is_of_experts in (False, True):
+        gated = gated_at_once(blocks, line, is_of_experts)
+        assert blocks % gated == 0
+        assert gated == 1 or 2 * gated * tiles <= 6
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])
@@ -117,7 +118,7 @@ def test_groups_fit_the_ring(name: str, bits: int) -> None:
     groups = [
         group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
         group_tiles(blocks_at_once(blocks, q), q),
-        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden), hidden),
+        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, False), hidden),
         group_tiles(blocks_at_once(blocks, mlp), mlp),
         group_tiles(head_blocks_at_once(head[0]), head),
     ]
