@@ -145,6 +145,8 @@ def _is_number(value: object) -> bool:
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     """A string, None or any iterable of items becomes a tuple."""
+    if type(value) is tuple and not value:  # as it mostly is
+        return ()
     items = (value,) if isinstance(value, str) else () if value is None else value
     if isinstance(items, Iterable):
         items = tuple(map(as_python, items))

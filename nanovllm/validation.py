@@ -24,10 +24,10 @@ def check_types(record: Any) -> None:
     Numpy's numbers in a frozen record become Python's, which they equal.
     """
     for field in dataclasses.fields(record):
-        value, expected = getattr(record, field.name), _TYPES.get(str(field.type), ())
-        if type(value) in expected:  # as nearly all are, of many requests
+        value = getattr(record, field.name)
+        if value is field.default:  # as nearly all are, of many requests
             continue
-        value = as_python(value)
+        value, expected = as_python(value), _TYPES.get(str(field.type), ())
         object.__setattr__(record, field.name, value)
         is_simple = isinstance(value, expected) and is_bool(value) == (bool in expected)
         if expected and not is_simple:

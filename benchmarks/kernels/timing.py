@@ -32,7 +32,7 @@ class GpuTimer:
         # Graphs share a pool of memory, which lasts as long as one of them does.
         self._keeps_pool = self._platform.record(lambda: torch.zeros(1, device="cuda"))
 
-    def microseconds(self, calls: Sequence[Run]) -> float:
+    def microseconds(self, calls: Sequence[Run], num_replays: int = NUM_REPLAYS) -> float:
         """Median time of a call among the others, whose data push its own out of the cache."""
 
         def run() -> Tensor:
@@ -41,7 +41,7 @@ class GpuTimer:
             return y
 
         replay, _ = self._platform.record(run)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 2)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 2)]
         events[0].record()
         for event in events[1:]:  # queued at once; the first replay does not count
             replay()

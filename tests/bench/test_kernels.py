@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from ctypes import sizeof
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.kernels.cublaslt import Algorithm, Found
+from benchmarks.kernels.library_choice import CLUSTERS, SPLITS, candidates
 from benchmarks.kernels.linear import Shape, make_weights, shapes_by_name
 from benchmarks.kernels.timing import defect, floor, take_turns
 
@@ -42,3 +47,32 @@ def test_candidates_take_turns() -> None:
     ticks = iter(range(100))
     assert take_turns(runs, 2, lambda: next(ticks)) == {"a": [1, 1], "b": [1, 1]}
     assert order == ["a", "b", "a", "b"]
+
+
+def test_records_are_as_large_as_the_library_has_them() -> None:
+    assert len(bytes(Algorithm())) == 64
+    assert sizeof(Found) == 96
+
+
+def test_every_setting_of_an_algorithm_is_a_candidate() -> None:
+    class FakeProduct:
+        """Algorithms are strings; what is split in three it cannot do."""
+
+        def proposed(self) -> list[str]:
+            return ["a", "b"]
+
+        def tiles(self, algorithm: str) -> list[int]:
+            return [7, 9]
+
+        def with_splits(self, algorithm: str, num_splits: int) -> str | None:
+            return None if num_splits == 3 else f"{algorithm}/{num_splits}"
+
+        def changed(self, algorithm: str, **settings: int) -> str | None:
+            return f"{algorithm}{settings}"
+
+    product: Any = FakeProduct()
+    found: list[Any] = list(candidates(product))
+    assert found[:4] == ["a", "b", "a/1", "b/1"]
+    assert "b/8" in found
+    assert "a/3" not in found
+    assert len(found) == len(set(found)) == 2 + 2 * (len(SPLITS) - 1) + 2 * len(CLUSTERS)

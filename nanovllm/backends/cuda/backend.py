@@ -12,7 +12,12 @@ import torch
 from nanovllm.attention.base import AttentionBackend, GraphedAttention
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.backends.cuda.decode_graphs import GraphedSteps, graph_bytes
-from nanovllm.backends.cuda.prefill_graphs import GraphedChunks, chunk_sizes
+from nanovllm.backends.cuda.prefill_graphs import (
+    ChunkSize,
+    GraphedChunks,
+    chunk_sizes,
+    max_many_tokens,
+)
 from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup
@@ -55,8 +60,7 @@ class CudaBackend:
         attention = self._graphed_attention()
         if attention is not None:
             max_num_seqs = self.config.max_num_seqs
-            sizes = chunk_sizes(self.max_tokens, max_num_seqs)
-            share = sizes[-1].num_tokens / self.max_tokens
+            share = self.chunk_sizes[-1].num_tokens / self.max_tokens
             # A group's logits exist three times while they are put side by side.
             num_rows = max_num_seqs * (1 if self.group.is_alone else 3)
             self.platform.reserve_for_graphs(
@@ -69,6 +73,12 @@ class CudaBackend:
         """Of a step."""
         config = self.config
         return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+
+    @property
+    def chunk_sizes(self) -> list[ChunkSize]:
+        """Of steps with prompts that are graphs."""
+        many = max_many_tokens(self.model_config)
+        return chunk_sizes(self.max_tokens, self.config.max_num_seqs, many)
 
     def sampler(self, tables: SlotTables) -> TritonSampler:
         return TritonSampler(tables, self.model_config.vocab_size, self.group)
@@ -117,7 +127,7 @@ class CudaBackend:
     ) -> GraphedSteps:
         platform, chunks = self.platform, None
         if isinstance(attention, TritonAttention):
-            chunks = GraphedChunks(eager, attention, platform, self.max_tokens)
+            chunks = GraphedChunks(eager, attention, platform, self.chunk_sizes)
         return GraphedSteps(eager, attention, sampler, platform, chunks)
 
     def _graphed_attention(self) -> GraphedAttention | None:

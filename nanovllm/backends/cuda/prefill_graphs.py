@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import DecodeRows
 from nanovllm.attention.triton import TritonAttention
+from nanovllm.config import ModelConfig
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.pdl import MAX_ROWS as OVERLAP_ROWS
 from nanovllm.kernels.cuda.step_inputs import gather_tokens, write_words
@@ -28,9 +29,14 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
 MAX_ROWS = 256  # each one's logits are computed, used or not
 MAX_PROMPTS = 16  # rows of more than one token
+# Many short prompts have graphs of their own: programs that attend are as many as all prompts
+# would need if each were as long as the longest may be, and those without queries take time too.
+MANY_PROMPTS, MANY_LEN = 64, 512  # how many, and the tokens of each
+MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # of these prompts together
+LAYER_PRODUCTS = 3 << 36  # multiplications that take as long as the launches of a layer
 MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
 MAX_ALONE_TOKENS = 1024  # of these prompts together
-MAX_CHANGES = 8192  # of the tables, that a graph writes before it runs a step
+MAX_CHANGES = 16384  # of the tables, that a graph writes before it runs a step
 # Answers beside prompts in a step that no graph has room for: how many there are decides on the
 # kernel that attends for them.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
@@ -45,6 +51,7 @@ class ChunkSize:
     num_singles: int  # rows of one token
     num_prompts: int  # rows of more
     num_rows: int
+    longest: int  # tokens of one row
 
     def fits(self, needed: ChunkSize) -> bool:
         return (
@@ -52,6 +59,7 @@ class ChunkSize:
             and needed.num_singles <= self.num_singles
             and needed.num_prompts <= self.num_prompts
             and needed.num_rows <= self.num_rows
+            and needed.longest <= self.longest
         )
 
     @property
@@ -63,18 +71,28 @@ class ChunkSize:
 
 def needed_size(plan: StepPlan) -> ChunkSize:
     num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
-    return ChunkSize(int(plan.counts.sum()), num_singles, num_rows - num_singles, num_rows)
+    num_tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
+    return ChunkSize(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
 
 
-def chunk_sizes(max_tokens: int, max_rows: int) -> list[ChunkSize]:
+def max_many_tokens(config: ModelConfig) -> int:
+    """Of many prompts in one graph: with more, the device is busy for longer than the host."""
+    num_weights = config.num_weights_per_token // config.num_layers
+    return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
+
+
+def chunk_sizes(max_tokens: int, max_rows: int, max_many: int) -> list[ChunkSize]:
     """Powers of two and the middle between them, up to one that holds the largest step."""
     sizes, num_tokens = [], 16
-    while num_tokens <= MAX_TOKENS:
+    while num_tokens <= max(MAX_TOKENS, max_many):
         if num_tokens <= MAX_ALONE_TOKENS:
             num_rows = min(max_rows, MAX_ALONE)
-            sizes.append(ChunkSize(num_tokens, 0, num_rows, num_rows))
+            sizes.append(ChunkSize(num_tokens, 0, num_rows, num_rows, num_tokens))
         num_rows = min(max_rows, max(16, num_tokens // 4), MAX_ROWS)
-        sizes.append(ChunkSize(num_tokens, num_rows, MAX_PROMPTS, num_rows))
+        if num_tokens <= MAX_TOKENS:
+            sizes.append(ChunkSize(num_tokens, num_rows, MAX_PROMPTS, num_rows, num_tokens))
+        if MIN_MANY_TOKENS <= num_tokens <= max_many:
+            sizes.append(ChunkSize(num_tokens, num_rows, MANY_PROMPTS, num_rows, MANY_LEN))
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4
@@ -89,13 +107,13 @@ class GraphedChunks:
         eager: EagerForward,
         attention: TritonAttention,
         platform: CudaPlatform,
-        max_tokens: int,
+        sizes: list[ChunkSize],
     ) -> None:
         self.eager = eager
         self.attention = attention
         self.platform = platform
         self.num_slots = eager.tables.num_slots
-        self.sizes = chunk_sizes(max_tokens, self.num_slots)
+        self.sizes = sizes
         longest = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
         self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
         # Zeros, which name a token and a place even while kernels are compiled and not launched.
@@ -112,7 +130,7 @@ class GraphedChunks:
         for num_tokens in {min(most.num_tokens, OVERLAP_ROWS), most.num_tokens}:
             for num_rows in FEW_ROWS:
                 if num_rows <= min(most.num_rows, num_tokens):
-                    self._run_model(ChunkSize(num_tokens, num_rows, 1, num_rows))
+                    self._run_model(ChunkSize(num_tokens, num_rows, 1, num_rows, num_tokens))
 
     def graph(self, size: ChunkSize) -> tuple[Callable[[], None], Tensor]:
         """Return the graph of a size and its logits; it is recorded when it is first asked for.
@@ -162,7 +180,7 @@ class GraphedChunks:
         state = tables.tokens, tables.block_table, tables.block_size
         gather_tokens(slots, places, *state, inputs)
         plan = self.attention.chunk_plan(
-            tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.num_tokens
+            tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
         )
         sampled_slots, index, context_lens = parts[3].view(3, -1)
         last = self.attention.decode_plan(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,18 +21,25 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.backends.cpu import backend as cpu_backend
 from nanovllm.backends.cuda import prefill_graphs
 from nanovllm.backends.cuda.prefill_graphs import (
+    MANY_LEN,
+    MANY_PROMPTS,
     MAX_ALONE_TOKENS,
+    MAX_MANY_TOKENS,
     MAX_PROMPTS,
     MAX_TOKENS,
+    MIN_MANY_TOKENS,
     ChunkSize,
     GraphedChunks,
     chunk_columns,
     chunk_sizes,
+    max_many_tokens,
     needed_size,
 )
+from nanovllm.bench.models import model_path
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps, reference_attention
+from nanovllm.models.config_json import read_model_config
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.batch import is_decode, look_up
 from nanovllm.worker.forward import EagerForward, StepLogits
@@ -88,7 +97,7 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 def test_columns() -> None:
     """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5)
+    size = ChunkSize(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5, longest=8)
     tokens, singles, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
@@ -109,7 +118,7 @@ def test_columns() -> None:
 
 def test_columns_of_prompts_alone() -> None:
     plan = make_plan([(7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2)
+    size = ChunkSize(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2, longest=6)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
     assert parts[1].size == 0
@@ -119,7 +128,7 @@ def test_columns_of_prompts_alone() -> None:
 def test_columns_without_prompts() -> None:
     """Not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
-    size = ChunkSize(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4)
+    size = ChunkSize(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4, longest=4)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
 
@@ -127,7 +136,7 @@ def test_columns_without_prompts() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 15, 16, 17, 100, 1024, 1025, 4096, 16384])
 @pytest.mark.parametrize("max_rows", [1, 16, 512])
 def test_sizes(max_tokens: int, max_rows: int) -> None:
-    sizes = chunk_sizes(max_tokens, max_rows)
+    sizes = chunk_sizes(max_tokens, max_rows, max_many=0)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_tokens <= MAX_TOKENS
     largest = needed_size(make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)]))
@@ -136,6 +145,29 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
     is_alone = largest.num_tokens > 1 and sizes[-1].num_tokens <= MAX_ALONE_TOKENS
     assert [size.num_singles > 0 for size in fitting] == [False, True][not is_alone :]
     assert all(size.num_rows <= max_rows for size in sizes)
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 3000, 5000, 16384])
+@pytest.mark.parametrize("max_many", [1023, 1024, 2500, 8192])
+def test_sizes_of_many_prompts(max_tokens: int, max_many: int) -> None:
+    """The largest, which is recorded first, has memory for all others."""
+    sizes = chunk_sizes(max_tokens, 256, max_many)
+    assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
+    assert sizes[-1].num_rows == max(size.num_rows for size in sizes)
+    many = [size for size in sizes if size.num_prompts == MANY_PROMPTS]
+    assert all(MIN_MANY_TOKENS <= size.num_tokens <= max_many for size in many)
+    assert bool(many) == (max_many >= 1024)
+    few = [size for size in sizes if size.num_prompts < MANY_PROMPTS]
+    assert few == chunk_sizes(max_tokens, 256, max_many=0)
+
+
+def test_many_prompts_of_a_small_model() -> None:
+    small, large = (
+        read_model_config(json.loads(Path(model_path(name)).read_text()))
+        for name in ("qwen3-0.6b", "qwen3-8b")
+    )
+    assert max_many_tokens(small) == MAX_MANY_TOKENS
+    assert max_many_tokens(large) < MIN_MANY_TOKENS
 
 
 def plain_write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
@@ -159,14 +191,28 @@ def plain_gather_tokens(
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "max_changes"),
-    [(9, 8192), (40, 30), pytest.param(4096, 8192, marks=pytest.mark.slow)],
+    ("max_tokens", "max_changes", "max_prompts"),
+    [
+        (9, 8192, 16),
+        (40, 30, 16),
+        (64, 8192, 1),
+        pytest.param(4096, 8192, 16, marks=pytest.mark.slow),
+    ],
 )
 def test_padded_steps_equal_transformers(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch, max_tokens: int, max_changes: int
+    tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    max_tokens: int,
+    max_changes: int,
+    max_prompts: int,
 ) -> None:
-    """Also where some steps change more of the tables than is sent with their columns."""
+    """Also where some steps change more of the tables than is sent with their columns.
+
+    Steps of more than max_prompts prompts run by graphs of many.
+    """
     monkeypatch.setattr(prefill_graphs, "MAX_CHANGES", max_changes)
+    monkeypatch.setattr(prefill_graphs, "MAX_PROMPTS", max_prompts)
+    monkeypatch.setattr(prefill_graphs, "MIN_MANY_TOKENS", 16)
     monkeypatch.setattr(prefill_graphs, "write_words", plain_write_words)
     monkeypatch.setattr(prefill_graphs, "gather_tokens", plain_gather_tokens)
     monkeypatch.setattr(cpu_backend, "create_cpu_ops", lambda *_: TorchOps())
@@ -182,15 +228,17 @@ def test_padded_steps_equal_transformers(
         platform: Any = GraphedPlatform()
         attention: Any = eager.attention
         with torch.inference_mode():
-            chunks = GraphedChunks(eager, attention, platform, max_tokens)
+            sizes = chunk_sizes(max_tokens, eager.tables.num_slots, max_many=max_tokens)
+            chunks = GraphedChunks(eager, attention, platform, sizes)
             for size in chunks.sizes[::-1]:
                 chunks.graph(size)
-        num_chunks = 0
+        num_chunks = num_many = 0
 
         def forward(plan: StepPlan) -> StepLogits:
-            nonlocal num_chunks
+            nonlocal num_chunks, num_many
             step = None if is_decode(plan) else chunks(plan)
             num_chunks += step is not None
+            num_many += step is not None and needed_size(plan).num_prompts > max_prompts
             return eager(plan) if step is None else step
 
         runner.forward = forward
@@ -199,21 +247,28 @@ def test_padded_steps_equal_transformers(
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [output.token_ids for output in outputs] == want
     assert num_chunks > 5
+    assert (num_many > 0) == (max_prompts == 1)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "count", "is_run"),
+    ("num_rows", "count", "max_many", "is_run"),
     [
-        (2, 100, True),
-        (1, MAX_TOKENS, True),
-        (1, MAX_TOKENS + 1, False),
-        (MAX_PROMPTS, 2, True),
-        (MAX_PROMPTS + 1, 2, False),
-        (17, 1, True),  # in the next size, which has the rows
-        (300, 1, False),
+        (2, 100, 0, True),
+        (1, MAX_TOKENS, 0, True),
+        (1, MAX_TOKENS + 1, 0, False),
+        (MAX_PROMPTS, 2, 0, True),
+        (MAX_PROMPTS + 1, 2, 0, False),
+        (MAX_PROMPTS + 1, 2, 1024, True),
+        (MANY_PROMPTS, 128, 8192, True),
+        (MANY_PROMPTS + 1, 2, 8192, False),
+        (MAX_PROMPTS + 1, MANY_LEN + 1, 8192, False),
+        (17, 1, 0, True),  # in the next size, which has the rows
+        (300, 1, 0, False),
     ],
 )
-def test_what_does_not_fit_is_left_to_others(num_rows: int, count: int, is_run: bool) -> None:
+def test_what_does_not_fit_is_left_to_others(
+    num_rows: int, count: int, max_many: int, is_run: bool
+) -> None:
     plan = make_plan([(i, 0, count, 0) for i in range(num_rows)])
-    sizes = [size for size in chunk_sizes(16384, 512) if size.fits(needed_size(plan))]
+    sizes = [size for size in chunk_sizes(16384, 512, max_many) if size.fits(needed_size(plan))]
     assert bool(sizes) == is_run
