@@ -106,7 +106,8 @@ def test_persistent_step(bits: int, has_experts: bool) -> None:
 
     experts = ExpertsShape(6, 2, 256) if has_experts else NO_EXPERTS
     shape = StepShape(256, 4, 2, 128, 512, 1000, bits, experts)
-    step = RandomStep(shape, Variant(num_layers=1, block_size=32), 700)
+    num_layers = 1 if has_experts else 2  # a choice that is nearly a tie may fall either way
+    step = RandomStep(shape, Variant(num_layers, block_size=32), 700)
     for context in (1, 33, 650):
         kernel, plain, cache = step.errors(context, context)
         assert kernel < 1.3 * plain + 1e-4, context

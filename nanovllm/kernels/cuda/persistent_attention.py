@@ -10,6 +10,7 @@ from triton.language.core import _aggregate as aggregate
 from nanovllm.kernels.cuda.persistent_exchange import (
     CHUNK,
     KEEP,
+    NO_SCORE,
     NUM_PROGRAMS,
     PREFETCH,
     S2,
@@ -40,8 +41,8 @@ from nanovllm.kernels.cuda.persistent_sizes import (
 )
 
 STORE = gl.constexpr(
-    f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $5, 0; mov.u32 $0, 0; "
-    "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $2}, k; }"
+    f"{{ .reg .b64 k; .reg .pred p; {KEEP.value} setp.ne.u32 p, $5, 0; "
+    "@p st.relaxed.gpu.global.L2::cache_hint.v4.b32 [$1], {$2, $3, $4, $2}, k; mov.u32 $0, 0; }"
 )
 
 
@@ -93,14 +94,14 @@ class Attention:
 
     @gluon.constexpr_function
     def __init__(
-        self, table, partials, qkv, first, end, oldest, num_active, position, num_heads,
-        num_kv_heads, dim, block_size,
-    ):  # fmt: skip
+        self, table, partials, qkv, first, end, oldest, num_active, position, sizes, block_size
+    ):
         self.table, self.partials, self.qkv = table, partials, qkv
         self.first, self.end, self.oldest, self.position = first, end, oldest, position
         self.num_active = num_active
-        self.num_heads, self.num_kv_heads = gl.constexpr(num_heads), gl.constexpr(num_kv_heads)
-        self.dim, self.block_size = gl.constexpr(dim), gl.constexpr(block_size)
+        self.num_heads = gl.constexpr(sizes.num_heads)
+        self.num_kv_heads = gl.constexpr(sizes.num_kv_heads)
+        self.dim, self.block_size = gl.constexpr(sizes.dim), gl.constexpr(block_size)
 
     @gluon.jit
     def head(self):
@@ -229,7 +230,7 @@ class Attention:
         q = gl.expand_dims(words.slice(0, 8).load(gl.SliceLayout(0, KL)), 0)
         q = eight_words(q + gl.zeros([4, 8, SEGMENTS, 32], gl.int32, KL), SEGMENTS)
         scores = gl.allocate_shared_memory(gl.float32, [SEGMENTS * 8, 8, 4], S3)
-        best = gl.full([GP, 8], -1e30, gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
+        best = gl.full([GP, 8], NO_SCORE, gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
         weight = gl.zeros([GP, 8], gl.float32, gl.SliceLayout(2, gl.SliceLayout(3, VL)))
         even = gl.zeros([GP, 8, self.dim // 2], gl.float32, gl.SliceLayout(2, VL))
         odd = even
@@ -351,15 +352,15 @@ class Attention:
             total.to(gl.int32, bitcast=True),
             best.to(gl.int32, bitcast=True),
             weight.to(gl.int32, bitcast=True),
-            gl.where(g < G, 1, 0) + 0 * d,
+            gl.where((g < G) & (d >= 0), 1, 0),
         )
 
     @gluon.jit
     def join(self, output, now):
         """Join the splits of this program's 8 columns of each chunk of attention's output.
 
-        Those without keys have stored nothing, and nobody reads them: the fewer programs poll,
-        and the less of memory, the sooner the last of them have stored their sums.
+        Those without keys have stored nothing, and nobody polls for them: the less is polled, the
+        sooner the others' sums are there.
         """
         WIDTH: gl.constexpr = self.num_heads * self.dim
         S: gl.constexpr = num_splits(self.num_kv_heads)
@@ -378,7 +379,7 @@ class Attention:
             poll_partials_asm(N), registers(3 * N, 2 * N, N),
             [places, places * 0 + self.qkv.flag.to(gl.int64), is_there], words_type(3), False, N,
         )  # fmt: skip
-        empty = (total & 0) - 1
+        empty = total | -1  # of what was polled, so that it is stored afterwards
         store_partial(places, empty, empty, empty, is_there)
         share = bits_to_float(best)
         share = gl.exp2(share - gl.expand_dims(gl.max(share, 1), 1))

@@ -22,7 +22,8 @@ NUM_BUFFERS = gl.constexpr(3)  # layers take turns, so that two fences lie betwe
 CHUNK = gl.constexpr(1024)  # columns of a tile, and lines of which each program has 8
 CHECK_SPINS = gl.constexpr(1 << 12)  # how often who waits looks whether another has given up
 MAX_CHECKS = gl.constexpr(1 << 8)  # about a second
-NO_SCORE = "0xF149F2CA"  # -1e30
+# The best score where there are no keys, and its bits
+NO_SCORE, NO_SCORE_BITS = gl.constexpr(-1e30), "0xF149F2CA"
 
 S1, S2, S3 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])) for rank in (1, 2, 3)
@@ -66,7 +67,7 @@ def poll_partials_asm(count):
     code = ""
     for i in range(count):
         total, best, weight = f"${i}", f"${count + i}", f"${2 * count + i}"
-        code += f"mov.u32 {total}, 0; mov.u32 {best}, {NO_SCORE}; mov.u32 {weight}, 0; "
+        code += f"mov.u32 {total}, 0; mov.u32 {best}, {NO_SCORE_BITS}; mov.u32 {weight}, 0; "
         code += f"setp.ne.u32 q, ${5 * count + i}, 0; "
         names, place = f"{{{total}, {best}, {weight}, g}}", f"[${3 * count + i}]"
         code += f"@q ld.relaxed.gpu.global.L2::cache_hint.v4.b32 {names}, {place}, k; "
@@ -92,7 +93,8 @@ def spin_asm(code, flag):
 
 @gluon.constexpr_function
 def registers(num_words, num_places, num_numbers=0):
-    return ",".join(["=r"] * num_words + ["l"] * num_places + ["r"] * num_numbers)
+    # Words are written before the places are read for the last time: these may not share registers.
+    return ",".join(["=&r"] * num_words + ["l"] * num_places + ["r"] * num_numbers)
 
 
 @gluon.constexpr_function
@@ -282,12 +284,12 @@ class Exchanges:
 @gluon.jit
 def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
     x, qkv, _, attended, y, gated, routed = memories
-    BITS: gl.constexpr = SIZES[6]
+    BITS: gl.constexpr = SIZES.bits
     return Exchanges(
-        Exchange(x, flag, sm, SIZES[0], BITS),
+        Exchange(x, flag, sm, SIZES.hidden, BITS),
         Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
         Exchange(attended, flag, sm, q_width(SIZES), BITS),
-        Exchange(y, flag, sm, SIZES[0], BITS),
-        Exchange(gated, flag, sm, SIZES[4], BITS, gated_parts(SIZES), gated_room(SIZES)),
-        Exchange(routed, flag, sm, SIZES[7], 16),
+        Exchange(y, flag, sm, SIZES.hidden, BITS),
+        Exchange(gated, flag, sm, SIZES.mlp, BITS, gated_parts(SIZES), gated_room(SIZES)),
+        Exchange(routed, flag, sm, SIZES.num_experts, 16),
     )

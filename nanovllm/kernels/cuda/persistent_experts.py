@@ -45,9 +45,9 @@ class Experts:
     @gluon.constexpr_function
     def __init__(self, ids, weights, chosen, sizes):
         self.ids, self.weights, self.chosen = ids, weights, chosen
-        count, top_k, size, is_normalized = sizes[7:]
-        self.count, self.top_k = gl.constexpr(count), gl.constexpr(top_k)
-        self.size, self.is_normalized = gl.constexpr(size), gl.constexpr(is_normalized)
+        self.count, self.top_k = gl.constexpr(sizes.num_experts), gl.constexpr(sizes.top_k)
+        self.size = gl.constexpr(sizes.expert_size)
+        self.is_normalized = gl.constexpr(sizes.is_normalized)
 
     @gluon.jit
     def choose(self, routed, now):
@@ -132,7 +132,7 @@ class Experts:
         LINE: gl.constexpr, GROUP: gl.constexpr,
     ):  # fmt: skip
         """Ask for tiles whose columns are of one chosen expert after another, in pieces."""
-        TILES: gl.constexpr = LINE[0]
+        TILES: gl.constexpr = LINE.tiles
         rows = experts * LINES + stream.sm * 8
         for block in range(BLOCKS):
             is_there = block * CHUNK + stream.sm * 8 < LINES
@@ -150,10 +150,10 @@ class Experts:
         self, stream, weights, t, is_there, rows, first: gl.constexpr, LINE: gl.constexpr
     ):
         """Ask for a tile from a line's segment on, of 128 bytes: no piece crosses two experts."""
-        S: gl.constexpr = expert_segments(self.size, LINE[2])
-        N: gl.constexpr = piece_segments(self.size, LINE[2])
-        G: gl.constexpr = 8 * segment_groups(LINE[2])  # factors of a segment
-        for at in gl.static_range(0, 8 * LINE[1], N):
+        S: gl.constexpr = expert_segments(self.size, LINE.bits)
+        N: gl.constexpr = piece_segments(self.size, LINE.bits)
+        G: gl.constexpr = 8 * segment_groups(LINE.bits)  # factors of a segment
+        for at in gl.static_range(0, 8 * LINE.halves, N):
             is_ours = is_there & ((first + at) // S < self.top_k)
             row = pick(rows, (first + at) // S)
             place = (row // 8 * S + (first + at) % S) * G

@@ -38,6 +38,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_head_blocks,
     num_slots,
     num_splits,
+    sizes_of,
     slot_factors,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
@@ -104,8 +105,8 @@ def project_qkv(stream, t, g, given, norm, parameters, layer, now, x_now):
             bias = parameters.qkv_bias + layer * given.qkv.width + line
             y += gl.load(bias, mask=is_ours, other=0.0).to(gl.float32)
         given.qkv.publish(y, 0, i * N, now, N)
-        t += N * LINE[0]
-        g += N * LINE[0] // group_tiles(N, LINE)
+        t += N * LINE.tiles
+        g += N * LINE.tiles // group_tiles(N, LINE)
     return t, g
 
 
@@ -119,7 +120,7 @@ def route(stream, t, g, given, norm, parameters, experts, now):
     if stream.bits < 16:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     experts.choose(given.routed, now)
-    return x, factor, t + LINE[0], g + LINE[0] // group_tiles(1, LINE)
+    return x, factor, t + LINE.tiles, g + LINE.tiles // group_tiles(1, LINE)
 
 
 @gluon.jit
@@ -144,8 +145,8 @@ def project_back(
         is_new = (row >= 0) & (row < N)
         residual = gl.where(is_new, added.to(gl.bfloat16).to(gl.float32), residual)
         target.publish(residual, i * N, i * N, target_now, N)
-        t += N * LINE[0]
-        g += N * LINE[0] // group_tiles(N, LINE)
+        t += N * LINE.tiles
+        g += N * LINE.tiles // group_tiles(N, LINE)
     return residual, t, g
 
 
@@ -169,15 +170,15 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
         slope = parameters.gate_linear + parameters.gate_cubic * gate * gate
         given.gated.publish(gate / (1.0 + gl.exp(-gate * slope)) * up, 0, i * N, now, N)
-        t += 2 * N * LINE[0]
-        g += 2 * N * LINE[0] // group_tiles(2 * N, LINE)
+        t += 2 * N * LINE.tiles
+        g += 2 * N * LINE.tiles // group_tiles(2 * N, LINE)
     return t, g
 
 
 @gluon.jit
 def project_logits(stream, t, g, given, parameters, x_now, logits, VOCAB: gl.constexpr):
     LINE: gl.constexpr = line_of(given.x.width, 16)
-    C: gl.constexpr = LINE[0]
+    C: gl.constexpr = LINE.tiles
     N: gl.constexpr = head_blocks_at_once(C)
     norm = given.x.load_norm(parameters.final_norm)
     x, factor = given.x.take_normed(x_now, norm, parameters.eps, 16)
@@ -266,7 +267,7 @@ def compute(
 @gluon.jit
 def make_stream(sm, SIZES: gl.constexpr):
     SLOTS: gl.constexpr = num_slots(SIZES)
-    BITS: gl.constexpr = SIZES[6]
+    BITS: gl.constexpr = SIZES.bits
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
     factors = ring
@@ -280,14 +281,14 @@ def make_stream(sm, SIZES: gl.constexpr):
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    FLYING: gl.constexpr = num_flying(SIZES[0])
+    FLYING: gl.constexpr = num_flying(SIZES.hidden)
     return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
 
 
 @gluon.jit
 def make_experts(stream, SIZES: gl.constexpr):
     ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
-    if SIZES[7] > 0:
+    if SIZES.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
         chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -297,33 +298,36 @@ def make_experts(stream, SIZES: gl.constexpr):
 
 @gluon.jit
 def make_attention(
-    table, partials, qkv, length, position, window, NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
+    table, partials, qkv, length, position, window, SIZES: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):
     """Share the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
-    SPLITS: gl.constexpr = num_splits(NUM_KV_HEADS)
+    SPLITS: gl.constexpr = num_splits(SIZES.num_kv_heads)
     oldest = gl.maximum(length - window, 0)
     start = oldest // 32 * 32
     size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
+    # Without keys it is -1, and no program has any.
     num_active = (length - start + size - 1) // gl.maximum(size, 1)
     first = start + qkv.sm % SPLITS * size
-    end = gl.where(qkv.sm < SPLITS * NUM_KV_HEADS, gl.minimum(first + size, length), first)
+    end = gl.where(qkv.sm < SPLITS * SIZES.num_kv_heads, gl.minimum(first + size, length), first)
     return Attention(
-        table, partials, qkv, first, end, oldest, num_active, position, NUM_HEADS, NUM_KV_HEADS,
-        DIM, BLOCK_SIZE,
-    )  # fmt: skip
+        table, partials, qkv, first, end, oldest, num_active, position, SIZES, BLOCK_SIZE
+    )
 
 
 @gluon.jit
 def persistent_step(
     qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
     vectors, caches, tables, signals, memories, outputs, numbers,
-    SIZES: gl.constexpr, BLOCK_SIZE: gl.constexpr, ACTIVATION: gl.constexpr,
+    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described."""
-    HIDDEN: gl.constexpr = SIZES[0]
-    DIM: gl.constexpr = SIZES[3]
-    VOCAB: gl.constexpr = SIZES[5]
+    """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described.
+
+    NUMBERS are those of `Sizes`.
+    """
+    SIZES: gl.constexpr = sizes_of(NUMBERS)
+    HIDDEN: gl.constexpr = SIZES.hidden
+    DIM: gl.constexpr = SIZES.dim
+    VOCAB: gl.constexpr = SIZES.vocab
     gates, downs = (gate_up, gate_up_factors), (down, down_factors)
     weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
@@ -343,8 +347,8 @@ def persistent_step(
     if sm == 0:
         gl.store(context_len, length)
     attention = make_attention(
-        block_table + slot * table_width, partials, given.qkv, length, position, window, SIZES[1],
-        SIZES[2], DIM, BLOCK_SIZE,
+        block_table + slot * table_width, partials, given.qkv, length, position, window, SIZES,
+        BLOCK_SIZE,
     )  # fmt: skip
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,

@@ -22,10 +22,10 @@ from nanovllm.kernels.cuda.persistent_stream import HEAD_FLYING, LANES, Lines
 @gluon.jit
 def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
     """Ask for tiles, across phases and layers, as slots come free."""
-    HIDDEN: gl.constexpr = SIZES[0]
+    HIDDEN: gl.constexpr = SIZES.hidden
     QKV: gl.constexpr = qkv_width(SIZES)
-    MLP: gl.constexpr = SIZES[4]
-    VOCAB: gl.constexpr = SIZES[5]
+    MLP: gl.constexpr = SIZES.mlp
+    VOCAB: gl.constexpr = SIZES.vocab
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
     # lines
@@ -37,14 +37,14 @@ def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
     B: gl.constexpr = num_blocks(HIDDEN)
     BQ: gl.constexpr = num_blocks(QKV)
     BM: gl.constexpr = num_blocks(MLP)
-    BV: gl.constexpr = num_head_blocks(VOCAB, V[0])
+    BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
     # tiles in a group
     GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
     GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
     GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
     GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
     GR: gl.constexpr = group_tiles(1, V)
-    GV: gl.constexpr = group_tiles(head_blocks_at_once(V[0]), V)
+    GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
     F: gl.constexpr = stream.flying
     t, g = gl.to_tensor(0), gl.to_tensor(0)
     owners = gl.zeros([32], gl.int32, LANES)

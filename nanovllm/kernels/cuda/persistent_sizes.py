@@ -1,11 +1,13 @@
 """How the persistent step divides its work: counts and layouts known when it is compiled."""
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
 HALF_BYTES = gl.constexpr(8192)  # of a tile
-MAX_WIDE = gl.constexpr(4)  # tiles of wide lines that are multiplied before their sums are added up
+FEW_TILES = gl.constexpr(4)  # of wide lines: so many are multiplied before sums are added up
 
 
 # A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
@@ -61,48 +63,53 @@ def num_blocks(lines):
     return -(-lines // 1024)
 
 
-# How lines are multiplied: `line` is their tiles, halves of these, and bits of a weight.
+@dataclass(frozen=True)
+class Line:
+    """How the lines of a projection are multiplied."""
+
+    tiles: int
+    halves: int  # of each tile
+    bits: int  # of a weight
 
 
 @gluon.constexpr_function
 def line_of(width, bits):
-    return num_tiles(width, bits), num_halves(width, bits), bits
+    return Line(num_tiles(width, bits), num_halves(width, bits), bits)
 
 
 @gluon.constexpr_function
 def tile_words(line):
     """Words of a tile in a thread, and those of factors."""
-    return line[1] * (8 if line[2] == 16 else 9)
+    return line.halves * (8 if line.bits == 16 else 9)
 
 
 @gluon.constexpr_function
 def tile_factors(line):
     """Factors of a tile of 8 lines."""
-    return line[1] * 64 * segment_groups(line[2])
+    return line.halves * 64 * segment_groups(line.bits)
 
 
 @gluon.constexpr_function
 def tile_bytes(line):
-    return line[1] * HALF_BYTES.value + 4 * tile_factors(line)
+    return line.halves * HALF_BYTES.value + 4 * tile_factors(line)
 
 
 @gluon.constexpr_function
 def is_wide(line):
     """Whether a line has too many tiles for all of x to be in registers."""
-    tiles, _, bits = line
-    return tiles > {16: 3, 8: 2, 4: 1}[bits]
+    return line.tiles > {16: 3, 8: 2, 4: 1}[line.bits]
 
 
 @gluon.constexpr_function
 def max_held(line):
     """Tiles that registers have room for, beside x."""
-    return 4 if line[1:] == (2, 4) else 6
+    return 4 if (line.halves, line.bits) == (2, 4) else 6
 
 
 @gluon.constexpr_function
 def is_held(blocks, line):
     """Whether all tiles of a projection are in registers before its x has come."""
-    return blocks * line[0] <= max_held(line) and (line[2] == 16 or not is_wide(line))
+    return blocks * line.tiles <= max_held(line) and (line.bits == 16 or not is_wide(line))
 
 
 @gluon.constexpr_function
@@ -113,20 +120,24 @@ def goes_by_tile(blocks, line):
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, line):
-    """Blocks of lines whose tiles are loaded together, or of wide ones whose sums are added up
-    together."""
+    """Blocks of lines that are multiplied before their sums are added up.
+
+    Tiles of a wide line come one by one: of these it is one block, or two of two tiles.
+    """
     if goes_by_tile(blocks, line):
-        return blocks if blocks * line[0] <= MAX_WIDE.value else 1
-    return max(n for n in range(1, 7) if blocks % n == 0 and n * line[0] <= max_held(line))
+        return blocks if blocks * line.tiles <= FEW_TILES.value else 1
+    return max(n for n in range(1, 7) if blocks % n == 0 and n * line.tiles <= max_held(line))
 
 
 @gluon.constexpr_function
 def gated_at_once(blocks, line, is_of_experts):
-    """Blocks of gate, and as many of up, that are loaded together.
+    """Blocks of gate, and as many of up, that are loaded together: all, if registers hold them.
 
-    Those of experts are asked for late: multiplying begins with the first four tiles.
+    Those of experts are asked for late, so multiplying begins with two blocks of each at most.
     """
-    most = max_held(line) // (2 * line[0])
+    if is_held(2 * blocks, line):
+        return blocks
+    most = max_held(line) // (2 * line.tiles)
     most = min(most, 2) if is_of_experts else most
     return max((n for n in range(1, most + 1) if blocks % n == 0), default=1)
 
@@ -141,34 +152,53 @@ def group_chunks(tiles):
 def group_tiles(blocks, line):
     """Tiles that are used together, of as many blocks as are multiplied together."""
     if goes_by_tile(blocks, line):
-        return group_chunks(line[0])
-    return blocks * line[0]
+        return group_chunks(line.tiles)
+    return blocks * line.tiles
 
 
-# Sizes, for those below: of hidden, heads, kv heads, a head, the MLP and the vocabulary; bits of a
-# weight; experts, how many are chosen, the size of one, whether weights are normalized.
+@dataclass(frozen=True)
+class Sizes:
+    """What a kernel is compiled for."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    dim: int  # of a head
+    mlp: int  # of experts: of all that are chosen
+    vocab: int
+    bits: int  # of a weight
+    num_experts: int
+    top_k: int  # how many are chosen
+    expert_size: int
+    is_normalized: bool  # whether the weights of the chosen sum to one
+
+
+@gluon.constexpr_function
+def sizes_of(numbers):
+    """A kernel's parameter can be a tuple, but no record."""
+    return Sizes(*numbers)
 
 
 @gluon.constexpr_function
 def q_width(sizes):
-    return sizes[1] * sizes[3]
+    return sizes.num_heads * sizes.dim
 
 
 @gluon.constexpr_function
 def qkv_width(sizes):
-    return (sizes[1] + 2 * sizes[2]) * sizes[3]
+    return (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.dim
 
 
 @gluon.constexpr_function
 def gated_parts(sizes):
     """Parts of what goes into `down`: one for each chosen expert."""
-    return sizes[8] if sizes[7] else 1
+    return sizes.top_k if sizes.num_experts else 1
 
 
 @gluon.constexpr_function
 def gated_room(sizes):
     """Columns of a part, those that fill an expert's lines up included."""
-    return expert_columns(sizes[9], sizes[6]) if sizes[7] else sizes[4]
+    return expert_columns(sizes.expert_size, sizes.bits) if sizes.num_experts else sizes.mlp
 
 
 @gluon.constexpr_function
@@ -180,18 +210,18 @@ def gated_width(sizes):
 @gluon.constexpr_function
 def slot_factors(sizes):
     """Words for the factors of any tile."""
-    bits = sizes[6]
-    piece = factor_piece(sizes[9], bits) if sizes[7] else 8
+    bits = sizes.bits
+    piece = factor_piece(sizes.expert_size, bits) if sizes.num_experts else 8
     return 0 if bits == 16 else 16 // piece * factor_words(bits, piece)
 
 
 @gluon.constexpr_function
 def num_slots(sizes):
     """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-    hidden, num_heads, num_kv_heads, dim, _, _, bits = sizes[:7]
-    widths = hidden, num_heads * dim, gated_width(sizes)
-    num_staged = max(num_chunks(width, bits) for width in widths)
-    heads = 16 * dim * 2 + power_of_two(num_heads // num_kv_heads) * 8 * (dim + 2) * 4
+    dim, group = sizes.dim, sizes.num_heads // sizes.num_kv_heads
+    widths = sizes.hidden, q_width(sizes), gated_width(sizes)
+    num_staged = max(num_chunks(width, sizes.bits) for width in widths)
+    heads = 16 * dim * 2 + power_of_two(group) * 8 * (dim + 2) * 4
     scratch = max(num_staged * 2048, heads) + 8192 + 1024
     return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(sizes)))
 
@@ -205,7 +235,7 @@ def num_flying(hidden):
 @gluon.constexpr_function
 def line_flying(line, flying, slots):
     """Tiles of a line on their way at once, if as many whole ones are."""
-    return min(flying * 2 // line[1], slots - 1)
+    return min(flying * 2 // line.halves, slots - 1)
 
 
 @gluon.constexpr_function

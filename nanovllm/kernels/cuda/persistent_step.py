@@ -5,8 +5,8 @@ docs/persistent-step.md explains the kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.kernels.cuda.persistent_kernel import persistent_step
 from nanovllm.kernels.cuda.persistent_products import FACTORS
 from nanovllm.kernels.cuda.persistent_sizes import (
+    Sizes,
     expert_segments,
     gated_parts,
     gated_room,
@@ -79,10 +80,21 @@ class StepShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
+    def sizes(self) -> Sizes:
         """All of it, for the kernel."""
-        heads = self.num_heads, self.num_kv_heads, self.head_dim
-        return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
+        return Sizes(
+            hidden=self.hidden,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            dim=self.head_dim,
+            mlp=self.mlp,
+            vocab=self.vocab,
+            bits=self.bits,
+            num_experts=self.experts.num_experts,
+            top_k=self.experts.top_k,
+            expert_size=self.experts.size,
+            is_normalized=self.experts.is_normalized,
+        )
 
     @property
     def problem(self) -> str | None:
@@ -185,7 +197,7 @@ class PersistentStep:
             self._exchanges,
             (logits, context_len),
             (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
-            SIZES=shape.sizes,
+            NUMBERS=astuple(shape.sizes),
             BLOCK_SIZE=k.shape[1],
             ACTIVATION=constants.activation,
             num_warps=8,

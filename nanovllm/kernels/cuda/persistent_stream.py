@@ -85,7 +85,7 @@ class Stream:
     """This program's tiles of all weights, in the order of their use.
 
     Tiles of a group are used, and their slots come free, together. Where in the stream who loads or
-    multiplies is, t says in tiles and g in groups. LINE is a `line` of persistent_sizes.py.
+    multiplies is, t says in tiles and g in groups. LINE is a `Line` of persistent_sizes.py.
     """
 
     ring: gl.shared_memory_descriptor
@@ -114,7 +114,7 @@ class Stream:
         PARTS: gl.constexpr, GROUP: gl.constexpr, FLYING: gl.constexpr,
     ):  # fmt: skip
         """Ask for this program's tiles of a layer; gate and up are PARTS whose blocks alternate."""
-        TILES: gl.constexpr = LINE[0]
+        TILES: gl.constexpr = LINE.tiles
         N: gl.constexpr = PARTS * TILES
         for block in range(BLOCKS):
             line = block * CHUNK + self.sm * 8
@@ -124,7 +124,7 @@ class Stream:
                 owners = self.claim(t, g + (block * N + i) // GROUP, owners, LINE, FLYING)
                 place = (row // 8 * TILES + tile) * tile_factors(LINE)
                 is_there = line < lines.count
-                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE[1], LINE)
+                self.copy(weights, t, is_there, row, tile * 16, place, 0, 8 * LINE.halves, LINE)
                 t += 1
         return t, g + BLOCKS * N // GROUP, owners
 
@@ -139,9 +139,9 @@ class Stream:
         full, target = self.full.index(slot), self.ring.index(slot).slice(at, N, 0)
         there = [segment, gl.where(is_there, row, NOWHERE), 0]
         tma.async_copy_global_to_shared(weight, there, full, target)
-        if LINE[2] < 16:
-            STEP: gl.constexpr = factor_words(LINE[2], N)
-            COUNT: gl.constexpr = N * 8 * segment_groups(LINE[2])
+        if LINE.bits < 16:
+            STEP: gl.constexpr = factor_words(LINE.bits, N)
+            COUNT: gl.constexpr = N * 8 * segment_groups(LINE.bits)
             target = self.factors.index(slot).slice(at // N * STEP, COUNT, 0)
             there = [gl.where(is_there, place, NOWHERE)]
             tma.async_copy_global_to_shared(factors, there, full, target)
@@ -182,9 +182,9 @@ class Stream:
     @gluon.jit
     def tile_at(self, t, LINE: gl.constexpr, PIECE: gl.constexpr):
         """A thread's words of the tile at a place of the stream, and their factors."""
-        w = load_words(self.words.index(t % self.slots), LINE[1])
-        if LINE[2] < 16:
-            w = w + load_factors(self.factors.index(t % self.slots), LINE[1], LINE[2], PIECE)
+        w = load_words(self.words.index(t % self.slots), LINE.halves)
+        if LINE.bits < 16:
+            w = w + load_factors(self.factors.index(t % self.slots), LINE.halves, LINE.bits, PIECE)
         return w
 
     @gluon.jit
@@ -206,17 +206,17 @@ class Stream:
         """Move a projection's tiles into registers before x comes, if they fit."""
         w = ()
         if is_held(BLOCKS, LINE):
-            w = self.grab(t, g, BLOCKS * LINE[0], LINE, FLYING, PIECE)
+            w = self.grab(t, g, BLOCKS * LINE.tiles, LINE, FLYING, PIECE)
         return w
 
     @gluon.jit
     def hold_x(self, x, LINE: gl.constexpr):
         """What products need of x for all blocks, moved into registers if it fits."""
         parts, totals = (), ()
-        for k in gl.static_range(LINE[0] * LINE[1]):
-            if LINE[2] == 4 or not is_wide(LINE):
-                part = load_x(x[k], LINE[2])
-                if LINE[2] == 4:
+        for k in gl.static_range(LINE.tiles * LINE.halves):
+            if LINE.bits == 4 or not is_wide(LINE):
+                part = load_x(x[k], LINE.bits)
+                if LINE.bits == 4:
                     totals = totals + (sum_of(part),)
                 if not is_wide(LINE):
                     parts = parts + (part,)
@@ -236,13 +236,13 @@ class Stream:
             sums = self.products_by_tile(t, g, x, held_x, COUNT, LINE, FLYING, PIECE)
         else:
             if len(held) == 0:
-                held = self.grab(t, g, COUNT * LINE[0], LINE, FLYING, PIECE)
+                held = self.grab(t, g, COUNT * LINE.tiles, LINE, FLYING, PIECE)
             sums = self.products_of_held(held, x, held_x, COUNT, LINE)
         return sums
 
     @gluon.jit
     def products_of_held(self, w, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr):
-        TILES: gl.constexpr = LINE[0]
+        TILES: gl.constexpr = LINE.tiles
         WORDS: gl.constexpr = tile_words(LINE)
         sums = ()
         for r in gl.static_range(COUNT):
@@ -250,7 +250,7 @@ class Stream:
             for c in gl.static_range(TILES):
                 tile = w[(r * TILES + c) * WORDS : (r * TILES + c + 1) * WORDS]
                 total = self.add_tile(tile, x, held_x, c, total, LINE)
-            sums = sums + (whole(total, LINE[2]),)
+            sums = sums + (whole(total, LINE.bits),)
         return sums
 
     @gluon.jit
@@ -258,11 +258,11 @@ class Stream:
         self, t, g, x, held_x, COUNT: gl.constexpr, LINE: gl.constexpr, FLYING: gl.constexpr,
         PIECE: gl.constexpr,
     ):  # fmt: skip
-        N: gl.constexpr = group_chunks(LINE[0])
+        N: gl.constexpr = group_chunks(LINE.tiles)
         sums = ()
         for _ in gl.static_range(COUNT):
             total = gl.zeros([8, 8, 4], gl.float32, ONE)
-            for i in gl.static_range(LINE[0] // N):
+            for i in gl.static_range(LINE.tiles // N):
                 self.wait(t, N, line_flying(LINE, FLYING, self.slots))
                 for c in gl.static_range(N):
                     w = self.tile_at(t + c, LINE, PIECE)
@@ -270,19 +270,19 @@ class Stream:
                 self.release(g)
                 t += N
                 g += 1
-            sums = sums + (whole(total, LINE[2]),)
+            sums = sums + (whole(total, LINE.bits),)
         return sums
 
     @gluon.jit
     def add_tile(self, w, x, held_x, c: gl.constexpr, total, LINE: gl.constexpr):
         """Add the products of tile c of a line with its pieces of x."""
-        HALVES: gl.constexpr = LINE[1]
+        HALVES: gl.constexpr = LINE.halves
         parts, x_sums = (), ()
         for k in gl.static_range(c * HALVES, (c + 1) * HALVES):
-            parts = parts + (held_x[0][k] if len(held_x[0]) > 0 else load_x(x[k], LINE[2]),)
-            if LINE[2] == 4:
+            parts = parts + (held_x[0][k] if len(held_x[0]) > 0 else load_x(x[k], LINE.bits),)
+            if LINE.bits == 4:
                 x_sums = x_sums + (held_x[1][k],)
-        return multiply(w, parts, x_sums, total, HALVES, LINE[2])
+        return multiply(w, parts, x_sums, total, HALVES, LINE.bits)
 
 
 @gluon.jit

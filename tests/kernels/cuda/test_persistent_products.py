@@ -69,7 +69,7 @@ def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None
     program, num_out, blocks = 3, 1024 + 8, 2
     weight = make_any(bits, num_out, num_in, 0, has_zeros)
     x, line = make_x(num_in), modules.sizes.line_of(num_in, bits)
-    stream = make_stream(modules, bits, blocks * line[0], program)
+    stream = make_stream(modules, bits, blocks * line.tiles, program)
     lines = modules.stream.Lines(0, num_out)
     stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
     found = multiply(modules, stream, x, blocks)
@@ -123,7 +123,7 @@ def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> N
     """The gates of those chosen are the lines of one wide MLP."""
     gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
     line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
-    stream = make_stream(modules, bits, 2 * blocks * line[0], PROGRAM)
+    stream = make_stream(modules, bits, 2 * blocks * line.tiles, PROGRAM)
     lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
     stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
     x = make_x(HIDDEN)
@@ -143,7 +143,7 @@ def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) ->
     down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
     room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
     line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
-    stream = make_stream(modules, bits, line[0], PROGRAM, piece)
+    stream = make_stream(modules, bits, line.tiles, PROGRAM, piece)
     given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
     experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1)
     padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
@@ -210,7 +210,7 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: in
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
     ids, weights = Shared(np.zeros((8, 32), np.int32)), Shared(np.zeros((32, 8), np.float32))
-    return modules.experts.Experts(ids, weights, None, (0,) * 7 + numbers)
+    return modules.experts.Experts(ids, weights, None, modules.sizes.Sizes(*(0,) * 7, *numbers))
 
 
 def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:

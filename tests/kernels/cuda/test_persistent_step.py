@@ -33,6 +33,7 @@ SHAPES = {
 EXPERTS = {
     "qwen3-30b-a3b": ((128, 8, 768, True), (2048, 32, 4, 128, 6144, 5000)),
     "few": ((6, 2, 256, False), (256, 4, 2, 128, 512, 1000)),
+    "held": ((6, 2, 1280, True), (256, 4, 2, 128, 2560, 1000)),  # all gates in registers at once
 }
 
 
@@ -69,7 +70,7 @@ def test_weights_that_stay_codes(name: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "few"])
+@pytest.mark.parametrize("name", list(EXPERTS))
 def test_experts(name: str, bits: int) -> None:
     """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
     from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
@@ -77,11 +78,13 @@ def test_experts(name: str, bits: int) -> None:
 
     experts, sizes = EXPERTS[name]
     shape = StepShape(*sizes, bits, ExpertsShape(*experts))
-    step = RandomStep(shape, Variant(num_layers=3 if name == "few" else 1), 700)
+    num_layers = 3 if name == "few" else 1
+    step = RandomStep(shape, Variant(num_layers), 700)
     errors = [step.errors(context, context) for context in (1, 33, 100, 514, 650)]
-    kernel, plain, cache = (statistics.median(each) for each in zip(*errors, strict=True))
-    assert kernel < 1.3 * plain + 1e-4
-    assert cache < 0.01
+    kernels, plains, caches = zip(*errors, strict=True)
+    assert statistics.median(kernels) < 1.3 * statistics.median(plains) + 1e-4
+    # The first layer's keys do not depend on a choice.
+    assert (max(caches) if num_layers == 1 else statistics.median(caches)) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from nanovllm.kernels.cuda.persistent_sizes import (
+    Line,
     blocks_at_once,
     expert_columns,
     gated_at_once,
+    gated_width,
     group_chunks,
     group_tiles,
     head_blocks_at_once,
+    is_held,
     joined_chunks,
     line_of,
     num_blocks,
@@ -24,8 +27,13 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_tiles,
     piece_segments,
 )
-from nanovllm.kernels.cuda.persistent_step import MIN_SLOTS, StepShape, empty_exchange
-from tests.kernels.cuda.test_persistent_step import SHAPES
+from nanovllm.kernels.cuda.persistent_step import (
+    MIN_SLOTS,
+    ExpertsShape,
+    StepShape,
+    empty_exchange,
+)
+from tests.kernels.cuda.test_persistent_step import EXPERTS, SHAPES
 
 SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
 
@@ -70,17 +78,22 @@ def test_wide_vectors_are_whole_groups(width: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 12])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
-def test_blocks_are_multiplied_in_equal_parts(blocks: int, tiles: int, bits: int) -> None:
-    line = tiles, 2, bits
+def test_blocks_are_multiplied_in_equal_parts(
+    blocks: int, tiles: int, halves: int, bits: int
+) -> None:
+    line = Line(tiles, halves, bits)
     at_once = blocks_at_once(blocks, line)
     assert blocks % at_once == 0
     assert at_once == 1 or at_once * tiles <= 6
+    assert at_once == blocks or not is_held(blocks, line)
     for is_of_experts in (False, True):
         gated = gated_at_once(blocks, line, is_of_experts)
         assert blocks % gated == 0
         assert gated == 1 or 2 * gated * tiles <= 6
+        assert gated == blocks or not is_held(2 * blocks, line)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])
@@ -108,18 +121,20 @@ def test_nobody_waits_for_what_fills_experts_up() -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("name", [*SHAPES, *EXPERTS])
 def test_groups_fit_the_ring(name: str, bits: int) -> None:
-    shape = StepShape(*SHAPES[name], bits)
+    experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
     if shape.problem is not None:
         pytest.skip(shape.problem)
-    hidden, q, mlp = (line_of(width, bits) for width in (shape.hidden, shape.q, shape.mlp))
+    widths = shape.hidden, shape.q, gated_width(shape.sizes)
+    hidden, q, mlp = (line_of(width, bits) for width in widths)
     head, blocks = line_of(shape.hidden, 16), num_blocks(shape.hidden)
     groups = [
         group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
         group_tiles(blocks_at_once(blocks, q), q),
-        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, False), hidden),
+        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, bool(experts)), hidden),
         group_tiles(blocks_at_once(blocks, mlp), mlp),
-        group_tiles(head_blocks_at_once(head[0]), head),
+        group_tiles(head_blocks_at_once(head.tiles), head),
     ]
     assert max(groups) <= MIN_SLOTS <= num_slots(shape.sizes)
