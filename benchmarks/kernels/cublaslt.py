@@ -132,7 +132,7 @@ class Product:
         )
         return y
 
-    def proposed(self, max_results: int = MAX_RESULTS) -> list[Algorithm]:
+    def proposed(self) -> list[Algorithm]:
         """What the library proposes, the best by its own estimate first."""
         calls, preference = self.library.calls, c_void_p()
         check(calls.cublasLtMatmulPreferenceCreate(byref(preference)))
@@ -142,11 +142,11 @@ class Product:
                 preference, MAX_WORKSPACE, byref(most), c_size_t(8)
             )
         )
-        found, count = (Found * max_results)(), c_int()
+        found, count = (Found * MAX_RESULTS)(), c_int()
         check(
             calls.cublasLtMatmulAlgoGetHeuristic(
                 *(self.library.handle, self.operation, self.weight, self.x, self.y, self.y),
-                *(preference, max_results, found, byref(count)),
+                *(preference, MAX_RESULTS, found, byref(count)),
             )
         )
         check(calls.cublasLtMatmulPreferenceDestroy(preference))

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels.library_choice [--models qwen3-0.6b ...] [--rows 64 ...]
 
 For each projection, in microseconds with cold weights: torch's call of cuBLAS, what the engine
-runs, and the fastest of all algorithms of cuBLASLt, of which each is timed. Then the projections
-and norms of whole layers, with the engine's products and with the fastest ones.
+runs, and the fastest algorithm of cuBLASLt, of as many as can be timed in some seconds. Then the
+projections and norms of whole layers, with the engine's products and with the fastest ones.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.kernels.timing import GpuTimer, Run, defect, floor, line
 from nanovllm.bench.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
+from nanovllm.errors import EngineError
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.ops import Hidden, NormWeights
 from nanovllm.models.config_json import read_model_config
@@ -80,6 +81,8 @@ class Chooser:
             (least(self.timer, [partial(product, each, x, w, y) for w in weights]), each)
             for _, each in fastest
         ]
+        if not final:
+            raise EngineError(f"no algorithm of cuBLASLt gave the right product of {shape}")
         took, algorithm = min(final, key=lambda each: each[0])
         return Best(algorithm, product, took, len(times))
 
@@ -165,7 +168,7 @@ class Layers:
 
     def engine(self, found: dict[str, Best]) -> Tensor:
         """What the engine runs, but with the products that were found in place of its own."""
-        hidden = Hidden(self.residual)
+        hidden = Hidden(self.residual.clone())
         for weights in self.weights:
             x, residual = self.ops.norm(hidden, self.norm)
             self._project(x, weights.qkv, found.get("qkv"))

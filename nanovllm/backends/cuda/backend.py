@@ -60,7 +60,7 @@ class CudaBackend:
         attention = self._graphed_attention()
         if attention is not None:
             max_num_seqs = self.config.max_num_seqs
-            share = self.chunk_sizes[-1].num_tokens / self.max_tokens
+            share = self.prefill_sizes[-1].num_tokens / self.max_tokens
             # A group's logits exist three times while they are put side by side.
             num_rows = max_num_seqs * (1 if self.group.is_alone else 3)
             self.platform.reserve_for_graphs(
@@ -75,10 +75,10 @@ class CudaBackend:
         return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
 
     @property
-    def chunk_sizes(self) -> list[ChunkSize]:
+    def prefill_sizes(self) -> list[ChunkSize]:
         """Of steps with prompts that are graphs."""
-        many = max_many_tokens(self.model_config)
-        return chunk_sizes(self.max_tokens, self.config.max_num_seqs, many)
+        most = max_many_tokens(self.model_config)
+        return chunk_sizes(self.max_tokens, self.config.max_num_seqs, most)
 
     def sampler(self, tables: SlotTables) -> TritonSampler:
         return TritonSampler(tables, self.model_config.vocab_size, self.group)
@@ -127,7 +127,7 @@ class CudaBackend:
     ) -> GraphedSteps:
         platform, chunks = self.platform, None
         if isinstance(attention, TritonAttention):
-            chunks = GraphedChunks(eager, attention, platform, self.chunk_sizes)
+            chunks = GraphedChunks(eager, attention, platform, self.prefill_sizes)
         return GraphedSteps(eager, attention, sampler, platform, chunks)
 
     def _graphed_attention(self) -> GraphedAttention | None:

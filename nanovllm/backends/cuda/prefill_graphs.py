@@ -1,4 +1,4 @@
-"""Steps with prompts in them, on CUDA: one graph per number of tokens, padded up to it.
+"""Steps with prompts in them, on CUDA: a few graphs per number of tokens, padded up to it.
 
 Launching a layer's kernels one by one takes the host longer than a few thousand tokens take the
 device, so the first token of a short prompt, and every answer that runs beside it, would wait.
@@ -29,11 +29,11 @@ from nanovllm.worker.forward import EagerForward, StepLogits
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
 MAX_ROWS = 256  # each one's logits are computed, used or not
 MAX_PROMPTS = 16  # rows of more than one token
-# Many short prompts have graphs of their own: programs that attend are as many as all prompts
-# would need if each were as long as the longest may be, and those without queries take time too.
+# Many short prompts have graphs of their own. Attention has as many programs as if every prompt
+# were as long as one may be, and programs without queries take time too: so none may be long.
 MANY_PROMPTS, MANY_LEN = 64, 512  # how many, and the tokens of each
 MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # of these prompts together
-LAYER_PRODUCTS = 3 << 36  # multiplications that take as long as the launches of a layer
+LAYER_PRODUCTS = 3 << 36  # multiplications that take about as long as the launches of a layer
 MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
 MAX_ALONE_TOKENS = 1024  # of these prompts together
 MAX_CHANGES = 16384  # of the tables, that a graph writes before it runs a step
@@ -76,23 +76,29 @@ def needed_size(plan: StepPlan) -> ChunkSize:
 
 
 def max_many_tokens(config: ModelConfig) -> int:
-    """Of many prompts in one graph: with more, the device is busy for longer than the host."""
+    """Of many prompts in one graph: with more, the device is busy for longer than the host.
+
+    The head counts as a part of every layer.
+    """
     num_weights = config.num_weights_per_token // config.num_layers
     return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
 
 
-def chunk_sizes(max_tokens: int, max_rows: int, max_many: int) -> list[ChunkSize]:
-    """Powers of two and the middle between them, up to one that holds the largest step."""
+def chunk_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[ChunkSize]:
+    """Powers of two and the middle between them, up to what the largest step of a kind needs."""
     sizes, num_tokens = [], 16
-    while num_tokens <= max(MAX_TOKENS, max_many):
+    if max_rows <= MAX_PROMPTS:
+        max_many_tokens = 0
+    while num_tokens <= max(MAX_TOKENS, max_many_tokens):
         if num_tokens <= MAX_ALONE_TOKENS:
             num_rows = min(max_rows, MAX_ALONE)
             sizes.append(ChunkSize(num_tokens, 0, num_rows, num_rows, num_tokens))
         num_rows = min(max_rows, max(16, num_tokens // 4), MAX_ROWS)
         if num_tokens <= MAX_TOKENS:
             sizes.append(ChunkSize(num_tokens, num_rows, MAX_PROMPTS, num_rows, num_tokens))
-        if MIN_MANY_TOKENS <= num_tokens <= max_many:
-            sizes.append(ChunkSize(num_tokens, num_rows, MANY_PROMPTS, num_rows, MANY_LEN))
+        if MIN_MANY_TOKENS <= num_tokens <= max_many_tokens:
+            num_prompts = min(num_rows, MANY_PROMPTS)
+            sizes.append(ChunkSize(num_tokens, num_rows, num_prompts, num_rows, MANY_LEN))
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4
@@ -114,8 +120,8 @@ class GraphedChunks:
         self.platform = platform
         self.num_slots = eager.tables.num_slots
         self.sizes = sizes
-        longest = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
-        self._columns = torch.zeros(longest, dtype=torch.int32, device=platform.device)
+        num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
+        self._columns = torch.zeros(num_words, dtype=torch.int32, device=platform.device)
         # Zeros, which name a token and a place even while kernels are compiled and not launched.
         most, device = self.sizes[-1].num_tokens, platform.device
         self._input_ids = torch.zeros(most, dtype=torch.int32, device=device)

@@ -55,6 +55,7 @@ class ChunkRows:
     block_table: Tensor
     singles: Tensor
     prompts: Tensor
+    max_query_len: int
 
 
 class ReferenceChunks(SdpaAttention):
@@ -63,12 +64,12 @@ class ReferenceChunks(SdpaAttention):
     def chunk_plan(
         self, block_table: Tensor, singles: Tensor, prompts: Tensor, max_query_len: int
     ) -> ChunkRows:
-        return ChunkRows(block_table, singles, prompts)
+        return ChunkRows(block_table, singles, prompts, max_query_len)
 
     def decode_plan(self, rows: DecodeRows) -> ChunkRows:
         tokens = torch.arange(len(rows.slots), dtype=torch.int32)
         singles = torch.stack((rows.slots, tokens, rows.context_lens))
-        return ChunkRows(rows.block_table, singles, torch.zeros((4, 0), dtype=torch.int32))
+        return ChunkRows(rows.block_table, singles, torch.zeros((4, 0), dtype=torch.int32), 1)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: Any, spec: AttentionSpec) -> Tensor:
         if not isinstance(plan, ChunkRows):
@@ -81,6 +82,7 @@ class ReferenceChunks(SdpaAttention):
                 q, cache.k, cache.v, plan.block_table, *rows, spec.scale, spec.window
             )
             for _, start, count, _ in rows.T.tolist():  # padding writes zeros, too
+                assert count <= plan.max_query_len
                 out[start : start + count] = part[start : start + count]
         return out
 
@@ -136,7 +138,7 @@ def test_columns_without_prompts() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 15, 16, 17, 100, 1024, 1025, 4096, 16384])
 @pytest.mark.parametrize("max_rows", [1, 16, 512])
 def test_sizes(max_tokens: int, max_rows: int) -> None:
-    sizes = chunk_sizes(max_tokens, max_rows, max_many=0)
+    sizes = chunk_sizes(max_tokens, max_rows, max_many_tokens=0)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_tokens <= MAX_TOKENS
     largest = needed_size(make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)]))
@@ -148,17 +150,24 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 3000, 5000, 16384])
-@pytest.mark.parametrize("max_many", [1023, 1024, 2500, 8192])
-def test_sizes_of_many_prompts(max_tokens: int, max_many: int) -> None:
+@pytest.mark.parametrize("most", [1023, 1024, 2500, 8192])
+def test_sizes_of_many_prompts(max_tokens: int, most: int) -> None:
     """The largest, which is recorded first, has memory for all others."""
-    sizes = chunk_sizes(max_tokens, 256, max_many)
+    sizes = chunk_sizes(max_tokens, 256, most)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_rows == max(size.num_rows for size in sizes)
     many = [size for size in sizes if size.num_prompts == MANY_PROMPTS]
-    assert all(MIN_MANY_TOKENS <= size.num_tokens <= max_many for size in many)
-    assert bool(many) == (max_many >= 1024)
+    assert all(MIN_MANY_TOKENS <= size.num_tokens <= most for size in many)
+    assert bool(many) == (most >= 1024)
     few = [size for size in sizes if size.num_prompts < MANY_PROMPTS]
-    assert few == chunk_sizes(max_tokens, 256, max_many=0)
+    assert few == chunk_sizes(max_tokens, 256, max_many_tokens=0)
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 16, 17, 63])
+def test_few_sequences_are_never_many_prompts(max_rows: int) -> None:
+    sizes, few = (chunk_sizes(16384, max_rows, most) for most in (MAX_MANY_TOKENS, 0))
+    assert (sizes == few) == (max_rows <= MAX_PROMPTS)
+    assert all(size.num_prompts <= max(max_rows, MAX_PROMPTS) for size in sizes)
 
 
 def test_many_prompts_of_a_small_model() -> None:
@@ -228,7 +237,7 @@ def test_padded_steps_equal_transformers(
         platform: Any = GraphedPlatform()
         attention: Any = eager.attention
         with torch.inference_mode():
-            sizes = chunk_sizes(max_tokens, eager.tables.num_slots, max_many=max_tokens)
+            sizes = chunk_sizes(max_tokens, eager.tables.num_slots, max_many_tokens=max_tokens)
             chunks = GraphedChunks(eager, attention, platform, sizes)
             for size in chunks.sizes[::-1]:
                 chunks.graph(size)
@@ -251,7 +260,7 @@ def test_padded_steps_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "count", "max_many", "is_run"),
+    ("num_rows", "count", "most", "is_run"),
     [
         (2, 100, 0, True),
         (1, MAX_TOKENS, 0, True),
@@ -267,8 +276,8 @@ def test_padded_steps_equal_transformers(
     ],
 )
 def test_what_does_not_fit_is_left_to_others(
-    num_rows: int, count: int, max_many: int, is_run: bool
+    num_rows: int, count: int, most: int, is_run: bool
 ) -> None:
     plan = make_plan([(i, 0, count, 0) for i in range(num_rows)])
-    sizes = [size for size in chunk_sizes(16384, 512, max_many) if size.fits(needed_size(plan))]
+    sizes = [size for size in chunk_sizes(16384, 512, most) if size.fits(needed_size(plan))]
     assert bool(sizes) == is_run
