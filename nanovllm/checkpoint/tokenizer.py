@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.folder import VOCABULARY_FILES
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 # What is wrong with a tokenizer may show only in use: some text, and a character of no vocabulary.
 PROBE = "Hello, 1 \U0010fffd"
+# What a tokenizer.json says beside the vocabulary: of the tokenizer, and of its model.
+PARTS = ("normalizer", "pre_tokenizer", "decoder")
+FLAGS = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
@@ -44,11 +47,13 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     if any((checkpoint.path / name).is_file() for name in VOCABULARY_FILES):
         from transformers import AutoTokenizer
 
-        _check_ids(checkpoint.path / "tokenizer.json")
+        written = _read_json(checkpoint.path / "tokenizer.json")
         # Left out, a repository's code would run after a question on the terminal.
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(checkpoint.path), local_files_only=True, trust_remote_code=False
         )
+        _restore_parts(tokenizer, written)
+        return tokenizer
     if checkpoint.weight_format == "gguf":
         return build_tokenizer(checkpoint.weight_files[0])
     raise CheckpointError(
@@ -57,14 +62,36 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     )
 
 
-def _check_ids(file: Path) -> None:
+def _read_json(file: Path) -> dict[str, Any]:
     """Refuse ids of eight digits: the library walks through all that lie below the highest."""
     if not file.is_file():
-        return
+        return {}
 
-    def check(entries: dict[str, object]) -> None:
+    def check(entries: dict[str, object]) -> dict[str, object]:
         highest = max((id for id in entries.values() if isinstance(id, int)), default=0)
         if highest >= 10**7:
             raise CheckpointError(f"{file} has a token {highest}; fetch it again")
+        return entries
 
-    json.loads(file.read_bytes(), object_hook=check)
+    contents: dict[str, Any] = json.loads(file.read_bytes(), object_hook=check)
+    return contents
+
+
+def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) -> None:
+    """Split text as the file says.
+
+    transformers takes no more than the vocabulary from it where tokenizer_config.json names a class
+    that builds these parts itself, such as Llama's for DeepSeek's tokenizer of bytes.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or written.get("model", {}).get("type") != "BPE":
+        return
+    from tokenizers import Tokenizer
+
+    model = {**written["model"], "vocab": {}, "merges": []}  # quick to read without
+    bare = {**written, "model": model, "added_tokens": [], "post_processor": None}
+    source = Tokenizer.from_str(json.dumps(bare))
+    for name in PARTS:
+        setattr(backend, name, getattr(source, name))
+    for name in FLAGS:
+        setattr(backend.model, name, getattr(source.model, name))

@@ -74,16 +74,17 @@ class Detokenizer:
     def _read(self, is_last: bool) -> None:
         text = decode(self._tokenizer, self._window, self._params)
         is_full = len(self._window) > MAX_WINDOW
-        num_unsettled = 0 if is_last else len(text) - len(text.rstrip(REPLACEMENT))
-        if is_full:  # bytes that never make a character: an incomplete one has at most 3
-            num_unsettled = min(num_unsettled, 3)
+        # Full of bytes that never make a character: an incomplete one has at most 3.
+        most = 0 if is_last else 3 if is_full else len(text)
+        num_unsettled = min(len(text) - len(text.rstrip(REPLACEMENT)), most)
         piece = text[self._num_shown : len(text) - num_unsettled]
         self.text += piece
         self._num_shown += len(piece)
         if piece and not num_unsettled:  # the tokens just read are context enough
             self._keep(self._window[self._num_context :], 0)
-        elif is_full and num_unsettled:
-            self._keep(self._window[-MAX_WINDOW // 2 :], num_unsettled)
+        elif is_full and num_unsettled:  # special tokens may stand between a character's bytes
+            shown = [each for each in self._window if decode(self._tokenizer, [each], self._params)]
+            self._keep(shown[-9:], num_unsettled)  # of 3 replaced characters each has up to 3 bytes
         elif is_full:  # tokens without text, such as special ones
             self._keep(self._window[: self._num_context], 0)
 

@@ -48,8 +48,14 @@ class TokenTexts(dict[int, str | None]):
 
     def __missing__(self, token_id: int) -> str | None:
         tokenizer = self._tokenizer
-        text = self[token_id] = None if tokenizer is None else str(tokenizer.decode([token_id]))
+        text = self[token_id] = None if tokenizer is None else text_within(tokenizer, token_id)
         return text
+
+
+def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """A token's text after others: SentencePiece drops the space with which a text begins."""
+    alone, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
+    return f" {alone}" if twice == f"{alone} {alone}" else alone
 
 
 class AnswerLogprobs(Sequence[dict[int, Logprob]]):

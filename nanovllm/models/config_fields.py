@@ -77,7 +77,7 @@ FIELDS: dict[str, Number | Kind] = {
     "dtype": TEXT,
     "torch_dtype": TEXT,
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), FLAG),
-    **dict.fromkeys(("use_sliding_window", "norm_topk_prob", "truncate"), FLAG),
+    **dict.fromkeys(("use_sliding_window", "norm_topk_prob", "truncate", "is_causal"), FLAG),
     # The rotation, at the top or in one of these objects
     **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
     **dict.fromkeys(("full_attention", "sliding_attention"), OBJECT),

@@ -31,6 +31,10 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModelError(
             f"hidden_act {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})"
         )
+    if config.get("is_causal") is False:
+        raise UnsupportedModelError(
+            "is_causal=False in config.json, attention to later tokens, is not supported"
+        )
     read_quantisation(config.get("quantization_config"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     head_dim = config.get("head_dim") or hidden_size // num_heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.server.answer import Event
 from nanovllm.server.generation import Job, Logprobs, Update
@@ -72,8 +73,7 @@ class CompletionAnswer(OpenAIStream):
         prompt = self.job.prompts[index // self.job.params[0].n]
         is_first, self._is_begun[index] = not self._is_begun[index], True
         if request.echo and is_first:
-            echo = self.service.tokenizer.decode(prompt, skip_special_tokens=False)
-            text = str(echo) + text
+            text = self._echo(prompt, token_ids) + text
         if request.logprobs is not None:
             prompt_logprobs = finish.prompt_logprobs if finish and request.echo else None
             columns = self._columns(index, prompt, prompt_logprobs or [], token_ids, logprobs or [])
@@ -90,6 +90,15 @@ class CompletionAnswer(OpenAIStream):
         if request.prompt_logprobs is not None and finish is not None:
             choice["prompt_logprobs"] = prompt_logprobs_by_id(finish.prompt_logprobs)
         return choice
+
+    def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+        """The text of the prompt, and the space that an answer's first token has after others."""
+        tokenizer = self.service.tokenizer
+        echo = str(tokenizer.decode(prompt, skip_special_tokens=False))
+        if not token_ids:
+            return echo
+        alone = str(tokenizer.decode([token_ids[0]]))
+        return echo + text_within(tokenizer, token_ids[0]).removesuffix(alone)
 
     def _columns(
         self,

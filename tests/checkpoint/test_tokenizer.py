@@ -401,6 +401,31 @@ def test_folder_with_and_without_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
 
 
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [
+        ("bytes", "LlamaTokenizerFast"),  # DeepSeek's models of Llama's plan
+        ("bytes", "GemmaTokenizer"),
+        ("bytes", "Qwen2Tokenizer"),
+        ("sentencepiece", "LlamaTokenizer"),
+        ("sentencepiece", "Qwen2Tokenizer"),
+    ],
+)
+def test_the_file_says_how_text_is_split(tmp_path: Path, metadata: str, name: str) -> None:
+    """Whatever class tokenizer_config.json names: transformers' own would split another way."""
+    values = {**BYTE_LEVEL, "pre": "llama-bpe"} if metadata == "bytes" else SENTENCEPIECE
+    built = load_tokenizer(write_vocabulary(tmp_path / "v.gguf", **values))
+    built.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    for text in TEXTS:
+        ids = loaded.encode(text, add_special_tokens=False)
+        assert ids == built.encode(text, add_special_tokens=False), text
+        assert loaded.decode(ids) == built.decode(ids)
+
+
 def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anybody asked, whose yes may be what was meant for a chat."""
     folder = tmp_path / "folder"

@@ -126,6 +126,27 @@ def test_an_incomplete_end_is_shown_as_it_is(
     assert pieces == ["a", "", "", "\ufffd"]
 
 
+@pytest.mark.parametrize("num_special", [5, 9, 15, 40])
+@pytest.mark.parametrize("rest", [[0x98, 0x80], list(b"Fever"), []])
+def test_special_tokens_may_stand_between_the_bytes_of_a_character(
+    smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int], num_special: int, rest: list[int]
+) -> None:
+    """With `ignore_eos` a model may well say its last token many times over."""
+    begun = [byte_ids[byte] for byte in b"a\xf0\x9f"]
+    ids = [*begun, *[smollm2.eos_token_id] * num_special, *(byte_ids[byte] for byte in rest)]
+    assert_adds_up(smollm2, ids)
+
+
+def test_characters_that_all_end_early_are_kept(
+    smollm2: PreTrainedTokenizerBase, byte_ids: dict[int, int]
+) -> None:
+    """Three bytes for each replacement character: a window holds fewer of these than of bytes."""
+    for first in (b"", b"a", b"\x80", b"\x80\x80"):
+        for last in (b"a", b"\x80", b""):
+            spelled = first + b"\xf0\x9f\x98" * 9 + last
+            assert_adds_up(smollm2, [byte_ids[byte] for byte in spelled])
+
+
 def test_finished_text_is_decoded_in_one_go(smollm2: PreTrainedTokenizerBase) -> None:
     ids = [*smollm2.encode("hello , world"), smollm2.eos_token_id]
     assert decode(smollm2, ids, SamplingParams()) == "hello , world"

@@ -131,6 +131,8 @@ def test_which_layers_have_experts() -> None:
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "'su'"),
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "'yarn'"),
         ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": None}, "0.75"),
+        ("qwen2", {"is_causal": False}, "is_causal=False"),  # embedding models
+        ("gemma3", {"is_causal": False}, "is_causal=False"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"rope_parameters": {"full_attention": YARN}}, "some layers .full_attention."),
         ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are supported with 'silu'"),

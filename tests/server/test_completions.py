@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
-from tests.server.running import Running
+from nanovllm import AsyncLLM
+from tests.checkpoints import VOCAB_SIZE
+from tests.server.running import Running, running
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
     ("One text", {}),
@@ -94,6 +100,41 @@ def test_echo_scores_a_prompt_as_harnesses_ask_for_it(server: Running, max_token
             assert own <= max(best.values()) <= 0
             assert own in best.values()
     assert answer.usage.completion_tokens == 2 * max_tokens
+
+
+@pytest.fixture(scope="module")
+def spaced(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model with a tokenizer as SentencePiece has it: a text's first space is dropped."""
+    folder = tmp_path_factory.mktemp("spaced") / "model"
+    shutil.copytree(tiny("qwen3").path, folder)
+    pieces = ["<unk>", *(f"{'▁' * (i % 3 > 0)}{i}" for i in range(1, VOCAB_SIZE))]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+    llm = AsyncLLM(folder, device="cpu", dtype="float32", max_model_len=64, num_kvcache_blocks=8)
+    try:
+        with running(llm) as server:
+            yield server
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+def test_spaces_of_sentencepiece_are_kept_between_tokens(spaced: Running, max_tokens: int) -> None:
+    prompts = [[10, 11, 12, 13], [20, 30], [1, 2]]
+    answer = spaced.openai.completions.create(
+        model="tiny", prompt=prompts, echo=True, logprobs=2, max_tokens=max_tokens, temperature=0,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    for choice, prompt in zip(answer.choices, prompts, strict=True):
+        ids, logprobs = [*prompt, *choice.token_ids], choice.logprobs
+        words = "".join(f"{' ' * (i % 3 > 0)}{i}" for i in ids)
+        assert choice.text == words.removeprefix(" ")
+        assert "".join(logprobs.tokens) == choice.text
+        for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+            assert choice.text[offset:].startswith(token)
 
 
 def test_logprobs_are_the_models_own(server: Running) -> None:
