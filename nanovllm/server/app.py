@@ -39,7 +39,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesReque
 
 def make_app(service: Service) -> ASGIApp:
     """Everything behind one guard, the documentation too."""
-    app = FastAPI(title="nanovllm", version=__version__, root_path=service.options.root_path)
+    app = FastAPI(title="nanovllm", version=__version__)
     add_error_handlers(app)
     app.include_router(_generating_routes(service))
     app.include_router(_text_routes(service))
