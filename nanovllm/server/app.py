@@ -60,6 +60,7 @@ def _generating_routes(service: Service) -> APIRouter:
     ) -> Response:
         service.check_queue()
         made = await answer(service, request)
+        service.check_queue()  # of those that came together, too many may have passed
         return StreamResponse(made, timeout) if request.stream else WholeResponse(made, timeout)
 
     @router.post("/v1/chat/completions")
@@ -73,7 +74,9 @@ def _generating_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest) -> Response:
         service.check_queue()
-        return WholeResponse(await answer_embeddings(service, request), timeout)
+        made = await answer_embeddings(service, request)
+        service.check_queue()
+        return WholeResponse(made, timeout)
 
     @router.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:

@@ -60,6 +60,7 @@ class FakeLLM:
     ) -> AsyncGenerator[StreamPiece, None]:
         self._raise_if_failed()
         self.asked.append((prompt, params))
+        self.num_requests += 1
         is_over = False
         try:
             while self.is_silent:
@@ -76,6 +77,7 @@ class FakeLLM:
             is_over = True
             yield StreamPiece(0, "", [], self._output(prompt))
         finally:
+            self.num_requests -= 1
             self.num_aborted += not is_over
 
     @property

@@ -17,6 +17,7 @@ import pytest
 from openai import AuthenticationError, RateLimitError
 
 from nanovllm import __version__
+from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
 from nanovllm.server.metrics import Metrics
@@ -112,6 +113,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             assert caught.value.response.headers["retry-after"] == "1"
         llm.num_requests = llm.config.max_num_seqs + 3
         assert server.post("/v1/embeddings", input="x").status_code == 429
+
+
+def test_requests_that_come_together_do_not_pass_the_limit() -> None:
+    llm = FakeLLM("Hello!" * 20, pause=0.05, config=EngineConfig("fake", max_num_seqs=2))
+
+    async def ask_all(url: str) -> list[int]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {"prompt": "x", "stream": True}
+            asked = [client.post("/v1/completions", json=body) for _ in range(12)]
+            return sorted(answer.status_code for answer in await asyncio.gather(*asked))
+
+    with running(llm, max_queued_requests=3) as server:
+        assert asyncio.run(ask_all(server.url)) == [200] * 5 + [429] * 7
 
 
 def test_answers_that_take_too_long_end() -> None:
