@@ -74,6 +74,10 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def embedded(self, num_prompt_tokens: int) -> None:
+        """Count prompts that nothing was generated for."""
+        self._tokens["prompt_tokens"].inc(num_prompt_tokens)
+
     async def observed(
         self, pieces: AsyncGenerator[StreamPiece, None]
     ) -> AsyncGenerator[StreamPiece, None]:

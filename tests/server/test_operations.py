@@ -335,6 +335,18 @@ def test_texts_become_tokens_and_back(server: Running) -> None:
     assert text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_prompts_of_embeddings_are_counted(server: Running) -> None:
+    def count() -> float:
+        text = server.http.get("/metrics").text
+        found = re.search(r"^vllm:prompt_tokens_total.* (\S+)", text, re.M)
+        assert found is not None
+        return float(found[1])
+
+    before = count()
+    assert server.post("/v1/embeddings", input=["one", "two"]).status_code == 200
+    assert count() == before + 6
+
+
 def test_embeddings_in_both_encodings(server: Running) -> None:
     create = server.openai.embeddings.create
     floats = create(model="tiny", input=["one", "two"], encoding_format="float")
