@@ -138,10 +138,10 @@ class AsyncLLM:
         if stream is not None and unfinished:
             self._core_of(stream).finish(Finish(unfinished, "abort"))
 
-    def close(self) -> None:
+    def close(self, reason: NanovllmError | None = None) -> None:
         """End the processes of all cores; whoever waits gets an error. Once is enough."""
         for replica in self.replicas:
-            replica.close()
+            replica.close(reason)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -65,6 +66,19 @@ def at_least(limit: int) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def seconds(may_be_0: bool) -> Callable[[str], float]:
+    """An argparse type: a time, and not for ever."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not 0 <= value < math.inf or not (value or may_be_0):
+            least = "0 or more" if may_be_0 else "more than 0"
+            raise argparse.ArgumentTypeError(f"must be {least} seconds, got {text}")
+        return value
+
+    return number
 
 
 def add_command(

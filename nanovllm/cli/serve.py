@@ -18,6 +18,7 @@ from nanovllm.cli.options import (
     at_least,
     fields_in,
     read_text,
+    seconds,
 )
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
@@ -61,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     check_foreign_flags(args)
     config = engine_config(args)
     from nanovllm.async_llm import AsyncLLM
-    from nanovllm.server.run import listen, make_server
+    from nanovllm.server.run import check_certificate, listen, make_server
 
+    check_certificate(args.ssl_keyfile, args.ssl_certfile)
     with listen(args.host, args.port) as listener:
         llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
         try:
@@ -70,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             server = make_server(llm, options, args.ssl_keyfile, args.ssl_certfile)
             scheme = "https" if args.ssl_certfile else "http"
             host, port = listener.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
             print(f"{options.model_names[0]} is at {scheme}://{host}:{port}/v1", file=sys.stderr)
             server.run(sockets=[listener])
         finally:
@@ -122,7 +125,7 @@ def server_options(
         reasoning_parser=args.reasoning_parser,
         sampling_defaults=read_sampling_defaults(args.generation_config, generation_config),
         metrics_prefix=args.metrics_prefix,
-        root_path=args.root_path,
+        root_path=f"/{args.root_path.strip('/')}" if args.root_path.strip("/") else "",
     )
 
 
@@ -216,8 +219,9 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="0.0.0.0 for all of the machine (default: %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
-    add("--api-key", nargs="+", default=[], metavar="KEY", help="what clients must show, but for "
-        "/health, /ping and the page's files (default: nothing)")  # fmt: skip
+    add("--api-key", nargs="+", type=_key, default=[], metavar="KEY",
+        help="what clients must show, but for /health, /ping and the page's files "
+        "(default: nothing)")  # fmt: skip
     add("--root-path", default="", metavar="PATH", help="where a proxy shows this server")
     add("--ssl-keyfile", metavar="FILE", help="with --ssl-certfile: serve HTTPS")
     add("--ssl-certfile", metavar="FILE")
@@ -229,14 +233,21 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         help="of a request (default: %(default)s)")  # fmt: skip
     add("--max-queued-requests", type=at_least(1), default=2048, metavar="N",
         help="that wait; more are refused with status 429 (default: %(default)s)")  # fmt: skip
-    add("--request-timeout", type=float, metavar="SECONDS", help="for a whole answer "
-        "(default: any time)")  # fmt: skip
-    add("--shutdown-timeout", type=float, default=10.0, metavar="SECONDS",
+    add("--request-timeout", type=seconds(may_be_0=False), metavar="SECONDS",
+        help="for a whole answer (default: any time)")  # fmt: skip
+    add("--shutdown-timeout", type=seconds(may_be_0=True), default=10.0, metavar="SECONDS",
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
     add("--restart-engine", action="store_true",
         help="start the engine anew when its process dies or hangs")  # fmt: skip
     add("--metrics-prefix", default="vllm:", metavar="TEXT",
         help="of the names of metrics (default: %(default)s)")  # fmt: skip
+
+
+def _key(text: str) -> str:
+    """Whoever sends no key would have the empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text
 
 
 def _dtype(text: str) -> str:
@@ -271,8 +282,9 @@ def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str,
     config = of_model
     if where != "auto":
         path = str(Path(where, "generation_config.json"))
+        text = read_text(path)
         try:
-            config = json.loads(read_text(path))
+            config = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
     return sampling_in(config)

@@ -39,7 +39,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesReque
 
 def make_app(service: Service) -> ASGIApp:
     """Everything behind one guard, the documentation too."""
-    app = FastAPI(title="nanovllm", version=__version__, root_path=service.options.root_path)
+    app = FastAPI(title="nanovllm", version=__version__)
     add_error_handlers(app)
     app.include_router(_generating_routes(service))
     app.include_router(_text_routes(service))
@@ -60,6 +60,7 @@ def _generating_routes(service: Service) -> APIRouter:
     ) -> Response:
         service.check_queue()
         made = await answer(service, request)
+        service.check_queue()  # of those that came together, too many may have passed
         return StreamResponse(made, timeout) if request.stream else WholeResponse(made, timeout)
 
     @router.post("/v1/chat/completions")
@@ -73,7 +74,9 @@ def _generating_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest) -> Response:
         service.check_queue()
-        return WholeResponse(await answer_embeddings(service, request), timeout)
+        made = await answer_embeddings(service, request)
+        service.check_queue()
+        return WholeResponse(made, timeout)
 
     @router.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:

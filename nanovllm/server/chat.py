@@ -55,10 +55,10 @@ async def prompt_of(service: Service, request: ChatRequest) -> ChatPrompt:
     return ChatPrompt(text, token_ids, tools)
 
 
-async def prepare_chat(service: Service, request: ChatRequest) -> Chat:
-    """Check everything that can be checked before the answer begins."""
+async def prepare_chat(service: Service, request: ChatRequest, param: str = "messages") -> Chat:
+    """Check everything that can be checked before the answer begins; `param` has the prompt."""
     prompt = await prompt_of(service, request)
-    length = service.answer_length(len(prompt.token_ids), request.most_tokens, None, "messages")
+    length = service.answer_length(len(prompt.token_ids), request.most_tokens, None, param)
     given: dict[str, Any] = {"max_tokens": length}
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0

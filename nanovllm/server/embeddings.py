@@ -45,6 +45,7 @@ class EmbeddingAnswer:
             for task in tasks:
                 task.cancel()
         num_tokens = sum(map(len, self._prompts))
+        self._service.metrics.embedded(num_tokens)
         yield {
             "object": "list",
             "data": [

@@ -1,4 +1,4 @@
-"""What stands before every route: keys, the size of bodies, and the ids of requests."""
+"""What stands before every route: a proxy's path, keys, the size of bodies, ids of requests."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ class Guard:
         self._app = app
         self._keys = [key.encode() for key in options.api_keys]
         self._max_body_bytes = options.max_body_bytes
+        self._root_path = options.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = self._below_root(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
@@ -60,6 +62,15 @@ class Guard:
             line = "%s %s %s: %s after %.3f s"
             outcome = status or "the client hung up"
             logger.info(line, request_id, scope["method"], scope["path"], outcome, seconds)
+
+    def _below_root(self, scope: Scope) -> Scope:
+        """Hide where a proxy shows the server; some hand that part of the path on, some do not."""
+        root = self._root_path
+        if not root:
+            return scope
+        is_whole = scope["path"].startswith(f"{root}/")
+        path = scope["path"].removeprefix(root) if is_whole else scope["path"]
+        return {**scope, "root_path": root, "path": path}
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         """Compare with every key, in the same time whatever is given."""
@@ -87,5 +98,5 @@ class Guard:
 def _given_keys(headers: Headers) -> Iterator[bytes]:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        yield token.strip().encode()
-    yield headers.get("x-api-key", "").encode()
+        yield token.strip().encode("latin-1")  # the bytes that came
+    yield headers.get("x-api-key", "").encode("latin-1")

@@ -74,25 +74,32 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def embedded(self, num_prompt_tokens: int) -> None:
+        """Count prompts that nothing was generated for."""
+        self._tokens["prompt_tokens"].inc(num_prompt_tokens)
+
     async def observed(
         self, pieces: AsyncGenerator[StreamPiece, None]
     ) -> AsyncGenerator[StreamPiece, None]:
         """Hand on the pieces of a request, and note when they came."""
-        last = 0.0
+        last: dict[int, float] = {}  # when tokens came, by sample
+        num_counted = 0
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 now = time.perf_counter()
                 num_tokens = len(piece.token_ids)
-                if last and num_tokens:
-                    gap = (now - last) / num_tokens
+                if piece.sample in last and num_tokens:
+                    gap = (now - last[piece.sample]) / num_tokens
                     for _ in range(num_tokens):
                         self._histograms["inter_token_latency_seconds"].observe(gap)
-                last = now
+                last[piece.sample] = now
+                self._tokens["generation_tokens"].inc(num_tokens)
+                num_counted += num_tokens
                 if piece.output is not None:
-                    self._end(piece.output)
+                    self._end(piece.output, num_counted)
                 yield piece
 
-    def _end(self, output: RequestOutput) -> None:
+    def _end(self, output: RequestOutput, num_counted: int) -> None:
         num_prompt = len(output.prompt_token_ids)
         num_generated = sum(len(each.token_ids) for each in output.outputs)
         first = output.time_to_first_token
@@ -110,7 +117,7 @@ class Metrics:
         for name, value in (seconds | numbers).items():
             self._histograms[name].observe(value)
         self._tokens["prompt_tokens"].inc(num_prompt)
-        self._tokens["generation_tokens"].inc(num_generated)
+        self._tokens["generation_tokens"].inc(max(num_generated - num_counted, 0))
         for each in output.outputs:
             self._ended.labels(self._model_name, each.finish_reason).inc()
 

@@ -27,7 +27,7 @@ PARTS = {"text": "output_text", "reasoning": "reasoning_text"}
 
 
 async def answer_response(service: Service, request: ResponsesRequest) -> ResponseAnswer:
-    chat = await prepare_chat(service, request.chat())
+    chat = await prepare_chat(service, request.chat(), "input")
     if request.has_logprobs:  # which tokens are whose shows only as they come
         chat = replace(chat, job=replace(chat.job, is_streaming=True))
     return ResponseAnswer(service, chat, request)

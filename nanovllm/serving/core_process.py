@@ -137,8 +137,9 @@ class CoreLoop:
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
         endings: list[Ending] = []
+        has_freed = False  # which the next update tells
         while not self._is_over:
-            is_idle, seconds = not self.core.has_unfinished and not endings, self._idle_seconds()
+            is_idle, seconds = not self.core.has_unfinished and not has_freed, self._idle_seconds()
             try:
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
@@ -156,6 +157,7 @@ class CoreLoop:
             else:
                 found = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
                 ended = [ending for ending in found if ending is not None]
+                has_freed = True
                 if self._observer is not None:
                     self._observer.end(ended)
                 if command.is_wanted:

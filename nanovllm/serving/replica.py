@@ -67,8 +67,11 @@ class Replica:
                 raise self.error
             self._restarts = Restarts() if restart_core else None
 
-    def close(self) -> None:
+    def close(self, reason: NanovllmError | None = None) -> None:
+        """End its core; whoever waits for it gets the reason."""
         self._closing.set()
+        if reason is not None:
+            self._fail(reason)
         with self._lock:
             core = self.core
         core.close()

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nanovllm.cli import parse
+from nanovllm.cli import main, parse
 from nanovllm.cli.serve import engine_config, read_sampling_defaults
 from nanovllm.config import WHOLE_CONTEXT
 from nanovllm.errors import ConfigError
@@ -154,6 +154,40 @@ def test_sampling_defaults_come_from_where_they_are_asked_for(tmp_path: Path) ->
     assert read_sampling_defaults(str(tmp_path), of_model) == {"min_p": 0.1}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--api-key", "secret", ""], "argument --api-key: a key must not be empty"),
+        (["--request-timeout", "0"], "--request-timeout: must be more than 0 seconds, got 0"),
+        (["--request-timeout", "nan"], "--request-timeout: must be more than 0 seconds, got nan"),
+        (["--shutdown-timeout", "inf"], "--shutdown-timeout: must be 0 or more seconds, got inf"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout: must be 0 or more seconds, got -1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["serve", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ssl-keyfile", "key.pem"], "--ssl-keyfile needs --ssl-certfile"),
+        (["--ssl-certfile", "/none.pem"], "with the certificate /none.pem: [Errno 2] No such file"),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], f"{__file__} with {__file__}: "),
+    ],
+)
+def test_certificates_are_read_before_a_model_is(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 class ServeProcess:
     """The command in a process of its own."""
 
@@ -217,7 +251,11 @@ def test_a_signal_lets_answers_end_and_another_does_not(
             thread.join(240)
         assert server.process.wait(240) == 0
         for lines in streams.values():
-            assert ("data: [DONE]" in lines) == (num_signals == 1)
+            assert "data: [DONE]" in lines
+            ends = [line for line in lines if "the server is shutting down" in line]
+            assert len(ends) == num_signals - 1
+        assert server.process.stderr is not None
+        assert not server.process.stderr.read()
     finally:
         server.process.kill()
 

@@ -58,13 +58,14 @@ class FakeLLM:
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
-        if self.error is not None:
-            raise self.error
+        self._raise_if_failed()
         self.asked.append((prompt, params))
+        self.num_requests += 1
         is_over = False
         try:
-            if self.is_silent:
-                await asyncio.sleep(600)
+            while self.is_silent:
+                await asyncio.sleep(0.01)
+                self._raise_if_failed()
             for piece in self._cut() if is_streaming else ():
                 ids = self.front.encode(piece)
                 logprobs = None if params.logprobs is None else self._logprobs(ids)
@@ -72,9 +73,11 @@ class FakeLLM:
                 await asyncio.sleep(self.pause)
                 if self.failure is not None:
                     raise self.failure
+                self._raise_if_failed()
             is_over = True
             yield StreamPiece(0, "", [], self._output(prompt))
         finally:
+            self.num_requests -= 1
             self.num_aborted += not is_over
 
     @property
@@ -88,6 +91,13 @@ class FakeLLM:
         async with contextlib.aclosing(replica.viewers.look()) as news:
             async for each in news:
                 yield each
+
+    def close(self, reason: NanovllmError | None = None) -> None:
+        self.error = reason
+
+    def _raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def _cut(self) -> list[str]:
         chance, pieces, rest = random.Random(self.seed), [], self.text

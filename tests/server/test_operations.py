@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from datetime import datetime
 
+import httpx
 import pytest
 from openai import AuthenticationError, RateLimitError
 
 from nanovllm import __version__
+from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
+from nanovllm.outputs import StreamPiece
+from nanovllm.server.metrics import Metrics
 from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
@@ -109,6 +115,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         assert server.post("/v1/embeddings", input="x").status_code == 429
 
 
+def test_requests_that_come_together_do_not_pass_the_limit() -> None:
+    llm = FakeLLM("Hello!" * 20, pause=0.05, config=EngineConfig("fake", max_num_seqs=2))
+
+    async def ask_all(url: str) -> list[int]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {"prompt": "x", "stream": True}
+            asked = [client.post("/v1/completions", json=body) for _ in range(12)]
+            return sorted(answer.status_code for answer in await asyncio.gather(*asked))
+
+    with running(llm, max_queued_requests=3) as server:
+        assert asyncio.run(ask_all(server.url)) == [200] * 5 + [429] * 7
+
+
 def test_answers_that_take_too_long_end() -> None:
     llm = FakeLLM(is_silent=True)
     with running(llm, request_timeout=0.1) as server:
@@ -191,6 +210,74 @@ def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
     assert int(number.group(1)) >= 2
 
 
+def test_samples_of_a_prompt_are_timed_for_themselves() -> None:
+    """Tokens are counted as they come; the samples of a step are not each other's successors."""
+    metrics = Metrics(FakeLLM(), "", "tiny")
+    tokens = 'generation_tokens_total{model_name="tiny"} '
+
+    async def answer() -> AsyncGenerator[StreamPiece, None]:
+        for number in range(3):
+            for sample in range(2):
+                yield StreamPiece(0, "x", [7], None, sample=sample)
+                assert f"{tokens}{2 * number + sample + 1}.0" in metrics.text().decode()
+            await asyncio.sleep(0.2)
+
+    async def read() -> None:
+        async for _ in metrics.observed(answer()):
+            pass
+
+    asyncio.run(read())
+    text = metrics.text().decode()
+    assert 'inter_token_latency_seconds_count{model_name="tiny"} 4.0' in text
+    assert 'inter_token_latency_seconds_bucket{le="0.1",model_name="tiny"} 0.0' in text
+
+
+@pytest.mark.parametrize("path", ["/llm", ""])
+def test_a_proxy_may_hand_on_its_own_part_of_paths_or_not(path: str) -> None:
+    with running(FakeLLM(), root_path="/llm", api_keys=("secret",)) as server:
+        assert server.http.get(f"{path}/health").status_code == 200
+        assert server.http.get(f"{path}/").status_code == 200
+        assert server.http.get(f"{path}/v1/models").status_code == 401
+        known = {"x-api-key": "secret"}
+        assert server.http.get(f"{path}/v1/models", headers=known).status_code == 200
+        wrong = server.http.post(f"{path}/v1/messages", json={}, headers=known).json()
+        assert wrong["error"]["message"].startswith("messages: ")
+        assert wrong["type"] == "error"
+        servers = server.http.get(f"{path}/openapi.json", headers=known).json()["servers"]
+        assert servers == [{"url": "/llm"}]
+
+
+def test_keys_are_compared_as_bytes() -> None:
+    with running(FakeLLM(), api_keys=("schlüssel",)) as server:
+        for encoding, status in (("utf-8", 200), ("latin-1", 401)):
+            headers = [(b"authorization", "Bearer schlüssel".encode(encoding))]
+            assert server.http.get("/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_ends_tells_those_who_still_wait(
+    path: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the form of their API, and with no traceback in the log."""
+    llm = FakeLLM(text="Hello!" * 1000, pause=0.05, is_silent=not stream)
+    key = "messages" if "messages" in path else "prompt"
+    asked = [{"role": "user", "content": "x"}] if key == "messages" else "x"
+    body = {key: asked, "max_tokens": 900, "stream": stream}
+    answers: list[httpx.Response] = []
+    with running(llm, shutdown_timeout=0.3) as server:
+        url = server.url + path
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
+        thread.start()
+        wait_until(lambda: bool(llm.asked))
+    thread.join(20)
+    assert answers[0].status_code == (200 if stream else 503)
+    assert answers[0].text.count("the server is shutting down") == 1
+    assert ('"type":"error"' in answers[0].text) == (key == "messages")
+    assert answers[0].text.endswith("data: [DONE]\n\n") == (stream and key == "prompt")
+    assert not caplog.records
+
+
 def test_several_engines_are_told_apart() -> None:
     """One of two is lost: it is named, and the other one answers."""
     lost = FakeLLM(error=EngineError("it died"), stats=CoreStats(num_cache_hits=3))
@@ -246,6 +333,18 @@ def test_texts_become_tokens_and_back(server: Running) -> None:
     chat = server.post("/tokenize", messages=messages).json()["tokens"]
     text = server.post("/detokenize", tokens=chat).json()["prompt"]
     assert text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_prompts_of_embeddings_are_counted(server: Running) -> None:
+    def count() -> float:
+        text = server.http.get("/metrics").text
+        found = re.search(r"^vllm:prompt_tokens_total.* (\S+)", text, re.M)
+        assert found is not None
+        return float(found[1])
+
+    before = count()
+    assert server.post("/v1/embeddings", input=["one", "two"]).status_code == 200
+    assert count() == before + 6
 
 
 def test_embeddings_in_both_encodings(server: Running) -> None:

@@ -169,6 +169,12 @@ def test_bad_requests_are_refused(fake: Running, wrong: dict[str, Any]) -> None:
             ask(fake, **wrong, stream=stream)
 
 
+def test_a_prompt_that_is_too_long_is_the_input(fake: Running) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        ask(fake, input="x" * 2000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+
+
 def test_a_stream_that_breaks_says_that_it_failed() -> None:
     with running(FakeLLM("Some text.", failure=EngineError("the core died"))) as server:
         events = list(ask(server, stream=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from array import array
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ from nanovllm.engine.step_clock import StepClock
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving import core_process
-from nanovllm.serving.core_process import Command, CoreLoop
+from nanovllm.serving.core_process import IDLE_SECONDS, Command, CoreLoop
 from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish, Watch
 from nanovllm.serving.observer import SECONDS_BETWEEN, Observer, TimedExecutor
 from nanovllm.serving.state_records import EngineChange, EngineState
@@ -160,6 +161,17 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 @pytest.fixture
 def no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step_clock.FLOPS, "fake", 1.0)
+
+
+@pytest.mark.usefixtures("no_guess")
+def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
+    """Not with the next sign of life: until then its blocks would seem to be taken."""
+    begin = time.monotonic()
+    commands: list[Command] = [Add([request(0)]), Finish([0], "abort", is_wanted=False)]
+    _, updates = loop_updates(commands, is_last=lambda update: True)
+    assert time.monotonic() - begin < IDLE_SECONDS / 2
+    assert updates[0].stats is not None
+    assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
 
 
 @pytest.mark.usefixtures("no_guess")
