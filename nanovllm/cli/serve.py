@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -156,7 +157,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--load-format", default="auto", metavar="NAME", help="'dummy' makes random weights")
     add(
         "--max-model-len",
-        type=_length,
+        type=length,
         default=WHOLE_CONTEXT,
         metavar="N",
         help="longest prompt plus answer, in tokens, as in 32768 or 32k (default: the model's own)",
@@ -198,7 +199,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="share of a GPU's memory to use (default: %(default)s)")  # fmt: skip
     add("--max-num-seqs", type=at_least(1), default=512, metavar="N",
         help="most answers under way at once; others wait (default: %(default)s)")  # fmt: skip
-    add("--max-num-batched-tokens", type=_length, default=16384, metavar="N",
+    add("--max-num-batched-tokens", type=length, default=16384, metavar="N",
         help="most tokens in one step (default: %(default)s)")  # fmt: skip
     add("--block-size", "--kvcache-block-size", dest="kvcache_block_size", type=int, default=64,
         metavar="N", help="tokens of a block of the KV cache (default: %(default)s)")  # fmt: skip
@@ -257,14 +258,17 @@ def _dtype(text: str) -> str:
     return name
 
 
-def _length(text: str) -> int:
-    """As vLLM takes it: 1k is 1000 and 1K is 1024 tokens."""
+def length(text: str) -> int:
+    """As vLLM takes it: 1k is 1000 and 1K is 1024 tokens. Its name is in the parser's message."""
     factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
     if text == "auto":
         return WHOLE_CONTEXT
-    if text[-1:] in factors:
-        return round(float(text[:-1]) * factors[text[-1]])
-    return int(text)
+    if text[-1:] not in factors:
+        return int(text)
+    number = float(text[:-1])
+    if math.isinf(number):
+        raise ValueError
+    return round(number * factors[text[-1]])
 
 
 def read_chat_template(option: str | None) -> str | None:

@@ -134,6 +134,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         (["--kv-cache-dtype", "int8"], "kv_cache_dtype must be one of"),
         (["--speculative-config", "{}"], "--speculative-config {} is not supported"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--max-model-len", "10x"], "--max-model-len: invalid length value: '10x'"),
+        (["--max-model-len", "infk"], "--max-model-len: invalid length value: 'infk'"),
         (["--config", "/no/such/file"], "cannot read /no/such/file"),
         (["a", "--model", "b"], "give the model once"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
