@@ -22,7 +22,7 @@ import torch
 from benchmarks.kernels.timing import GpuTimer, floor
 from nanovllm.bench.models import model_path
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
+from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
 from nanovllm.models.registry import read_config
 from tests.kernels.cuda.random_steps import RandomStep, Variant
 

@@ -94,14 +94,14 @@ class Attention:
 
     @gluon.constexpr_function
     def __init__(
-        self, table, partials, qkv, first, end, oldest, num_active, position, sizes, block_size
+        self, table, partials, qkv, first, end, oldest, num_active, position, shape, block_size
     ):
         self.table, self.partials, self.qkv = table, partials, qkv
         self.first, self.end, self.oldest, self.position = first, end, oldest, position
         self.num_active = num_active
-        self.num_heads = gl.constexpr(sizes.num_heads)
-        self.num_kv_heads = gl.constexpr(sizes.num_kv_heads)
-        self.dim, self.block_size = gl.constexpr(sizes.dim), gl.constexpr(block_size)
+        self.num_heads = gl.constexpr(shape.num_heads)
+        self.num_kv_heads = gl.constexpr(shape.num_kv_heads)
+        self.dim, self.block_size = gl.constexpr(shape.head_dim), gl.constexpr(block_size)
 
     @gluon.jit
     def head(self):

@@ -282,14 +282,14 @@ class Exchanges:
 
 
 @gluon.jit
-def make_exchanges(memories, flag, sm, SIZES: gl.constexpr):
+def make_exchanges(memories, flag, sm, SHAPE: gl.constexpr):
     x, qkv, _, attended, y, gated, routed = memories
-    BITS: gl.constexpr = SIZES.bits
+    BITS: gl.constexpr = SHAPE.bits
     return Exchanges(
-        Exchange(x, flag, sm, SIZES.hidden, BITS),
-        Exchange(qkv, flag, sm, qkv_width(SIZES), 16),
-        Exchange(attended, flag, sm, q_width(SIZES), BITS),
-        Exchange(y, flag, sm, SIZES.hidden, BITS),
-        Exchange(gated, flag, sm, SIZES.mlp, BITS, gated_parts(SIZES), gated_room(SIZES)),
-        Exchange(routed, flag, sm, SIZES.num_experts, 16),
+        Exchange(x, flag, sm, SHAPE.hidden, BITS),
+        Exchange(qkv, flag, sm, qkv_width(SHAPE), 16),
+        Exchange(attended, flag, sm, q_width(SHAPE), BITS),
+        Exchange(y, flag, sm, SHAPE.hidden, BITS),
+        Exchange(gated, flag, sm, SHAPE.mlp, BITS, gated_parts(SHAPE), gated_room(SHAPE)),
+        Exchange(routed, flag, sm, SHAPE.experts.num_experts, 16),
     )

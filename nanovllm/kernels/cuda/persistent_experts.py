@@ -43,11 +43,11 @@ class Experts:
     is_normalized: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ids, weights, chosen, sizes):
+    def __init__(self, ids, weights, chosen, shape):
         self.ids, self.weights, self.chosen = ids, weights, chosen
-        self.count, self.top_k = gl.constexpr(sizes.num_experts), gl.constexpr(sizes.top_k)
-        self.size = gl.constexpr(sizes.expert_size)
-        self.is_normalized = gl.constexpr(sizes.is_normalized)
+        count, top_k, size, is_normalized = shape.experts
+        self.count, self.top_k = gl.constexpr(count), gl.constexpr(top_k)
+        self.size, self.is_normalized = gl.constexpr(size), gl.constexpr(is_normalized)
 
     @gluon.jit
     def choose(self, routed, now):

@@ -26,6 +26,7 @@ from nanovllm.kernels.cuda.persistent_exchange import (
 from nanovllm.kernels.cuda.persistent_experts import DOWN_FLYING, GATE_FLYING, Experts
 from nanovllm.kernels.cuda.persistent_loader import load
 from nanovllm.kernels.cuda.persistent_products import FACTORS
+from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
 from nanovllm.kernels.cuda.persistent_sizes import (
     blocks_at_once,
     factor_piece,
@@ -38,7 +39,6 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_head_blocks,
     num_slots,
     num_splits,
-    sizes_of,
     slot_factors,
 )
 from nanovllm.kernels.cuda.persistent_stream import (
@@ -264,15 +264,20 @@ def compute(
         gl.store(turns + 1, next_buffer(x_now))
 
 
+@gluon.constexpr_function
+def shape_of(numbers):
+    return StepShape(*numbers[:7], ExpertsShape(*numbers[7:]))
+
+
 @gluon.jit
-def make_stream(sm, SIZES: gl.constexpr):
-    SLOTS: gl.constexpr = num_slots(SIZES)
-    BITS: gl.constexpr = SIZES.bits
+def make_stream(sm, SHAPE: gl.constexpr):
+    SLOTS: gl.constexpr = num_slots(SHAPE)
+    BITS: gl.constexpr = SHAPE.bits
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 16, 8, 64], RING)
     words = ring._reinterpret(gl.int32, [SLOTS, 16, 8, 32], RING_WORDS)
     factors = ring
     if BITS < 16:
-        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_factors(SIZES)], FACTORS)
+        factors = gl.allocate_shared_memory(gl.int32, [SLOTS, slot_factors(SHAPE)], FACTORS)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     used = gl.allocate_shared_memory(gl.int64, [NUM_USED, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -281,36 +286,36 @@ def make_stream(sm, SIZES: gl.constexpr):
         mbarrier.init(used.index(i), count=1)
     sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
     more_sums = gl.allocate_shared_memory(gl.float32, [8, 8, 8], S3)
-    FLYING: gl.constexpr = num_flying(SIZES.hidden)
+    FLYING: gl.constexpr = num_flying(SHAPE.hidden)
     return Stream(ring, words, factors, full, used, sums, more_sums, sm, SLOTS, FLYING, BITS)
 
 
 @gluon.jit
-def make_experts(stream, SIZES: gl.constexpr):
+def make_experts(stream, SHAPE: gl.constexpr):
     ids, weights, chosen = stream.full, stream.full, stream.full  # which nobody uses
-    if SIZES.num_experts > 0:
+    if SHAPE.experts.num_experts > 0:
         ids = gl.allocate_shared_memory(gl.int32, [8, 32], S1)
         weights = gl.allocate_shared_memory(gl.float32, [32, 8], S1)
         chosen = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(chosen, count=1)
-    return Experts(ids, weights, chosen, SIZES)
+    return Experts(ids, weights, chosen, SHAPE)
 
 
 @gluon.jit
 def make_attention(
-    table, partials, qkv, length, position, window, SIZES: gl.constexpr, BLOCK_SIZE: gl.constexpr
+    table, partials, qkv, length, position, window, SHAPE: gl.constexpr, BLOCK_SIZE: gl.constexpr
 ):
     """Share the keys of each kv head out: whole tiles of 32, each of which lies in one block."""
-    SPLITS: gl.constexpr = num_splits(SIZES.num_kv_heads)
+    SPLITS: gl.constexpr = num_splits(SHAPE.num_kv_heads)
     oldest = gl.maximum(length - window, 0)
     start = oldest // 32 * 32
     size = (length - start + 32 * SPLITS - 1) // (32 * SPLITS) * 32
     # Without keys it is -1, and no program has any.
     num_active = (length - start + size - 1) // gl.maximum(size, 1)
     first = start + qkv.sm % SPLITS * size
-    end = gl.where(qkv.sm < SPLITS * SIZES.num_kv_heads, gl.minimum(first + size, length), first)
+    end = gl.where(qkv.sm < SPLITS * SHAPE.num_kv_heads, gl.minimum(first + size, length), first)
     return Attention(
-        table, partials, qkv, first, end, oldest, num_active, position, SIZES, BLOCK_SIZE
+        table, partials, qkv, first, end, oldest, num_active, position, SHAPE, BLOCK_SIZE
     )
 
 
@@ -322,12 +327,12 @@ def persistent_step(
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described.
 
-    NUMBERS are those of `Sizes`.
+    NUMBERS are those of a `StepShape`.
     """
-    SIZES: gl.constexpr = sizes_of(NUMBERS)
-    HIDDEN: gl.constexpr = SIZES.hidden
-    DIM: gl.constexpr = SIZES.dim
-    VOCAB: gl.constexpr = SIZES.vocab
+    SHAPE: gl.constexpr = shape_of(NUMBERS)
+    HIDDEN: gl.constexpr = SHAPE.hidden
+    DIM: gl.constexpr = SHAPE.head_dim
+    VOCAB: gl.constexpr = SHAPE.vocab
     gates, downs = (gate_up, gate_up_factors), (down, down_factors)
     weights = ((qkv, qkv_factors), (o, o_factors), gates, downs, (router, router))
     embedding, norms, final_norm, qk_norms, qkv_bias, rope = vectors
@@ -337,9 +342,9 @@ def persistent_step(
     logits, context_len = outputs
     layer_stride, num_layers, window, eps, scale = numbers
     sm = gl.program_id(0)
-    stream = make_stream(sm, SIZES)
-    experts = make_experts(stream, SIZES)
-    given = make_exchanges(memories, flag, sm, SIZES)
+    stream = make_stream(sm, SHAPE)
+    experts = make_experts(stream, SHAPE)
+    given = make_exchanges(memories, flag, sm, SHAPE)
     # A length of 0 is padding: its result is not used, and its key must go nowhere.
     slot = gl.load(slot)
     length = gl.load(lengths + slot)
@@ -347,7 +352,7 @@ def persistent_step(
     if sm == 0:
         gl.store(context_len, length)
     attention = make_attention(
-        block_table + slot * table_width, partials, given.qkv, length, position, window, SIZES,
+        block_table + slot * table_width, partials, given.qkv, length, position, window, SHAPE,
         BLOCK_SIZE,
     )  # fmt: skip
     parameters = Parameters(
@@ -367,7 +372,7 @@ def persistent_step(
             ),
             (
                 load,
-                (stream, experts, weights, head, num_layers, SIZES),
+                (stream, experts, weights, head, num_layers, SHAPE),
             ),
         ],
         [1],

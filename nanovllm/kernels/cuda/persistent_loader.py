@@ -20,18 +20,18 @@ from nanovllm.kernels.cuda.persistent_stream import HEAD_FLYING, LANES, Lines
 
 
 @gluon.jit
-def load(stream, experts, weights, head, num_layers, SIZES: gl.constexpr):
+def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
     """Ask for tiles, across phases and layers, as slots come free."""
-    HIDDEN: gl.constexpr = SIZES.hidden
-    QKV: gl.constexpr = qkv_width(SIZES)
-    MLP: gl.constexpr = SIZES.mlp
-    VOCAB: gl.constexpr = SIZES.vocab
+    HIDDEN: gl.constexpr = SHAPE.hidden
+    QKV: gl.constexpr = qkv_width(SHAPE)
+    MLP: gl.constexpr = SHAPE.mlp
+    VOCAB: gl.constexpr = SHAPE.vocab
     EXPERTS: gl.constexpr = experts.count
     qkv, o, gate_up, down, router = weights
     # lines
     H: gl.constexpr = line_of(HIDDEN, stream.bits)
-    A: gl.constexpr = line_of(q_width(SIZES), stream.bits)
-    M: gl.constexpr = line_of(gated_width(SIZES), stream.bits)
+    A: gl.constexpr = line_of(q_width(SHAPE), stream.bits)
+    M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits)
     V: gl.constexpr = line_of(HIDDEN, 16)
     # blocks of them
     B: gl.constexpr = num_blocks(HIDDEN)

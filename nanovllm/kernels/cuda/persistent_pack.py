@@ -10,13 +10,8 @@ from torch import Tensor
 
 from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
 from nanovllm.kernels.cuda.persistent_products import LOWER, MIDDLE
-from nanovllm.kernels.cuda.persistent_step import (
-    NO_EXPERTS,
-    ExpertsShape,
-    PersistentStep,
-    StepShape,
-    device_problem,
-)
+from nanovllm.kernels.cuda.persistent_shape import NO_EXPERTS, ExpertsShape, StepShape
+from nanovllm.kernels.cuda.persistent_step import PersistentStep, device_problem
 from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
 from nanovllm.kernels.cuda.stored_linear import StoredLinear
 from nanovllm.kernels.ops import (

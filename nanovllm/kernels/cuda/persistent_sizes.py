@@ -156,74 +156,53 @@ def group_tiles(blocks, line):
     return blocks * line.tiles
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What a kernel is compiled for."""
-
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    dim: int  # of a head
-    mlp: int  # of experts: of all that are chosen
-    vocab: int
-    bits: int  # of a weight
-    num_experts: int
-    top_k: int  # how many are chosen
-    expert_size: int
-    is_normalized: bool  # whether the weights of the chosen sum to one
+@gluon.constexpr_function
+def q_width(shape):
+    return shape.num_heads * shape.head_dim
 
 
 @gluon.constexpr_function
-def sizes_of(numbers):
-    """A kernel's parameter can be a tuple, but no record."""
-    return Sizes(*numbers)
+def qkv_width(shape):
+    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
 
 
 @gluon.constexpr_function
-def q_width(sizes):
-    return sizes.num_heads * sizes.dim
-
-
-@gluon.constexpr_function
-def qkv_width(sizes):
-    return (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.dim
-
-
-@gluon.constexpr_function
-def gated_parts(sizes):
+def gated_parts(shape):
     """Parts of what goes into `down`: one for each chosen expert."""
-    return sizes.top_k if sizes.num_experts else 1
+    return shape.experts.top_k if shape.experts.num_experts else 1
 
 
 @gluon.constexpr_function
-def gated_room(sizes):
+def gated_room(shape):
     """Columns of a part, those that fill an expert's lines up included."""
-    return expert_columns(sizes.expert_size, sizes.bits) if sizes.num_experts else sizes.mlp
+    return (
+        expert_columns(shape.experts.size, shape.bits) if shape.experts.num_experts else shape.mlp
+    )
 
 
 @gluon.constexpr_function
-def gated_width(sizes):
+def gated_width(shape):
     """Columns of `down`."""
-    return gated_parts(sizes) * gated_room(sizes)
+    return gated_parts(shape) * gated_room(shape)
 
 
 @gluon.constexpr_function
-def slot_factors(sizes):
+def slot_factors(shape):
     """Words for the factors of any tile."""
-    bits = sizes.bits
-    piece = factor_piece(sizes.expert_size, bits) if sizes.num_experts else 8
+    bits = shape.bits
+    piece = factor_piece(shape.experts.size, bits) if shape.experts.num_experts else 8
     return 0 if bits == 16 else 16 // piece * factor_words(bits, piece)
 
 
 @gluon.constexpr_function
-def num_slots(sizes):
+def num_slots(shape):
     """Tiles that the ring has room for, beside what the phases of a layer need in turn."""
-    dim, group = sizes.dim, sizes.num_heads // sizes.num_kv_heads
-    widths = sizes.hidden, q_width(sizes), gated_width(sizes)
-    num_staged = max(num_chunks(width, sizes.bits) for width in widths)
+    dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    widths = shape.hidden, q_width(shape), gated_width(shape)
+    num_staged = max(num_chunks(width, shape.bits) for width in widths)
     heads = 16 * dim * 2 + power_of_two(group) * 8 * (dim + 2) * 4
     scratch = max(num_staged * 2048, heads) + 8192 + 1024
-    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(sizes)))
+    return min(12, (SHARED_BYTES - scratch) // (2 * HALF_BYTES.value + 4 * slot_factors(shape)))
 
 
 @gluon.constexpr_function

@@ -5,9 +5,6 @@ docs/persistent-step.md explains the kernel.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,102 +13,24 @@ from nanovllm.errors import EngineError
 from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.kernels.cuda.persistent_kernel import persistent_step
 from nanovllm.kernels.cuda.persistent_products import FACTORS
+from nanovllm.kernels.cuda.persistent_shape import StepShape
 from nanovllm.kernels.cuda.persistent_sizes import (
-    Sizes,
     expert_segments,
     gated_parts,
     gated_room,
     num_chunks,
     num_halves,
     num_partials,
-    num_slots,
     num_tiles,
     piece_segments,
-    power_of_two,
     segment_groups,
 )
 from nanovllm.kernels.cuda.persistent_stream import RING
 from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
 
 LOG2_E = 1.4426950408889634
-MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
-MAX_TOP_K = 32
-MIN_SLOTS = 7  # a group of tiles
 NO_WINDOW = 1 << 30
 MAX_WORDS = 1 << 31  # places in a layer's cache are counted in 32 bits
-
-
-class ExpertsShape(NamedTuple):
-    num_experts: int = 0
-    top_k: int = 1
-    size: int = 64  # of an expert's MLP
-    is_normalized: bool = False  # whether the weights of the chosen sum to one
-
-    def problem(self, bits: int) -> str | None:
-        if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
-            return f"{self.top_k} of {self.num_experts} experts"
-        if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
-            return f"experts of {self.size}"
-        return None
-
-
-NO_EXPERTS = ExpertsShape()
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a kernel is compiled for."""
-
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp: int  # of experts: all that a token goes to
-    vocab: int
-    bits: int = 16  # of all weights but the head's and the router's
-    experts: ExpertsShape = NO_EXPERTS
-
-    @property
-    def q(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def qkv(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
-    def sizes(self) -> Sizes:
-        """All of it, for the kernel."""
-        return Sizes(
-            hidden=self.hidden,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            dim=self.head_dim,
-            mlp=self.mlp,
-            vocab=self.vocab,
-            bits=self.bits,
-            num_experts=self.experts.num_experts,
-            top_k=self.experts.top_k,
-            expert_size=self.experts.size,
-            is_normalized=self.experts.is_normalized,
-        )
-
-    @property
-    def problem(self) -> str | None:
-        """Why there is no kernel for these sizes."""
-        group, rest = divmod(self.num_heads, self.num_kv_heads)
-        if self.head_dim not in (64, 128):
-            return f"heads of {self.head_dim}"
-        if rest or group > 8 or self.num_kv_heads > 32:
-            return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
-        if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
-            return f"a kv head for every {group} of {self.head_dim}"
-        if problem := self.experts.problem(self.bits):
-            return problem
-        part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
-        if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
-            return f"widths of {self.hidden} and {self.mlp}"
-        return None if num_slots(self.sizes) >= MIN_SLOTS else "too little shared memory"
 
 
 def device_problem(device: torch.device) -> str | None:
@@ -152,7 +71,7 @@ class PersistentStep:
         )
         widths = shape.hidden, shape.q, shape.hidden
         x, attended, y = (empty_exchange(width, device, shape.bits) for width in widths)
-        parts, room = gated_parts(shape.sizes), gated_room(shape.sizes)
+        parts, room = gated_parts(shape), gated_room(shape)
         gated = empty_exchange(shape.mlp, device, shape.bits, parts, room)
         qkv = empty_exchange(shape.qkv, device)
         partials = empty_partials(shape, device)
@@ -197,7 +116,7 @@ class PersistentStep:
             self._exchanges,
             (logits, context_len),
             (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
-            NUMBERS=astuple(shape.sizes),
+            NUMBERS=shape.numbers,
             BLOCK_SIZE=k.shape[1],
             ACTIVATION=constants.activation,
             num_warps=8,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.cuda.persistent_pack import factors_of
-from nanovllm.kernels.cuda.persistent_step import PersistentStep, StepShape
+from nanovllm.kernels.cuda.persistent_shape import StepShape
+from nanovllm.kernels.cuda.persistent_step import PersistentStep
 from nanovllm.kernels.cuda.step_tensors import (
     StackedCodes,
     StepConstants,

@@ -23,6 +23,7 @@ from tests.kernels.cuda.gluon_on_numpy import Shared, Source, array, load_module
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from nanovllm.kernels.cuda.persistent_pack import factors_of
+from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
 from nanovllm.kernels.cuda.persistent_sizes import num_halves, piece_segments, segment_groups
 from nanovllm.kernels.cuda.persistent_step import by_tile
 
@@ -210,7 +211,8 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: in
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
     ids, weights = Shared(np.zeros((8, 32), np.int32)), Shared(np.zeros((32, 8), np.float32))
-    return modules.experts.Experts(ids, weights, None, modules.sizes.Sizes(*(0,) * 7, *numbers))
+    shape = StepShape(*(0,) * 7, ExpertsShape(*numbers))
+    return modules.experts.Experts(ids, weights, None, shape)
 
 
 def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:

@@ -39,7 +39,7 @@ EXPERTS = {
 
 @pytest.fixture(params=list(SHAPES))
 def shape(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from nanovllm.kernels.cuda.persistent_shape import StepShape
 
     return StepShape(*SHAPES[request.param])
 
@@ -59,7 +59,7 @@ def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "tiny"])
 def test_weights_that_stay_codes(name: str, bits: int) -> None:
-    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from nanovllm.kernels.cuda.persistent_shape import StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES[name], bits), Variant(), 700)
@@ -73,7 +73,7 @@ def test_weights_that_stay_codes(name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_experts(name: str, bits: int) -> None:
     """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
-    from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
+    from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     experts, sizes = EXPERTS[name]
@@ -101,7 +101,7 @@ def test_experts(name: str, bits: int) -> None:
     ids=str,
 )
 def test_variants(change: dict[str, object]) -> None:
-    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from nanovllm.kernels.cuda.persistent_shape import StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), replace(Variant(), **change), 700)
@@ -114,7 +114,7 @@ def test_variants(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(("name", "bits"), [("tiny", 16), ("tiny", 4), ("few", 16), ("few", 4)])
 def test_many_steps_in_a_graph_are_alike(name: str, bits: int) -> None:
     """Programs that run ahead or fall behind must not see a value of another step or layer."""
-    from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
+    from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
@@ -134,7 +134,7 @@ def test_many_steps_in_a_graph_are_alike(name: str, bits: int) -> None:
 
 
 def test_padding_writes_no_key() -> None:
-    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from nanovllm.kernels.cuda.persistent_shape import StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
@@ -147,7 +147,7 @@ def test_padding_writes_no_key() -> None:
 
 
 def test_gives_up_instead_of_hanging() -> None:
-    from nanovllm.kernels.cuda.persistent_step import StepShape
+    from nanovllm.kernels.cuda.persistent_shape import StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)

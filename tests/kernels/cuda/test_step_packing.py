@@ -18,7 +18,7 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.bench.models import model_path
 from nanovllm.kernels.cuda import persistent_pack
 from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps
-from nanovllm.kernels.cuda.persistent_step import ExpertsShape, StepShape
+from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
 from nanovllm.kernels.cuda.step_tensors import StackedCodes
 from nanovllm.kernels.cuda.stored_linear import StoredLinear, pack_stored
 from nanovllm.kernels.ops import DecoderWeights, GatedWeights, LayerWeights, PackedStep

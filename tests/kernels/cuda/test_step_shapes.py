@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from nanovllm.kernels.cuda.persistent_shape import MIN_SLOTS, ExpertsShape, StepShape
 from nanovllm.kernels.cuda.persistent_sizes import (
     Line,
     blocks_at_once,
@@ -27,12 +28,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_tiles,
     piece_segments,
 )
-from nanovllm.kernels.cuda.persistent_step import (
-    MIN_SLOTS,
-    ExpertsShape,
-    StepShape,
-    empty_exchange,
-)
+from nanovllm.kernels.cuda.persistent_step import empty_exchange
 from tests.kernels.cuda.test_persistent_step import EXPERTS, SHAPES
 
 SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
@@ -127,7 +123,7 @@ def test_groups_fit_the_ring(name: str, bits: int) -> None:
     shape = StepShape(*sizes, bits, ExpertsShape(*experts))
     if shape.problem is not None:
         pytest.skip(shape.problem)
-    widths = shape.hidden, shape.q, gated_width(shape.sizes)
+    widths = shape.hidden, shape.q, gated_width(shape)
     hidden, q, mlp = (line_of(width, bits) for width in widths)
     head, blocks = line_of(shape.hidden, 16), num_blocks(shape.hidden)
     groups = [
@@ -137,4 +133,4 @@ def test_groups_fit_the_ring(name: str, bits: int) -> None:
         group_tiles(blocks_at_once(blocks, mlp), mlp),
         group_tiles(head_blocks_at_once(head.tiles), head),
     ]
-    assert max(groups) <= MIN_SLOTS <= num_slots(shape.sizes)
+    assert max(groups) <= MIN_SLOTS <= num_slots(shape)
