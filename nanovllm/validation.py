@@ -27,7 +27,10 @@ def check_types(record: Any) -> None:
         value = getattr(record, field.name)
         if value is field.default:  # as nearly all are, of many requests
             continue
-        value, expected = as_python(value), _TYPES.get(str(field.type), ())
+        expected = _TYPES.get(str(field.type), ())
+        if type(value) in expected:
+            continue
+        value = as_python(value)
         object.__setattr__(record, field.name, value)
         is_simple = isinstance(value, expected) and is_bool(value) == (bool in expected)
         if expected and not is_simple:

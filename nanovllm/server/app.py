@@ -34,6 +34,8 @@ from nanovllm.server.responses_records import ResponsesRequest
 from nanovllm.server.service import Service
 from nanovllm.server.tokens import detokenize, tokenize
 
+Q = TypeVar("Q")
+A = TypeVar("A")
 R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
 
 
@@ -55,12 +57,16 @@ def _generating_routes(service: Service) -> APIRouter:
 
     timeout = service.options.request_timeout
 
-    async def respond(
-        answer: Callable[[Service, R], Awaitable[StreamedAnswer]], request: R
-    ) -> Response:
+    async def prepare(answer: Callable[[Service, Q], Awaitable[A]], request: Q) -> A:
         service.check_queue()
         made = await answer(service, request)
         service.check_queue()  # of those that came together, too many may have passed
+        return made
+
+    async def respond(
+        answer: Callable[[Service, R], Awaitable[StreamedAnswer]], request: R
+    ) -> Response:
+        made = await prepare(answer, request)
         return StreamResponse(made, timeout) if request.stream else WholeResponse(made, timeout)
 
     @router.post("/v1/chat/completions")
@@ -73,10 +79,7 @@ def _generating_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest) -> Response:
-        service.check_queue()
-        made = await answer_embeddings(service, request)
-        service.check_queue()
-        return WholeResponse(made, timeout)
+        return WholeResponse(await prepare(answer_embeddings, request), timeout)
 
     @router.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:

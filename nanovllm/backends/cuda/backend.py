@@ -16,7 +16,7 @@ from nanovllm.backends.cuda.prefill_graphs import (
     ChunkSize,
     GraphedChunks,
     chunk_sizes,
-    max_many_tokens,
+    count_many_tokens,
 )
 from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.config import EngineConfig, ModelConfig
@@ -77,7 +77,7 @@ class CudaBackend:
     @property
     def prefill_sizes(self) -> list[ChunkSize]:
         """Of steps with prompts that are graphs."""
-        most = max_many_tokens(self.model_config)
+        most = count_many_tokens(self.model_config)
         return chunk_sizes(self.max_tokens, self.config.max_num_seqs, most)
 
     def sampler(self, tables: SlotTables) -> TritonSampler:

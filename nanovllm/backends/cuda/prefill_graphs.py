@@ -75,8 +75,8 @@ def needed_size(plan: StepPlan) -> ChunkSize:
     return ChunkSize(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
 
 
-def max_many_tokens(config: ModelConfig) -> int:
-    """Of many prompts in one graph: with more, the device is busy for longer than the host.
+def count_many_tokens(config: ModelConfig) -> int:
+    """Of many prompts in one graph, at most: with more the device takes longer than the host.
 
     The head counts as a part of every layer.
     """

@@ -32,7 +32,7 @@ from nanovllm.backends.cuda.prefill_graphs import (
     GraphedChunks,
     chunk_columns,
     chunk_sizes,
-    max_many_tokens,
+    count_many_tokens,
     needed_size,
 )
 from nanovllm.bench.models import model_path
@@ -175,8 +175,8 @@ def test_many_prompts_of_a_small_model() -> None:
         read_model_config(json.loads(Path(model_path(name)).read_text()))
         for name in ("qwen3-0.6b", "qwen3-8b")
     )
-    assert max_many_tokens(small) == MAX_MANY_TOKENS
-    assert max_many_tokens(large) < MIN_MANY_TOKENS
+    assert count_many_tokens(small) == MAX_MANY_TOKENS
+    assert count_many_tokens(large) < MIN_MANY_TOKENS
 
 
 def plain_write_words(words: Tensor, pairs: Tensor, count: Tensor) -> None:
