@@ -13,6 +13,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     gated_parts,
     gated_room,
     num_chunks,
+    num_stored,
     q_width,
     qkv_width,
 )
@@ -150,22 +151,25 @@ class Exchange:
     """A vector of bfloat16 that every program stores a part of, and every program reads.
 
     Its memory is [buffers, 2, size]: half of the programs read each copy. Parts of it may each have
-    room for more. What no value is stored into is zero, and stays so.
+    room for more. What no value is stored into is zero, and stays so. In one `of_all` programs,
+    those without a value store zeros, so that who has read it has heard of everyone.
     """
 
     memory: gl.tensor
     flag: gl.tensor  # where who waited too long says so
     sm: gl.tensor
     width: gl.constexpr  # values
+    stored: gl.constexpr  # these, and zeros of programs that have none
     part: gl.constexpr  # of these
     room: gl.constexpr  # of a part
     columns: gl.constexpr  # of all parts
     size: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, memory, flag, sm, width, bits, parts=1, room=None):
+    def __init__(self, memory, flag, sm, width, bits, parts=1, room=None, of_all=False):
         self.memory, self.flag, self.sm = memory, flag, sm
         room = width if room is None else room
+        self.stored = gl.constexpr(num_stored(width) if of_all else width)
         self.width, self.part = gl.constexpr(width), gl.constexpr(width // parts)
         self.room, self.columns = gl.constexpr(room), gl.constexpr(parts * room)
         self.size = gl.constexpr(num_chunks(parts * room, bits) * 1024)
@@ -187,7 +191,9 @@ class Exchange:
         if self.room > self.part:
             at += line // self.part * (self.room - self.part)
         bits = y.to(gl.bfloat16).to(gl.int16, bitcast=True) | gl.where(copy < 2, 0, -1).to(gl.int16)
-        is_ours = is_ours & (line < self.width) & (copy < 4)
+        if self.stored > self.width:
+            bits = gl.where((line < self.width) | (copy >= 2), bits, 0)
+        is_ours = is_ours & (line < self.stored) & (copy < 4)
         gl.store(self.memory + at, bits, mask=is_ours, eviction_policy="evict_last")
 
     @gluon.jit
@@ -286,10 +292,10 @@ def make_exchanges(memories, flag, sm, SHAPE: gl.constexpr):
     x, qkv, _, attended, y, gated, routed = memories
     BITS: gl.constexpr = SHAPE.bits
     return Exchanges(
-        Exchange(x, flag, sm, SHAPE.hidden, BITS),
+        Exchange(x, flag, sm, SHAPE.hidden, BITS, of_all=True),
         Exchange(qkv, flag, sm, qkv_width(SHAPE), 16),
         Exchange(attended, flag, sm, q_width(SHAPE), BITS),
-        Exchange(y, flag, sm, SHAPE.hidden, BITS),
+        Exchange(y, flag, sm, SHAPE.hidden, BITS, of_all=True),
         Exchange(gated, flag, sm, SHAPE.mlp, BITS, gated_parts(SHAPE), gated_room(SHAPE)),
         Exchange(routed, flag, sm, SHAPE.experts.num_experts, 16),
     )

@@ -40,6 +40,12 @@ def num_chunks(width, bits=16):
 
 
 @gluon.constexpr_function
+def num_stored(width):
+    """Columns of a vector that every program stores 8 of, those beyond its width included."""
+    return max(width, 1024)
+
+
+@gluon.constexpr_function
 def leaves_rest(count):
     """Whether so many cannot be cut into groups of one size: one group holds at most six."""
     return count > 6 and all(count % size for size in (4, 5, 6, 7, 3))

@@ -21,6 +21,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_chunks,
     num_halves,
     num_partials,
+    num_stored,
     num_tiles,
     piece_segments,
     segment_groups,
@@ -69,7 +70,7 @@ class PersistentStep:
             None if bias is None else bias.contiguous(),
             tensors.rope,
         )
-        widths = shape.hidden, shape.q, shape.hidden
+        widths = num_stored(shape.hidden), shape.q, num_stored(shape.hidden)
         x, attended, y = (empty_exchange(width, device, shape.bits) for width in widths)
         parts, room = gated_parts(shape), gated_room(shape)
         gated = empty_exchange(shape.mlp, device, shape.bits, parts, room)

@@ -111,25 +111,33 @@ def test_variants(change: dict[str, object]) -> None:
         assert cache < 0.01, context
 
 
-@pytest.mark.parametrize(("name", "bits"), [("tiny", 16), ("tiny", 4), ("few", 16), ("few", 4)])
-def test_many_steps_in_a_graph_are_alike(name: str, bits: int) -> None:
-    """Programs that run ahead or fall behind must not see a value of another step or layer."""
+@pytest.mark.parametrize("length", [0, 250], ids=["padding", "250"])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [(name, bits) for name in ("tiny", "few") for bits in (16, 4)]
+    + [("smollm2-135m", 16), ("qwen2.5-0.5b", 16)],
+)
+def test_many_steps_in_a_graph_are_alike(name: str, bits: int, length: int) -> None:
+    """Programs that run ahead or fall behind must not see a value of another step or layer.
+
+    Those of a narrow model, or without keys, have the least to wait for.
+    """
     from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
     from tests.kernels.cuda.random_steps import RandomStep, Variant
 
     experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
     shape = StepShape(*sizes, bits, ExpertsShape(*experts))
     step = RandomStep(shape, Variant(num_layers=3), 300)
-    step.lengths.fill_(250)
-    wanted = step.run().clone()
+    step.lengths.fill_(length)
+    wanted = step.run().clone()  # padding's are NaNs
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(50):
             step.run()
     for _ in range(40):
-        step.logits.fill_(float("nan"))
+        step.logits.zero_()
         graph.replay()
-        assert torch.equal(step.logits, wanted)
+        assert torch.equal(step.logits.view(torch.int16), wanted.view(torch.int16))
     step.step.check()
 
 
@@ -152,7 +160,8 @@ def test_gives_up_instead_of_hanging() -> None:
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
     step.lengths.fill_(10)
-    step.step._exchanges[0][..., -1] = -1  # a value that nobody will store
+    attended = step.step._exchanges[3]
+    attended[..., -1] = -1  # a value that nobody will store
     step.run()
     torch.cuda.synchronize()
     with pytest.raises(EngineError, match="waited for each other"):
