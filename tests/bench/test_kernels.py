@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from ctypes import sizeof
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,11 @@ pytest.importorskip("triton")
 from benchmarks.kernels.cublaslt import Algorithm, Found
 from benchmarks.kernels.library_choice import CLUSTERS, SPLITS, candidates
 from benchmarks.kernels.linear import Shape, make_weights, shapes_by_name
+from benchmarks.kernels.reading import layer_bytes
 from benchmarks.kernels.timing import defect, floor, take_turns
+from nanovllm.bench.floors import model_cost
+from nanovllm.bench.models import model_path
+from nanovllm.models.config_json import read_model_config
 
 
 def test_shapes_that_models_share_are_measured_once() -> None:
@@ -32,6 +38,15 @@ def test_weights_outgrow_the_cache() -> None:
 def test_floors() -> None:
     assert floor(4.28e6, 0) == pytest.approx(1.0)
     assert floor(4.28e6, 788e7) == pytest.approx(10.0)  # arithmetic
+
+
+def test_a_step_of_reads_reads_what_a_step_does() -> None:
+    config = read_model_config(json.loads(Path(model_path("qwen3-0.6b")).read_text()))
+    layer = layer_bytes(config, num_rows=64, context=256)
+    cost = model_cost(config, itemsize=2)
+    weights = sum(layer[name] for name in ("qkv", "o", "gate_up", "down"))
+    assert config.num_layers * weights == 2 * cost.layer_weights
+    assert config.num_layers * layer["attention"] == 64 * 256 * cost.kv_bytes
 
 
 def test_wrong_results_are_not_timed() -> None:

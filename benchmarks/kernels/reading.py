@@ -1,0 +1,176 @@
+"""Decode steps on a GPU: how long would they take if their kernels did nothing but read?
+
+    python -m benchmarks.kernels.reading [--models qwen3-0.6b ...] [--rows 64 ...] [--context N]
+
+A kernel of a few microseconds does not reach a device's bandwidth: it takes time until the first
+bytes come, and while its last programs end. So a step of kernels, one after the other, has a floor
+above that of its bytes. In microseconds: the kernels of a layer as reads of what they read, the
+engine's attention beside the read of its keys and values, and whole steps of reads, where weights
+are read after the kernel before, or while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks.kernels.linear import DTYPE, shapes_of
+from benchmarks.kernels.timing import GpuTimer, Run, floor
+from nanovllm.attention.base import AttentionSpec, DecodeRows
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.bench.models import model_names, model_path
+from nanovllm.cli.exit_code import exit_code
+from nanovllm.cli.options import at_least
+from nanovllm.config import ModelConfig
+from nanovllm.kernels.cuda.linear_tiles import num_processors
+from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
+from nanovllm.kernels.ops import LayerCache
+from nanovllm.models.config_json import read_model_config
+from nanovllm.platforms.cuda import CudaPlatform
+
+MODELS, ROWS, CONTEXT = ["qwen3-0.6b"], [64, 128, 256], 256
+BLOCK_SIZE = 64
+WEIGHTS = frozenset({"qkv", "o", "gate_up", "down", "head"})  # which no kernel writes
+# The fastest of nine shapes on an H200: a program reads 32 KB, all at once, and ends.
+WORDS, NUM_LOADS = 2048, 4
+PROGRAM_WORDS = WORDS * NUM_LOADS
+
+
+def main() -> int:
+    args = parse_args()
+    timer = GpuTimer()
+    for model in args.models:
+        config = read_model_config(json.loads(Path(model_path(model)).read_text()))
+        for num_rows in args.rows:
+            print(f"{model}, {num_rows} rows, contexts of {args.context} tokens")
+            for name, took in times_of(timer, config, num_rows, args.context).items():
+                print(f"  {name:<28}{took:9.1f}", flush=True)
+    return 0
+
+
+def times_of(timer: GpuTimer, config: ModelConfig, num_rows: int, context: int) -> dict[str, float]:
+    """Microseconds by what was timed."""
+    layer, head = layer_bytes(config, num_rows, context), shapes_of(config)["head"].num_bytes
+    size = config.num_layers * sum(layer.values()) + head
+    memory = torch.zeros(size // 4 + PROGRAM_WORDS, device="cuda", dtype=torch.int32)
+    sizes = [*list(layer.items()) * config.num_layers, ("head", head)]
+    reads = chain(memory, sizes, num_rows, frozenset())
+    ahead = chain(memory, sizes, num_rows, WEIGHTS)
+    times = {}
+    for place, name in enumerate(layer):
+        times[f"{name}, {layer[name] / 1e6:.1f} MB"] = timer.microseconds(
+            reads[place : -1 : len(layer)]
+        )
+    times["attention of the engine"] = timer.microseconds(attention(config, num_rows, context))
+    times["a step of reads"] = timer.microseconds([partial(run_all, reads)])
+    times["and weights read ahead"] = timer.microseconds([partial(run_all, ahead)])
+    times["all of its bytes at once"] = floor(size, 0)
+    return times
+
+
+def layer_bytes(config: ModelConfig, num_rows: int, context: int) -> Mapping[str, int]:
+    """What each kernel of a layer reads: its weights, or its keys and values, or its rows."""
+    shapes = shapes_of(config)
+    kv_size = 2 * config.num_kv_heads * config.head_dim
+    norm = num_rows * config.hidden_size * DTYPE.itemsize
+    return {
+        "norm": norm,
+        "qkv": shapes["qkv"].num_bytes,
+        "turn and store": num_rows * shapes["qkv"].num_out * DTYPE.itemsize,
+        "attention": num_rows * context * kv_size * DTYPE.itemsize,
+        "o": shapes["o"].num_bytes,
+        "norm of the mlp": norm,
+        "gate_up": shapes["gate_up"].num_bytes,
+        "down": shapes["down"].num_bytes,
+    }
+
+
+def chain(
+    memory: Tensor, sizes: list[tuple[str, int]], num_rows: int, ahead: frozenset[str]
+) -> list[Run]:
+    """A read of each size, one behind the other in memory; some begin before the last has ended."""
+    reads: list[Run] = []
+    found, begin = torch.zeros(1, device=memory.device, dtype=torch.int32), 0
+    for name, size in sizes:
+        end = begin + size // 4
+        reads.append(partial(read, memory[begin:end], found, num_rows, name in ahead))
+        begin = end
+    return reads
+
+
+def run_all(runs: list[Run]) -> Tensor:
+    for run in runs:
+        y = run()
+    return y
+
+
+def read(memory: Tensor, found: Tensor, num_rows: int, is_ahead: bool) -> Tensor:
+    grid = (triton.cdiv(len(memory), PROGRAM_WORDS),)
+    options = launch_options(memory, num_rows) | {"IS_AHEAD": is_ahead, "num_warps": 4}
+    _read[grid](memory, found, len(memory), WORDS=WORDS, NUM_LOADS=NUM_LOADS, **options)
+    return found
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    memory,
+    found,
+    size,
+    WORDS: tl.constexpr,
+    NUM_LOADS: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if not IS_AHEAD:
+        wait_for_inputs(OVERLAP)
+    at = tl.program_id(0) * (WORDS * NUM_LOADS) + tl.arange(0, WORDS)
+    total = tl.zeros((WORDS,), tl.int32)
+    for i in tl.static_range(NUM_LOADS):
+        total += tl.load(memory + at + i * WORDS, mask=at + i * WORDS < size, other=0)
+    if IS_AHEAD:
+        wait_for_inputs(OVERLAP)
+    if tl.sum(total) == 1:  # never, but the compiler does not know that memory is zeros
+        tl.store(found, 1)
+
+
+def attention(config: ModelConfig, num_rows: int, context: int) -> list[Run]:
+    """The engine's, in as many layers as the model has, over blocks in random order."""
+    device = torch.device("cuda")
+    width = -(-context // BLOCK_SIZE)
+    blocks = torch.randperm(num_rows * width, device=device).int().view(num_rows, width)
+    rows = torch.arange(num_rows, device=device, dtype=torch.int32)
+    backend = TritonAttention(CudaPlatform(1.0), num_processors(device), is_hopper=True)
+    lengths = torch.full_like(rows, context)
+    plan = backend.decode_plan(DecodeRows(blocks, rows, lengths, order=rows))
+    spec = AttentionSpec(config.attention_scale)
+    heads, dim = config.num_kv_heads, config.head_dim
+    q = torch.randn(num_rows, config.num_heads, dim, device=device, dtype=DTYPE)
+    shape = config.num_layers, 2, num_rows * width, BLOCK_SIZE, heads, dim
+    caches = torch.zeros(shape, device=device, dtype=DTYPE)
+    return [partial(backend.attend, q, LayerCache(k, v), plan, spec) for k, v in caches]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    models = model_names()
+    text = f"of {', '.join(models)} (default: {' '.join(MODELS)})"
+    add("--models", nargs="+", choices=models, default=MODELS, metavar="NAME", help=text)
+    text = "sequences in a step (default: 64 128 256)"
+    add("--rows", nargs="+", type=at_least(1), default=ROWS, metavar="N", help=text)
+    text = "tokens of each (default: 256)"
+    add("--context", type=at_least(1), default=CONTEXT, metavar="N", help=text)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
