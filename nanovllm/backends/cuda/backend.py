@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from nanovllm.attention.base import AttentionBackend, GraphedAttention
 from nanovllm.attention.triton import TritonAttention
@@ -25,6 +27,7 @@ from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, sta
 from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.masks import keep_allowed
 from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.models.decoder import DecoderBody
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
@@ -119,8 +122,11 @@ class CudaBackend:
         )
 
     def _every_step(self, eager: EagerForward) -> None:
-        if (attention := self._graphed_attention()) is not None:
-            self._graphed_steps(eager, attention, self.sampler(eager.tables)).run_every_size()
+        if (attention := self._graphed_attention()) is None:
+            return
+        steps = self._graphed_steps(eager, attention, self.sampler(eager.tables))
+        with one_of_each_layer(eager.model.model, self.model_config):
+            steps.run_every_size()
 
     def _graphed_steps(
         self, eager: EagerForward, attention: GraphedAttention, sampler: TritonSampler
@@ -135,3 +141,18 @@ class CudaBackend:
         if self.config.enforce_eager or not isinstance(self.attention, GraphedAttention):
             return None
         return self.attention
+
+
+@contextmanager
+def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
+    """Let a model run its last layer and one of each kind: the others launch the same kernels."""
+    layers, ropes = body.layers, body.ropes
+    last = config.num_layers - 1
+    kinds = [(config.layers[i], repr(layer), i == last) for i, layer in enumerate(layers)]
+    chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    body.layers = nn.ModuleList(layers[i] for i in chosen)
+    body.ropes = [ropes[i] for i in chosen]
+    try:
+        yield
+    finally:
+        body.layers, body.ropes = layers, ropes

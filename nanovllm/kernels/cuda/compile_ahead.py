@@ -1,7 +1,7 @@
 """Compile the kernels of some work in several processes at once, before the work is done.
 
 The work is run with every launch left out. What would be launched is sent to processes that compile
-it into Triton's cache on disk, where the first launch finds it.
+it into Triton's cache on disk, and what launches it too, where the first launch finds both.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language import constexpr, dtype
 from triton.runtime import JITFunction, driver
@@ -74,14 +75,17 @@ def compile_ahead(work: Callable[[], object], num_processes: int) -> None:
 
 def serve() -> None:
     """Compile what standard input asks for, in a process of its own."""
+    is_here = torch.cuda.is_available()
     for line in sys.stdin:
-        compile_kernel(*json.loads(line))
+        kernel = compile_kernel(*json.loads(line))
+        if is_here:  # Triton has a C compiler build a function for every signature
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
         print(flush=True)
 
 
 def compile_kernel(
     module: str, name: str, key: str, target: list[Any], specialization: str
-) -> None:
+) -> CompiledKernel:
     """Compile a kernel for a device that need not be here, from what Triton tells its hooks.
 
     This is `JITFunction.preload`, which needs the device. The key under which Triton caches what it
@@ -98,7 +102,7 @@ def compile_kernel(
     device = GPUTarget(*target)
     options = {key: _tuples(value) for key, value in asked["options"].items()}
     options = make_backend(device).parse_options(options).__dict__
-    triton.compile(source, target=device, options=options)
+    return triton.compile(source, target=device, options=options)
 
 
 def _start_process() -> subprocess.Popen[str]:
