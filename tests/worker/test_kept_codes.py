@@ -16,7 +16,7 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
 from nanovllm.kernels.ops import Hidden, NormWeights
-from nanovllm.kernels.stored_weights import quantised_product
+from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
@@ -305,6 +305,48 @@ def test_graphs_of_rounded_rows_on_a_gpu(checkpoint_root: Path, kind: str) -> No
         steps = [step for output in outputs for step in output.logprobs or []]
         found.append([logprob.logprob for step in steps for logprob in step.values()])
     assert error(found[1], found[0]) < 0.01
+
+
+@pytest.mark.parametrize("size", [pytest.param(128, marks=NEEDS_GPU)])
+def test_many_rows_of_blocks_on_a_gpu(
+    checkpoint_root: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likewise by block: the library reads scales of four blocks of inputs at a time."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    plain = make_checkpoint(checkpoint_root / "blocks", LlamaConfig(**{**EVEN, **sizes, **heads}))
+    kind = fp8_block_kind(size, size)
+    path = write_twins(checkpoint_root / "kept-blocks", plain.path, kind, {}).quantised
+    stored_linear = pytest.importorskip("nanovllm.kernels.cuda.stored_linear")
+    add_to, many_rows = stored_linear.fp8_add_to, stored_linear.fp8_many_rows
+    errors: list[float] = []
+
+    def compare(got: torch.Tensor, x: torch.Tensor, weight: Any, activation: Any) -> None:
+        assert len(x) > stored_linear.MAX_FP8_ROWS
+        stored = weight.stored
+        scales = stored.scales.repeat_interleave(size, 0)
+        want = quantised_product(x, Fp8Weight(stored.codes, scales, x.shape[1]), None)
+        want = want if activation is None else TorchOps().gate(want, activation)
+        errors.append(float((got.float() - want.float()).norm() / want.float().norm()))
+
+    def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
+        hidden: Hidden = add_to(residual, x, weight, bias)
+        assert hidden.update is not None
+        compare(hidden.update, x, weight, None)
+        return hidden
+
+    def many(x: torch.Tensor, weight: Any, bias: Any, activation: Any) -> torch.Tensor:
+        got: torch.Tensor = many_rows(x, weight, bias, activation)
+        compare(got, x, weight, activation)
+        return got
+
+    asked: dict[str, Any] = {"lengths": (90, 120), "most_tokens": 128}
+    score(path, dtype="bfloat16", enforce_eager=True, **asked)  # compiles, without results
+    monkeypatch.setattr(stored_linear, "fp8_add_to", add)
+    monkeypatch.setattr(stored_linear, "fp8_many_rows", many)
+    score(path, dtype="bfloat16", enforce_eager=True, **asked)
+    assert len(errors) >= 4 * 2, "every projection of two layers"
+    assert max(errors) < 0.01
 
 
 def score(
