@@ -39,7 +39,8 @@ class ChatAnswer(OpenAIStream):
                 self.usage.add(each.update)
                 of_prompt = self._of_prompt(each.update)
                 choice = self._choice(each)
-                if choice["delta"] or choice["logprobs"] or each.update.finish is not None:
+                news = (choice["delta"], choice["logprobs"], choice.get("token_ids"))
+                if any(news) or each.update.finish is not None:
                     yield self.chunk(CHUNK, [choice]) | of_prompt
         for event in self.last_chunk(CHUNK):
             yield event

@@ -202,3 +202,12 @@ def test_what_is_asked_for_of_the_prompt_stands_beside_the_choices(server: Runni
     chunks = list(ask(server, max_tokens=3, temperature=0, extra_body=asked, stream=True))
     assert chunks[0].prompt_token_ids == ids
     assert chunks[-1].prompt_logprobs == whole.prompt_logprobs
+
+
+def test_streams_have_the_ids_of_tokens_whose_text_is_held_back(server: Running) -> None:
+    asked = {"return_token_ids": True, "ignore_eos": True, "logit_bias": {"162": 100}}
+    request = {"max_tokens": 4, "temperature": 0, "extra_body": asked}  # bytes of no character
+    (whole,) = ask(server, **request).choices
+    chunks = ask(server, **request, stream=True)
+    ids = [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids]
+    assert ids == whole.token_ids == [162] * 4
