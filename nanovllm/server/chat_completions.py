@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import Logprob
 from nanovllm.server.answer import Event
@@ -15,6 +15,10 @@ from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.parsing import events as parsed
 from nanovllm.server.service import Service
+from nanovllm.server.token_bytes import token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK, WHOLE = "chat.completion.chunk", "chat.completion"
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
@@ -79,7 +83,8 @@ class ChatAnswer(OpenAIStream):
         }
         if self.request.logprobs:
             pairs = zip(update.token_ids, update.logprobs or (), strict=bool(update.logprobs))
-            entries = logprob_entries(pairs, self.request.top_logprobs or 0)
+            num_best = self.request.top_logprobs or 0
+            entries = logprob_entries(self.service.tokenizer, pairs, num_best)
             choice["logprobs"] = {"content": entries}
         if self.request.return_token_ids:
             choice["token_ids"] = list(update.token_ids)
@@ -87,13 +92,20 @@ class ChatAnswer(OpenAIStream):
 
 
 def logprob_entries(
-    tokens: Iterable[tuple[int, dict[int, Logprob]]], num_best: int
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Iterable[tuple[int, dict[int, Logprob]]],
+    num_best: int,
 ) -> list[dict[str, Any]]:
     """Write the log-probabilities of tokens, and of the likeliest ones in place of each."""
     entries = []
     for token_id, known in tokens:
-        best = [_logprob(each) for each in known.values() if each.rank <= num_best]
-        entries.append({**_logprob(known[token_id]), "top_logprobs": best})
+        best = [
+            _logprob(tokenizer, each, logprob)
+            for each, logprob in known.items()
+            if logprob.rank <= num_best
+        ]
+        own = _logprob(tokenizer, token_id, known[token_id])
+        entries.append({**own, "top_logprobs": best})
     return entries
 
 
@@ -138,10 +150,9 @@ def _whole(choice: dict[str, Any]) -> dict[str, Any]:
     return {"index": choice.pop("index"), "message": delta, **choice}
 
 
-def _logprob(logprob: Logprob) -> dict[str, Any]:
-    token = logprob.decoded_token or ""
+def _logprob(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob) -> dict[str, Any]:
     return {
-        "token": token,
+        "token": logprob.decoded_token or "",
         "logprob": logprob.logprob,
-        "bytes": list(token.encode("utf-8", "replace")),
+        "bytes": list(token_bytes(tokenizer, token_id, logprob)),
     }

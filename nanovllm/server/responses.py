@@ -150,7 +150,8 @@ class ResponseAnswer:
         return part | ({"annotations": [], **self._logprobs(block.logprobs)} if is_text else {})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"logprobs": logprob_entries(logprobs, self._num_best)}
+        tokenizer = self._service.tokenizer
+        return {"logprobs": logprob_entries(tokenizer, logprobs, self._num_best)}
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": _item_id(block), "status": status}

@@ -90,7 +90,17 @@ def test_log_probabilities_come_with_every_token(server: Running) -> None:
     for token in content:
         assert len(token.top_logprobs) == 4
         assert token.logprob == max(best.logprob for best in token.top_logprobs) <= 0
-        assert bytes(token.bytes).decode() == token.token
+        assert bytes(token.bytes).decode(errors="replace") == token.token
+
+
+def test_the_bytes_of_tokens_make_up_the_text(server: Running) -> None:
+    char = "日"
+    options = {"structured_outputs": {"choice": [char]}}  # of three tokens, each a byte
+    answer = ask(server, logprobs=True, top_logprobs=1, reasoning_effort="none", extra_body=options)
+    (choice,) = answer.choices
+    assert choice.message.content == char
+    assert len(choice.logprobs.content) == 3
+    assert bytes(each for token in choice.logprobs.content for each in token.bytes).decode() == char
 
 
 def test_answers_have_the_rest_of_the_context(server: Running) -> None:

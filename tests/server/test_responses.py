@@ -90,6 +90,14 @@ def test_text_has_the_logprobs_of_its_own_tokens(
         ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_may_begin_with_a_character_of_several_tokens(fake: Running, stream: bool) -> None:
+    fake.llm.text = "<think>Hm.</think>🙂 日本"
+    answer = ask(fake, stream=stream, top_logprobs=1)
+    (part,) = (list(answer)[-1].response if stream else answer).output[-1].content
+    assert bytes(byte for each in part.logprobs for byte in each.bytes).decode() == part.text
+
+
 def test_parts_are_begun_before_they_grow(fake: Running) -> None:
     """Clients put deltas into the parts that they were told of."""
     fake.llm.text = "<think>Hm.</think>See."
