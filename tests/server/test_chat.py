@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from openai import APIError, BadRequestError
 from nanovllm.errors import EngineError
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
+from tests.server.templates import LLAMA3
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
 TOOL = {
@@ -221,3 +223,26 @@ def test_streams_have_the_ids_of_tokens_whose_text_is_held_back(server: Running)
     chunks = ask(server, **request, stream=True)
     ids = [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids]
     assert ids == whole.token_ids == [162] * 4
+
+
+class WithMarkers(FakeLLM):
+    """One whose marker of calls is a special token, as Llama's is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.front.tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+
+    def _cut(self) -> list[str]:
+        return re.findall(r"<.*?>|[^<]+", self.text)
+
+
+def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
+    text = "Not <|im_end|> yet. <|im_start|>Now.<|im_end|>"
+    with running(WithMarkers(text=text), chat_template=LLAMA3) as server:
+        (whole,) = ask(server).choices
+        choices, _ = gather(ask(server, stream=True))
+        assert whole.message.content == choices[0]["content"] == "Not  yet. Now."
+        shown = {"extra_body": {"skip_special_tokens": False}}
+        (whole,) = ask(server, **shown).choices
+        choices, _ = gather(ask(server, stream=True, **shown))
+        assert whole.message.content == choices[0]["content"] == text
