@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from nanovllm.errors import RequestError
+from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.records import ApiRecord, as_record
 
@@ -101,8 +102,12 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     metadata: Any = None
     service_tier: Any = None
+    thread: Any = None
 
     def chat(self) -> ChatRequest:
+        if self.thread is not None:  # clients that are told so by this code go on without
+            message = "thread is not supported by this server: send all messages"
+            raise ApiError(message, param="thread", code="thread_unsupported_request")
         return self.as_chat(
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,

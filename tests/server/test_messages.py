@@ -206,6 +206,14 @@ def test_errors_have_anthropics_form(fake: Running, wrong: dict[str, Any]) -> No
     assert body["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_are_told_by_a_code_that_there_are_no_threads(fake: Running, stream: bool) -> None:
+    thread = {"type": "create"}
+    response = fake.post("/v1/messages", **REQUEST, thread=thread, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     with running(FakeLLM("Some text.", failure=EngineError("the core died"))) as server:
         events = events_of(server)
