@@ -183,6 +183,25 @@ def test_a_prompt_that_is_too_long_is_the_input(fake: Running) -> None:
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [{"role": "nobody", "content": "x"}],
+        [{"role": "tool", "content": "x"}],
+        [{"content": "x"}],
+        [{"type": "function_call", "call_id": "x", "arguments": "{}"}],
+        [{"type": "function_call", "call_id": "x", "name": "f", "arguments": {}}],
+    ],
+    ids=str,
+)
+def test_errors_name_the_field_that_was_sent(fake: Running, wrong: list[Any]) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        ask(fake, input=wrong)
+    assert caught.value.param == "input"
+    assert "messages" not in caught.value.message
+
+
 def test_a_stream_that_breaks_says_that_it_failed() -> None:
     with running(FakeLLM("Some text.", failure=EngineError("the core died"))) as server:
         events = list(ask(server, stream=True))
