@@ -165,12 +165,13 @@ class ResponseAnswer:
 
     def _finish(self, finish: Finish) -> Event:
         usage = self._usage
+        cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}  # paid for
         status = "completed" if finish.reason == "stop" else "incomplete"
         self._response |= {
             "status": status,
             "usage": {
                 "input_tokens": usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+                "input_tokens_details": cached,
                 "output_tokens": usage.num_completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
