@@ -132,6 +132,7 @@ def _covering(
     for token_id, known in reversed(logprobs):
         if num_missing <= 0:
             break
-        num_missing -= len(token_bytes(tokenizer, token_id, known[token_id])) or 1
+        token = known[token_id].decoded_token or " "
+        num_missing -= len(token_bytes(tokenizer, token_id, token))
         num_tokens += 1
     return logprobs[len(logprobs) - num_tokens :]

@@ -151,8 +151,9 @@ def _whole(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logprob(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob) -> dict[str, Any]:
+    token = logprob.decoded_token or ""
     return {
-        "token": logprob.decoded_token or "",
+        "token": token,
         "logprob": logprob.logprob,
-        "bytes": list(token_bytes(tokenizer, token_id, logprob)),
+        "bytes": list(token_bytes(tokenizer, token_id, token)),
     }

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.detokenizer import REPLACEMENT
-from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,9 +19,8 @@ _BYTE_LEVEL = {
 }
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob) -> bytes:
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
     """What a token adds to a text; its own text shows parts of characters as replaced."""
-    text = logprob.decoded_token or ""
     if REPLACEMENT in text:
         (written,) = tokenizer.convert_ids_to_tokens([token_id])
         if found := _FALLBACK.fullmatch(written):
