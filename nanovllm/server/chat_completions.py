@@ -72,7 +72,7 @@ class ChatAnswer(OpenAIStream):
             self._is_begun[index] = True
         self._has_calls[index] |= "tool_calls" in delta
         reason = None if finish is None else finish.reason
-        if reason == "stop" and self._has_calls[index]:
+        if reason == "stop" and self._has_calls[index] and not _is_cut(each):
             reason = "tool_calls"
         choice: dict[str, Any] = {
             "index": index,
@@ -89,6 +89,13 @@ class ChatAnswer(OpenAIStream):
         if self.request.return_token_ids:
             choice["token_ids"] = list(update.token_ids)
         return choice
+
+
+def _is_cut(each: ChatUpdate) -> bool:
+    """Whether a stop string came within a call, which therefore cannot be followed."""
+    finish, last = each.update.finish, each.events[-1] if each.events else None
+    is_stopped = finish is not None and isinstance(finish.stop_reason, str)
+    return is_stopped and isinstance(last, parsed.CallEnded) and not last.is_complete
 
 
 def logprob_entries(

@@ -246,3 +246,17 @@ def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
         (whole,) = ask(server, **shown).choices
         choices, _ = gather(ask(server, stream=True, **shown))
         assert whole.message.content == choices[0]["content"] == text
+
+
+@pytest.mark.parametrize(("stop", "reason"), [('"city"', "stop"), ("</tool_call>", "tool_calls")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_none_to_follow(
+    server: Running, stop: str, reason: str, stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    options: Any = {"tools": [tool], "tool_choice": "required", "reasoning_effort": "none"}
+    answer = ask(server, **options, max_tokens=500, temperature=0, stop=stop, stream=stream)
+    last = list(answer)[-1] if stream else answer
+    assert last.choices[0].stop_reason == stop
+    assert last.choices[0].finish_reason == reason
