@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
+from nanovllm.engine.detokenizer import REPLACEMENT
 from nanovllm.outputs import Logprob
 from nanovllm.server.chat import Chat, chat_updates
 from nanovllm.server.generation import Finish, Usage
@@ -20,6 +21,10 @@ from nanovllm.server.parsing.events import (
     Reasoning,
 )
 from nanovllm.server.service import Service
+from nanovllm.server.token_bytes import token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["reasoning", "text", "call"]
 TokenLogprobs = tuple[int, dict[int, Logprob]]  # the token, and what is known of it and others
@@ -58,7 +63,7 @@ BlockEvent = Opened | Grew | Closed | Finish
 
 async def blocks(service: Service, chat: Chat, usage: Usage) -> AsyncGenerator[BlockEvent, None]:
     """Yield what happens to the blocks of an answer, and last of all how it ended."""
-    writer = _Writer()
+    writer = _Writer(service.tokenizer)
     waiting: list[TokenLogprobs] = []  # for the text of their tokens
     async with contextlib.aclosing(chat_updates(service, chat)) as updates:
         async for each in updates:
@@ -77,7 +82,8 @@ async def blocks(service: Service, chat: Chat, usage: Usage) -> AsyncGenerator[B
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
         self._num_blocks = 0
         self._block: Block | None = None  # that is open
 
@@ -109,7 +115,7 @@ class _Writer:
         self, kind: Kind, piece: str, logprobs: Sequence[TokenLogprobs] = ()
     ) -> Iterator[BlockEvent]:
         if self._block is None or self._block.kind != kind:
-            logprobs = _covering(logprobs, piece)
+            logprobs = _covering(self._tokenizer, logprobs, piece)
             yield from self._open(kind, uuid4().hex)
         assert self._block is not None
         self._block.text += piece
@@ -117,12 +123,16 @@ class _Writer:
         yield Grew(self._block, piece, logprobs)
 
 
-def _covering(logprobs: Sequence[TokenLogprobs], text: str) -> Sequence[TokenLogprobs]:
+def _covering(
+    tokenizer: PreTrainedTokenizerBase, logprobs: Sequence[TokenLogprobs], text: str
+) -> Sequence[TokenLogprobs]:
     """The last tokens, as many as make up a text; those of a marker before it are left out."""
-    num_tokens, num_missing = 0, len(text)
+    num_tokens = 0
+    num_missing = len(text.replace(REPLACEMENT, "?").encode("utf-8", "replace"))
     for token_id, known in reversed(logprobs):
         if num_missing <= 0:
             break
-        num_missing -= len(known[token_id].decoded_token or " ")
+        token = known[token_id].decoded_token or " "
+        num_missing -= len(token_bytes(tokenizer, token_id, token))
         num_tokens += 1
     return logprobs[len(logprobs) - num_tokens :]

@@ -32,7 +32,7 @@ class Chat:
 
     job: Job
     new_parser: Callable[[], OutputParser]
-    hidden: Mapping[int, str]  # special tokens that no text ends with
+    hidden: Mapping[int, str]  # special tokens whose text is not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,16 @@ async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdat
     parsers = [chat.new_parser() for _ in range(chat.job.num_choices)]
     async with contextlib.aclosing(generate(service, chat.job)) as updates:
         async for update in updates:
-            last = update.token_ids[-1] if update.token_ids else -1
-            text = update.text.removesuffix(chat.hidden.get(last, ""))
-            events = parsers[update.choice].feed(text)
+            events = parsers[update.choice].feed(_shown(update, chat.hidden))
             if update.finish is not None:
                 events += parsers[update.choice].finish()
             yield ChatUpdate(update, events)
+
+
+def _shown(update: Update, hidden: Mapping[int, str]) -> str:
+    """The text without that of hidden tokens; who writes it as text does so before the last."""
+    text = update.text
+    for token_id in update.token_ids if hidden else ():
+        if token_id in hidden:
+            text = "".join(text.rsplit(hidden[token_id], 1))
+    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import Logprob
 from nanovllm.server.answer import Event
@@ -15,6 +15,10 @@ from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.parsing import events as parsed
 from nanovllm.server.service import Service
+from nanovllm.server.token_bytes import token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHUNK, WHOLE = "chat.completion.chunk", "chat.completion"
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
@@ -39,7 +43,8 @@ class ChatAnswer(OpenAIStream):
                 self.usage.add(each.update)
                 of_prompt = self._of_prompt(each.update)
                 choice = self._choice(each)
-                if choice["delta"] or choice["logprobs"] or each.update.finish is not None:
+                news = (choice["delta"], choice["logprobs"], choice.get("token_ids"))
+                if any(news) or each.update.finish is not None:
                     yield self.chunk(CHUNK, [choice]) | of_prompt
         for event in self.last_chunk(CHUNK):
             yield event
@@ -67,7 +72,7 @@ class ChatAnswer(OpenAIStream):
             self._is_begun[index] = True
         self._has_calls[index] |= "tool_calls" in delta
         reason = None if finish is None else finish.reason
-        if reason == "stop" and self._has_calls[index]:
+        if reason == "stop" and self._has_calls[index] and not _is_cut(each):
             reason = "tool_calls"
         choice: dict[str, Any] = {
             "index": index,
@@ -78,21 +83,36 @@ class ChatAnswer(OpenAIStream):
         }
         if self.request.logprobs:
             pairs = zip(update.token_ids, update.logprobs or (), strict=bool(update.logprobs))
-            entries = logprob_entries(pairs, self.request.top_logprobs or 0)
+            num_best = self.request.top_logprobs or 0
+            entries = logprob_entries(self.service.tokenizer, pairs, num_best)
             choice["logprobs"] = {"content": entries}
         if self.request.return_token_ids:
             choice["token_ids"] = list(update.token_ids)
         return choice
 
 
+def _is_cut(each: ChatUpdate) -> bool:
+    """Whether a stop string came within a call, which therefore cannot be followed."""
+    finish, last = each.update.finish, each.events[-1] if each.events else None
+    is_stopped = finish is not None and isinstance(finish.stop_reason, str)
+    return is_stopped and isinstance(last, parsed.CallEnded) and not last.is_complete
+
+
 def logprob_entries(
-    tokens: Iterable[tuple[int, dict[int, Logprob]]], num_best: int
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Iterable[tuple[int, dict[int, Logprob]]],
+    num_best: int,
 ) -> list[dict[str, Any]]:
     """Write the log-probabilities of tokens, and of the likeliest ones in place of each."""
     entries = []
     for token_id, known in tokens:
-        best = [_logprob(each) for each in known.values() if each.rank <= num_best]
-        entries.append({**_logprob(known[token_id]), "top_logprobs": best})
+        best = [
+            _logprob(tokenizer, each, logprob)
+            for each, logprob in known.items()
+            if logprob.rank <= num_best
+        ]
+        own = _logprob(tokenizer, token_id, known[token_id])
+        entries.append({**own, "top_logprobs": best})
     return entries
 
 
@@ -137,10 +157,10 @@ def _whole(choice: dict[str, Any]) -> dict[str, Any]:
     return {"index": choice.pop("index"), "message": delta, **choice}
 
 
-def _logprob(logprob: Logprob) -> dict[str, Any]:
+def _logprob(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob) -> dict[str, Any]:
     token = logprob.decoded_token or ""
     return {
         "token": token,
         "logprob": logprob.logprob,
-        "bytes": list(token.encode("utf-8", "replace")),
+        "bytes": list(token_bytes(tokenizer, token_id, token)),
     }

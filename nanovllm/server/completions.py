@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from nanovllm.server.generation import Job, Logprobs, Update
 from nanovllm.server.openai_records import CompletionRequest
 from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.service import Service
+from nanovllm.server.token_bytes import token_bytes
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16
+_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 async def answer_completion(service: Service, request: CompletionRequest) -> CompletionAnswer:
@@ -52,7 +55,9 @@ class CompletionAnswer(OpenAIStream):
 
     def __init__(self, service: Service, job: Job, request: CompletionRequest) -> None:
         super().__init__(service, job, request, "cmpl")
-        self._offsets = [0] * job.num_choices  # characters of each choice so far
+        self._offsets = [0] * job.num_choices  # whole characters of each choice so far
+        num_decoders = 0 if request.logprobs is None else job.num_choices
+        self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
         self._is_begun = [False] * job.num_choices
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -109,18 +114,20 @@ class CompletionAnswer(OpenAIStream):
         logprobs: Logprobs,
     ) -> dict[str, list[Any]]:
         """A column for each thing that is known of a token, the echoed ones first."""
+        tokenizer = self.service.tokenizer
         texts, numbers, best, offsets = [], [], [], []
         ids = [*(prompt if prompt_logprobs else ()), *token_ids]
         for token_id, entry in zip(ids, [*prompt_logprobs, *logprobs], strict=True):
             own = entry[token_id] if entry else None
             text = own.decoded_token if own else None
             if text is None:
-                text = str(self.service.tokenizer.decode([token_id]))
+                text = str(tokenizer.decode([token_id]))
             texts.append(text)
             numbers.append(own.logprob if own else None)
             best.append(_best(entry) if entry else None)
             offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(text)
+            added = self._decoders[choice].decode(token_bytes(tokenizer, token_id, text))
+            self._offsets[choice] += len(added)
         return {
             "tokens": texts,
             "token_logprobs": numbers,

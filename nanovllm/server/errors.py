@@ -61,7 +61,10 @@ class ApiError(Exception):
 
     def anthropic(self) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
+        return {"type": "error", "error": error}
 
 
 class TooLong(ApiError):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from nanovllm.errors import RequestError
+from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.records import ApiRecord, as_record
 
@@ -75,8 +76,10 @@ class CountRequest(ApiRecord):
     def as_chat(self, **sampling: Any) -> ChatRequest:
         messages = [] if self.system is None else [_message("system", self.system)]
         for turn in self.messages:
-            messages += _results(turn.content)
-            if turn.role == "assistant" or _has_text(turn.content):
+            results = _results(turn.content)
+            messages += results
+            is_all = 0 < len(results) == len(_blocks(turn.content))
+            if turn.role == "assistant" or not is_all:
                 messages.append(_message(turn.role, turn.content))
         fields: dict[str, Any] = {"model": self.model, "messages": messages, **sampling}
         if self.tools is not None:
@@ -101,8 +104,12 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     metadata: Any = None
     service_tier: Any = None
+    thread: Any = None
 
     def chat(self) -> ChatRequest:
+        if self.thread is not None:  # clients that are told so by this code go on without
+            message = "thread is not supported by this server: send all messages"
+            raise ApiError(message, param="thread", code="thread_unsupported_request")
         return self.as_chat(
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
@@ -141,10 +148,6 @@ def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _has_text(content: str | list[dict[str, Any]]) -> bool:
-    return any(block.get("type") != "tool_result" for block in _blocks(content))
-
-
 def _message(role: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """One message of a chat; results of tools have messages of their own."""
     texts, thoughts, calls = [], [], []
@@ -158,7 +161,7 @@ def _message(role: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
             arguments = block.get("input")
             function = {"name": _text(block, "name"), "arguments": arguments or {}}
             calls.append({"type": "function", "id": _text(block, "id"), "function": function})
-        elif kind != "tool_result":
+        elif kind != "tool_result" or role != "user":
             raise RequestError(f"messages: a {kind!r} block is not supported in {role} messages")
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if thoughts:

@@ -150,7 +150,8 @@ class ResponseAnswer:
         return part | ({"annotations": [], **self._logprobs(block.logprobs)} if is_text else {})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"logprobs": logprob_entries(logprobs, self._num_best)}
+        tokenizer = self._service.tokenizer
+        return {"logprobs": logprob_entries(tokenizer, logprobs, self._num_best)}
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": _item_id(block), "status": status}
@@ -164,12 +165,13 @@ class ResponseAnswer:
 
     def _finish(self, finish: Finish) -> Event:
         usage = self._usage
+        cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}  # paid for
         status = "completed" if finish.reason == "stop" else "incomplete"
         self._response |= {
             "status": status,
             "usage": {
                 "input_tokens": usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+                "input_tokens_details": cached,
                 "output_tokens": usage.num_completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,

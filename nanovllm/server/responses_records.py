@@ -11,6 +11,7 @@ from nanovllm.server.openai_records import ChatRequest, Effort
 from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, as_record
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
+ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -100,9 +101,12 @@ class ResponsesRequest(Harmless):
         return self.top_logprobs is not None or is_included
 
     def chat(self) -> ChatRequest:
+        messages = [*self._instructions(), *_messages(self.input)]
+        if not messages:
+            raise RequestError("input must have an item, got none")
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*self._instructions(), *_messages(self.input)],
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -155,12 +159,20 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
-        return {"role": item.get("role"), "content": _text(item.get("content"))}
+        if item.get("role") not in ROLES:
+            known = ", ".join(ROLES)
+            raise RequestError(
+                f"input: a role must be one of {known}, got {item.get('role')!r:.80}"
+            )
+        return {"role": item["role"], "content": _text(item.get("content"))}
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         return {"role": "assistant", "reasoning": _text(parts, ("reasoning_text", "summary_text"))}
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        function = {name: item.get(name) for name in ("name", "arguments")}
+        for name, value in function.items():
+            if not isinstance(value, str):
+                raise RequestError(f"input: {name} of a call must be a text, got {value!r:.80}")
         call = {"type": "function", "id": item.get("call_id"), "function": function}
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from openai import APIError, BadRequestError
 from nanovllm.errors import EngineError
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
+from tests.server.templates import LLAMA3
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
 TOOL = {
@@ -90,7 +92,17 @@ def test_log_probabilities_come_with_every_token(server: Running) -> None:
     for token in content:
         assert len(token.top_logprobs) == 4
         assert token.logprob == max(best.logprob for best in token.top_logprobs) <= 0
-        assert bytes(token.bytes).decode() == token.token
+        assert bytes(token.bytes).decode(errors="replace") == token.token
+
+
+def test_the_bytes_of_tokens_make_up_the_text(server: Running) -> None:
+    char = "日"
+    options = {"structured_outputs": {"choice": [char]}}  # of three tokens, each a byte
+    answer = ask(server, logprobs=True, top_logprobs=1, reasoning_effort="none", extra_body=options)
+    (choice,) = answer.choices
+    assert choice.message.content == char
+    assert len(choice.logprobs.content) == 3
+    assert bytes(each for token in choice.logprobs.content for each in token.bytes).decode() == char
 
 
 def test_answers_have_the_rest_of_the_context(server: Running) -> None:
@@ -202,3 +214,49 @@ def test_what_is_asked_for_of_the_prompt_stands_beside_the_choices(server: Runni
     chunks = list(ask(server, max_tokens=3, temperature=0, extra_body=asked, stream=True))
     assert chunks[0].prompt_token_ids == ids
     assert chunks[-1].prompt_logprobs == whole.prompt_logprobs
+
+
+def test_streams_have_the_ids_of_tokens_whose_text_is_held_back(server: Running) -> None:
+    asked = {"return_token_ids": True, "ignore_eos": True, "logit_bias": {"162": 100}}
+    request = {"max_tokens": 4, "temperature": 0, "extra_body": asked}  # bytes of no character
+    (whole,) = ask(server, **request).choices
+    chunks = ask(server, **request, stream=True)
+    ids = [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids]
+    assert ids == whole.token_ids == [162] * 4
+
+
+class WithMarkers(FakeLLM):
+    """One whose marker of calls is a special token, as Llama's is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.front.tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+
+    def _cut(self) -> list[str]:
+        return re.findall(r"<.*?>|[^<]+", self.text)
+
+
+def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
+    text = "Not <|im_end|> yet. <|im_start|>Now.<|im_end|>"
+    with running(WithMarkers(text=text), chat_template=LLAMA3) as server:
+        (whole,) = ask(server).choices
+        choices, _ = gather(ask(server, stream=True))
+        assert whole.message.content == choices[0]["content"] == "Not  yet. Now."
+        shown = {"extra_body": {"skip_special_tokens": False}}
+        (whole,) = ask(server, **shown).choices
+        choices, _ = gather(ask(server, stream=True, **shown))
+        assert whole.message.content == choices[0]["content"] == text
+
+
+@pytest.mark.parametrize(("stop", "reason"), [('"city"', "stop"), ("</tool_call>", "tool_calls")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_none_to_follow(
+    server: Running, stop: str, reason: str, stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    options: Any = {"tools": [tool], "tool_choice": "required", "reasoning_effort": "none"}
+    answer = ask(server, **options, max_tokens=500, temperature=0, stop=stop, stream=stream)
+    last = list(answer)[-1] if stream else answer
+    assert last.choices[0].stop_reason == stop
+    assert last.choices[0].finish_reason == reason

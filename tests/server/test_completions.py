@@ -137,6 +137,16 @@ def test_spaces_of_sentencepiece_are_kept_between_tokens(spaced: Running, max_to
             assert choice.text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_and_not_the_tokens_of_one(server: Running, stream: bool) -> None:
+    prompt = "a日b🙂"
+    options = {"model": "tiny", "prompt": prompt, "logprobs": 0, "echo": True, "max_tokens": 0}
+    answer = server.openai.completions.create(**options, stream=stream)
+    (choice,) = (chunk.choices[0] for chunk in answer) if stream else answer.choices
+    assert choice.text == prompt
+    assert choice.logprobs.text_offset == [0, 1, 1, 1, 2, 3, 3, 3, 3]
+
+
 def test_logprobs_are_the_models_own(server: Running) -> None:
     """What a prompt's own tokens are given equals what they are given when generated."""
     first = server.openai.completions.create(

@@ -19,6 +19,7 @@ REQUEST: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Weather in Rome?"}],
     "tools": [{"name": "weather", "input_schema": {"type": "object", "properties": {}}}],
 }
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "Sunny."}
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +186,9 @@ def test_sampling_fields_reach_the_engine(fake: Running) -> None:
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x"}]}]},
         {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "assistant", "content": [RESULT]}]},
+        {"messages": [{"role": "user", "content": [{**RESULT, "content": [RESULT]}]}]},
+        {"system": [RESULT]},
         {"system": 5},
         {"tools": [{"name": "x"}]},
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
@@ -204,6 +208,22 @@ def test_errors_have_anthropics_form(fake: Running, wrong: dict[str, Any]) -> No
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     assert body["error"]["message"]
+
+
+def test_a_turn_without_blocks_is_one_without_words(fake: Running) -> None:
+    turns = [{"role": "user", "content": []}, *REQUEST["messages"]]
+    response = fake.post("/v1/messages", **{**REQUEST, "messages": turns})
+    assert response.status_code == 200, response.text
+    prompt = fake.llm.front.tokenizer.decode(fake.llm.asked[-1][0])
+    assert "<|im_start|>user\n<|im_end|>\n<|im_start|>user\nWeather" in prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_are_told_by_a_code_that_there_are_no_threads(fake: Running, stream: bool) -> None:
+    thread = {"type": "create"}
+    response = fake.post("/v1/messages", **REQUEST, thread=thread, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_a_stream_that_breaks_ends_with_an_error_event() -> None:

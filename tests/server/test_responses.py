@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError
+from openai.types.responses import Response
 
 from nanovllm.errors import EngineError
 from tests.server.fake_llm import FakeLLM
@@ -49,6 +50,7 @@ def test_streams_have_the_items_of_whole_answers(
 ) -> None:
     fake.llm.text, fake.llm.seed = text, seed
     whole = ask(fake)
+    Response.model_validate(whole.to_dict())  # a client takes what lacks fields too
     assert [item.type for item in whole.output] == kinds
     assert whole.status == "completed"
     assert whole.usage.output_tokens == len(text)
@@ -88,6 +90,14 @@ def test_text_has_the_logprobs_of_its_own_tokens(
         assert [each.token for event in pieces for each in event.logprobs] == [
             each.token for each in part.logprobs
         ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_may_begin_with_a_character_of_several_tokens(fake: Running, stream: bool) -> None:
+    fake.llm.text = "<think>Hm.</think>🙂 日本"
+    answer = ask(fake, stream=stream, top_logprobs=1)
+    (part,) = (list(answer)[-1].response if stream else answer).output[-1].content
+    assert bytes(byte for each in part.logprobs for byte in each.bytes).decode() == part.text
 
 
 def test_parts_are_begun_before_they_grow(fake: Running) -> None:
@@ -173,6 +183,25 @@ def test_a_prompt_that_is_too_long_is_the_input(fake: Running) -> None:
     with pytest.raises(BadRequestError) as caught:
         ask(fake, input="x" * 2000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        [{"role": "nobody", "content": "x"}],
+        [{"role": "tool", "content": "x"}],
+        [{"content": "x"}],
+        [{"type": "function_call", "call_id": "x", "arguments": "{}"}],
+        [{"type": "function_call", "call_id": "x", "name": "f", "arguments": {}}],
+    ],
+    ids=str,
+)
+def test_errors_name_the_field_that_was_sent(fake: Running, wrong: list[Any]) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        ask(fake, input=wrong)
+    assert caught.value.param == "input"
+    assert "messages" not in caught.value.message
 
 
 def test_a_stream_that_breaks_says_that_it_failed() -> None:

@@ -151,6 +151,19 @@ def test_tokens_are_counted() -> None:
     assert answer.stop_reason == "max_tokens"
 
 
+def test_the_runner_of_tools_calls_them() -> None:
+    """Newer ones ask for a thread first, and go on without one."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells the weather."""
+        return f"Say: It is sunny in {city}."
+
+    run = OBEDIENT.beta.messages.tool_runner
+    final = run(model="tiny", max_tokens=200, messages=say(CALL), tools=[weather]).until_done()
+    assert final.content[0].text == "It is sunny in Rome."
+
+
 def test_models_are_listed() -> None:
     assert [model.id for model in REAL.models.list()] == ["tiny"]
     assert REAL.models.retrieve("tiny").display_name == "tiny"
