@@ -92,7 +92,10 @@ async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdat
 
 
 def _shown(update: Update, hidden: Mapping[int, str]) -> str:
-    """The text without that of hidden tokens; who writes it as text does so before the last."""
+    """The text without that of each hidden token, of which the last occurrence is taken off.
+
+    What looks like one but was written with other tokens stays.
+    """
     text = update.text
     for token_id in update.token_ids if hidden else ():
         if token_id in hidden:

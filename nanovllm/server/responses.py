@@ -165,7 +165,8 @@ class ResponseAnswer:
 
     def _finish(self, finish: Finish) -> Event:
         usage = self._usage
-        cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}  # paid for
+        # Writing to the cache is something that OpenAI charges for; here nothing is.
+        cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
         status = "completed" if finish.reason == "stop" else "incomplete"
         self._response |= {
             "status": status,
