@@ -90,6 +90,14 @@ def test_options_of_an_engine_do_not_fit_a_url(
     assert "--url asks another" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_a_key_without_a_server_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--model", "/no/such/model", "--api-key", "secret"]) == 2
+    assert "--api-key is for a server" in capsys.readouterr().err
+
+
 def test_wrong_keys_and_servers_are_said(fake: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--url", fake.url, "x"]) == 1
     assert "401" in capsys.readouterr().err
