@@ -111,6 +111,20 @@ def test_a_trace_is_written(fake: Running, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_a_trace_of_no_time_is_refused(fake: Running, seconds: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", *options(fake), "--seconds", seconds])
+
+
+@pytest.mark.parametrize("rate", ["nan", "0"])
+def test_a_load_without_a_rate_is_refused(
+    fake: Running, rate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *options(fake), "--rate", rate, "--num-requests", "2"]) == 2
+    assert "--rate must be more than 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "200"]])
 def test_a_load_is_measured(
     fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, load: list[str]
