@@ -285,7 +285,7 @@ def read_chat_template(option: str | None) -> str | None:
     try:
         Program(text)
     except RequestError as error:
-        raise ConfigError(f"--chat-template: {error.__cause__}") from error
+        raise ConfigError(f"--chat-template: {error}") from error
     return text
 
 

@@ -141,7 +141,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
         (["no-model", "--generation-config", "/no/such"], "cannot read /no/such/generation_config"),
         (["no-model", "--chat-template", "/no/such"], "cannot read /no/such"),
-        (["no-model", "--chat-template", "{% if"], "--chat-template: "),
+        (["no-model", "--chat-template", "{% if"], "--chat-template: the chat template cannot be"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(arguments: list[str], message: str) -> None:
