@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, ext, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
@@ -120,6 +120,9 @@ def _choose(template: str | Mapping[str, str], asked: str | None, has_tools: boo
 def _request_errors(what: str) -> Iterator[None]:
     try:
         yield
+    except TemplateSyntaxError as error:
+        where = f"line {error.lineno}: {error.message}"
+        raise RequestError(f"the chat template cannot be read, {where}") from error
     except TemplateError as error:
         raise RequestError(f"the chat template refused the messages: {error}") from error
     except Exception as error:  # it is a program: nothing limits what it may raise

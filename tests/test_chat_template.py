@@ -105,6 +105,12 @@ def test_other_types_are_refused(template: Any, options: dict[str, Any]) -> None
         ChatTemplate(template, {}, **options)
 
 
+@pytest.mark.parametrize("template", ["\n{% if", "\n{{ 'a' | no_such_filter }}"])
+def test_a_template_that_is_none_is_not_said_of_the_messages(template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template cannot be read, line 2: "):
+        ChatTemplate(template, TOKENS)
+
+
 def test_functions_are_described_as_tools() -> None:
     def add(a: int, b: int) -> int:
         """

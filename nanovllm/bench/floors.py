@@ -5,6 +5,7 @@ Only matrices, KV and attention are counted: whatever an engine does, it cannot 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,8 @@ class Rates:
 def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) -> Rates | None:
     """The rates given in tera, or an H200's on an H200; those of other devices are not known."""
     given = [bandwidth, tflops]
+    if not all(rate is None or 0 < rate < math.inf for rate in given):
+        raise ConfigError(f"--bandwidth and --tflops must be above 0, got {bandwidth}, {tflops}")
     if "H200" not in device_name and None in given:
         if given == [None, None]:
             return None

@@ -30,7 +30,10 @@ ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 # Converters leave out what ends a turn; its text is the only trace, for llama.cpp as well.
-_END_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_END_TEXTS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"),
+    *("<|eom_id|>", "<|end_of_text|>"),  # beside <|eot_id|>, of Llama 3
+)
 
 # The one key of no config.json: which tensors are quantised, by name, and how.
 BLOCK_TYPES_KEY = "gguf_block_types"

@@ -21,6 +21,7 @@ from nanovllm.cli.options import (
     engine_config,
 )
 from nanovllm.cli.start import load_llm
+from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -114,6 +115,7 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the engine, then print, and keep if asked, each result as it comes."""
     check_writable(args.json)
+    _check_options(args)
     # As many as the benchmark wants to see side by side, and no fewer than engines have by default.
     args.max_num_seqs = max([args.max_num_seqs, *getattr(args, "batch", [])])
     with open_llm(args) as llm:
@@ -128,6 +130,15 @@ def run(args: argparse.Namespace) -> int:
         if num_preemptions := llm.engine.core.scheduler.num_preemptions:
             print(f"{num_preemptions} preemptions: the KV cache is too small for this workload")
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse an engine that cannot do what is to be measured."""
+    num_seqs, most = args.max_num_seqs, max(getattr(args, "batch", [1]))
+    if num_seqs < most and num_seqs != args.parser.get_default("max_num_seqs"):
+        raise ConfigError(f"--max-num-seqs {num_seqs} is too few for --batch {most}")
+    if args.benchmark is benchmarks.prefix and not args.enable_prefix_caching:
+        raise ConfigError("--no-prefix-caching leaves nothing to measure here; leave it out")
 
 
 @contextlib.contextmanager

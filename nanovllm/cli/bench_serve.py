@@ -79,7 +79,7 @@ def _add_result_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rate is not None and args.rate <= 0:
+    if args.rate is not None and not args.rate > 0:
         raise ConfigError(f"--rate must be more than 0, got {args.rate}")
     check_writable(args.json)
     check_writable(args.plot)

@@ -25,7 +25,12 @@ COMMANDS = """\
 Ctrl-C            stop an answer, drop a message of several lines, or else leave"""
 
 _FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
-_NAMES = tuple(field.name for field in fields(SamplingParams))
+# A chat shows the text of one answer, and a line is no place for the last three.
+_NOT_HERE = {
+    *("n", "logprobs", "prompt_logprobs"),
+    *("logit_bias", "logits_processors", "structured_outputs"),
+}
+_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_HERE)
 
 
 def is_farewell(line: str) -> bool:
@@ -60,7 +65,7 @@ def _set(conversation: Conversation, text: str) -> str:
     name, _, value = text.partition(" ")
     if not text:
         params = conversation.params
-        return "\n".join(f"{name:<20}{getattr(params, name)!r}" for name in _NAMES)
+        return "\n".join(f"{name:<19} {getattr(params, name)!r}" for name in _NAMES)
     if name not in _NAMES:
         raise RequestError(f"There is no parameter {name}; there are {', '.join(_NAMES)}.")
     asked = {name: _value(name, value.strip())}
@@ -71,10 +76,12 @@ def _set(conversation: Conversation, text: str) -> str:
 def _value(name: str, text: str) -> Any:
     """Read a parameter as its default's type would have it; SamplingParams checks it again."""
     default = getattr(SamplingParams(), name)
-    if isinstance(default, tuple):
-        return list(map(_number, text.split())) if name.endswith("ids") else text or None
     if text.lower() in ("none", "") and default is None:
         return None
+    if name.endswith("ids"):
+        return list(map(_number, text.split()))
+    if isinstance(default, tuple):
+        return text or None
     if isinstance(default, bool):
         return {"true": True, "on": True, "false": False, "off": False}.get(text.lower(), text)
     return _number(text)

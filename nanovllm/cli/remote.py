@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.options import check_no_engine_options, engine_config
 from nanovllm.cli.start import load_llm
 from nanovllm.client import OpenAIClient
-from nanovllm.errors import RequestError
+from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,6 +27,8 @@ OPENAI_NAMES = ("max_tokens", "temperature", "top_p")  # sent always; others if 
 def open_model(args: argparse.Namespace) -> Iterator[LLM | RemoteLLM]:
     """The model that a command asks: one behind a URL, or one that is loaded here."""
     if args.url is None:
+        if args.api_key is not None:
+            raise ConfigError("--api-key is for a server, and there is no --url; leave it out")
         with load_llm(engine_config(args), args.threads) as llm:
             yield llm
         return

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from nanovllm.cli.options import (
     seconds,
 )
 from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from nanovllm.server.options import ServerOptions
@@ -63,13 +63,17 @@ def run(args: argparse.Namespace) -> int:
     check_foreign_flags(args)
     config = engine_config(args)
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.server.options import sampling_in
     from nanovllm.server.run import check_certificate, listen, make_server
 
     check_certificate(args.ssl_keyfile, args.ssl_certfile)
+    options = server_options(args, config.model, {})
     with listen(args.host, args.port) as listener:
         llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
         try:
-            options = server_options(args, config.model, llm.generation_config)
+            if args.generation_config == "auto":  # which only the model tells
+                defaults = sampling_in(llm.generation_config)
+                options = replace(options, sampling_defaults=defaults)
             server = make_server(llm, options, args.ssl_keyfile, args.ssl_certfile)
             scheme = "https" if args.ssl_certfile else "http"
             host, port = listener.getsockname()[:2]
@@ -273,9 +277,16 @@ def length(text: str) -> int:
 
 def read_chat_template(option: str | None) -> str | None:
     """A file; or the template itself, which no file name looks like."""
-    if option is None or "{" in option:
-        return option
-    return read_text(option)
+    if option is None:
+        return None
+    from nanovllm.chat_template import Program
+
+    text = option if "{" in option else read_text(option)
+    try:
+        Program(text)
+    except RequestError as error:
+        raise ConfigError(f"--chat-template: {error}") from error
+    return text
 
 
 def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,6 +302,8 @@ def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str,
             config = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} must hold a JSON object, not a {type(config).__name__}")
     return sampling_in(config)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.errors import ConfigError
+from nanovllm.sampling_params import SamplingParams
+
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -28,4 +31,11 @@ class ServerOptions:
 def sampling_in(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults for sampling that a model's generation_config.json has."""
     found = {name: generation_config.get(name) for name in SAMPLING_NAMES}
-    return {name: value for name, value in found.items() if value is not None}
+    defaults = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except ConfigError as error:
+        raise ConfigError(
+            f"generation_config.json: {error}; --generation-config vllm does without it"
+        ) from error
+    return defaults

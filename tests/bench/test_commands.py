@@ -78,6 +78,20 @@ def test_prefill_and_prefix(folder: Path) -> None:
     assert records[1]["floor"] < records[0]["floor"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("latency --batch 1 4 --max-num-seqs 2", "--max-num-seqs 2 is too few for --batch 4"),
+        ("prefix --prefix-len 64 --no-prefix-caching", "--no-prefix-caching leaves nothing"),
+    ],
+)
+def test_options_that_contradict_the_measurement(
+    folder: Path, arguments: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench(folder, arguments)
+
+
 def test_arrivals(folder: Path) -> None:
     lengths = "--num-seqs 30 --prompt-len 16 --new-tokens 4"
     records = bench(folder, f"arrivals --rate 50 {lengths} --repeats 1 --target-inter-token-ms 40")

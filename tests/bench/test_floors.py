@@ -112,3 +112,6 @@ def test_rates_are_known_of_an_h200_only() -> None:
     for given in ((3.0, None), (None, 700.0)):
         with pytest.raises(ConfigError, match=r"H100.*give both --bandwidth and --tflops"):
             rates_of("NVIDIA H100 80GB HBM3", *given)
+    for wrong in ((0.0, 700.0), (3.0, -1.0), (float("nan"), 1.0)):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            rates_of("NVIDIA H200", *wrong)

@@ -157,6 +157,14 @@ def test_every_end_of_generation_id(tmp_path: Path) -> None:
     assert read_generation_config(open_gguf(path)) == {"eos_token_id": [2, 4, 1, 3]}
 
 
+def test_every_end_of_llama3(tmp_path: Path) -> None:
+    """As generation_config.json has them; files of the instructed models name the last alone."""
+    tokens = ["<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "a"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}
+    path = write_gguf(tmp_path / "model.gguf", metadata=metadata)
+    assert sorted(read_generation_config(open_gguf(path))["eos_token_id"]) == [1, 2, 3]
+
+
 def test_biases_are_named_and_permuted(tmp_path: Path) -> None:
     expected = hf_tensors("llama", tied=True)
     for layer in range(LAYERS):

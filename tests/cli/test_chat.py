@@ -135,6 +135,9 @@ def test_system_changes_the_instructions(capsys: pytest.CaptureFixture[str]) -> 
         ("stop The end", {"stop": ("The end",)}),
         ("stop", {"stop": ()}),
         ("stop_token_ids 5 6", {"stop_token_ids": (5, 6)}),
+        ("stop_token_ids", {"stop_token_ids": ()}),
+        ("allowed_token_ids 5 6", {"allowed_token_ids": (5, 6)}),
+        ("allowed_token_ids none", {"allowed_token_ids": None}),
     ],
 )
 def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
@@ -149,6 +152,8 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
     ("line", "message"),
     [
         ("/set heat 1", "There is no parameter heat; there are temperature, "),
+        ("/set n 2", "There is no parameter n; there are temperature, "),  # one answer is shown
+        ("/set logprobs 2", "There is no parameter logprobs; there are temperature, "),
         ("/set temperature hot", "temperature must be of type float, got 'hot'"),
         ("/set temperature", "temperature must be of type float, got ''"),
         ("/set max_tokens 0", "max_tokens must be at least 1, or 0 with prompt_logprobs, got 0"),
@@ -173,7 +178,9 @@ def test_what_cannot_be_done_is_said(
 def test_set_and_help_show_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = converse(FakeLLM("yes"))
     obey("/set", conversation)
-    assert "temperature         1.0\n" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "temperature         1.0\n" in shown
+    assert "include_stop_str_in_output False\n" in shown
     obey("/help", conversation)
     assert "/save FILE" in capsys.readouterr().err
 

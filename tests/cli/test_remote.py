@@ -90,6 +90,14 @@ def test_options_of_an_engine_do_not_fit_a_url(
     assert "--url asks another" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_a_key_without_a_server_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--model", "/no/such/model", "--api-key", "secret"]) == 2
+    assert "--api-key is for a server" in capsys.readouterr().err
+
+
 def test_wrong_keys_and_servers_are_said(fake: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--url", fake.url, "x"]) == 1
     assert "401" in capsys.readouterr().err
@@ -101,6 +109,20 @@ def test_a_trace_is_written(fake: Running, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert main(["trace", *options(fake), "--seconds", "0.2", "--out", str(path)]) == 0
     assert json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
+def test_a_trace_of_no_time_is_refused(fake: Running, seconds: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", *options(fake), "--seconds", seconds])
+
+
+@pytest.mark.parametrize("rate", ["nan", "0"])
+def test_a_load_without_a_rate_is_refused(
+    fake: Running, rate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *options(fake), "--rate", rate, "--num-requests", "2"]) == 2
+    assert "--rate must be more than 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "200"]])

@@ -139,6 +139,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         (["--config", "/no/such/file"], "cannot read /no/such/file"),
         (["a", "--model", "b"], "give the model once"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
+        (["no-model", "--generation-config", "/no/such"], "cannot read /no/such/generation_config"),
+        (["no-model", "--chat-template", "/no/such"], "cannot read /no/such"),
+        (["no-model", "--chat-template", "{% if"], "--chat-template: the chat template cannot be"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(arguments: list[str], message: str) -> None:
@@ -154,6 +157,16 @@ def test_sampling_defaults_come_from_where_they_are_asked_for(tmp_path: Path) ->
     assert read_sampling_defaults("vllm", of_model) == {}
     (tmp_path / "generation_config.json").write_text('{"min_p": 0.1}')
     assert read_sampling_defaults(str(tmp_path), of_model) == {"min_p": 0.1}
+
+
+def test_sampling_defaults_that_no_request_could_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be .*, got 0; "):
+        read_sampling_defaults("auto", {"top_p": 0})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature must be"):
+        read_sampling_defaults("auto", {"temperature": "0.6"})
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"generation_config\.json must hold a JSON object"):
+        read_sampling_defaults(str(tmp_path), {})
 
 
 @pytest.mark.parametrize(
