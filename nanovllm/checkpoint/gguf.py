@@ -47,6 +47,7 @@ TENSOR_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 # Any other key under "{architecture}." may change the numbers, so it is refused by name.
 _KNOWN_KEYS = re.compile(
     r"block_count|context_length|embedding_length|feed_forward_length|vocab_size|expert_count"
+    r"|pooling_type"  # of an embedding model: each call says how it pools
     r"|attention\.(head_count|head_count_kv|key_length|value_length|layer_norm_rms_epsilon)"
     r"|rope\.(freq_base|dimension_count)"
     r"|rope\.scaling\.(type|factor|original_context_length|finetuned|yarn_beta_fast|yarn_beta_slow)"

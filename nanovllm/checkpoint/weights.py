@@ -10,7 +10,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,7 +83,16 @@ def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
     readers = {"safetensors": _list_safetensors, "bin": _list_bin, "gguf": _list_gguf}
     list_file = readers[checkpoint.weight_format]
     dtypes = _DTYPES | (_CODES if checkpoint.has_codes else {})
-    return [tensor for file in checkpoint.weight_files for tensor in list_file(file, dtypes)]
+    tensors = [tensor for file in checkpoint.weight_files for tensor in list_file(file, dtypes)]
+    if all(tensor.name != "embed_tokens.weight" for tensor in tensors):
+        return tensors
+    # Of a model saved without its head, as embedding models are, names begin within `model`.
+    return [
+        tensor
+        if tensor.name.startswith("lm_head.")
+        else replace(tensor, name=f"model.{tensor.name}")
+        for tensor in tensors
+    ]
 
 
 def _list_safetensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:

@@ -106,7 +106,10 @@ def read_architecture(config: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"config.json must name one entry in architectures, got {names!r:.80}"
         )
-    return names[0]
+    [name] = names
+    # Without "ForCausalLM" it is a model without its head, as embedding models are stored.
+    body = name.removesuffix("Model").removesuffix("Text")
+    return f"{body}ForCausalLM" if name.endswith("Model") else name
 
 
 def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:

@@ -78,9 +78,9 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     try:
         name = read_architecture(config)
         if name not in FAMILIES:
-            supported = ", ".join(sorted(FAMILIES))
+            given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
             raise UnsupportedModelError(
-                f"architecture {name!r} is not supported; supported: {supported}"
+                f"architecture {given!r} is not supported; supported: {supported}"
             )
         check_fields(config)
         model = FAMILIES[name].read_config(config)

@@ -286,6 +286,11 @@ def test_zero_experts_is_a_dense_model(tmp_path: Path) -> None:
     assert read_config(path)["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_embedding_models_are_served(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata={"llama.pooling_type": 3})
+    assert read_config(path)["architectures"] == ["LlamaForCausalLM"]
+
+
 def test_missing_size_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata={"llama.block_count": None})
     with pytest.raises(CheckpointError, match=r"llama\.block_count"):

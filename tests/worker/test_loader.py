@@ -333,6 +333,21 @@ def test_a_tied_head_is_the_embedding(tiny: Tiny, tmp_path: Path) -> None:
     run(other)
 
 
+@pytest.mark.parametrize("variant", ["qwen3-tied", "gemma3", "qwen3-moe"])
+def test_a_model_may_be_stored_without_its_head(tiny: Tiny, tmp_path: Path, variant: str) -> None:
+    """As embedding models are: whether their architecture says so or not."""
+    checkpoint = tiny(variant)
+    body = checkpoint.model.model
+    body.save_pretrained(tmp_path / "body")
+    tensors = load_file(tmp_path / "body" / "model.safetensors")
+    assert "embed_tokens.weight" in tensors
+    if not checkpoint.model.config.tie_word_embeddings:
+        tensors["lm_head.weight"] = read_tensors(checkpoint)["lm_head.weight"]
+    for index, names in enumerate(([type(body).__name__], [type(checkpoint.model).__name__])):
+        path = make_folder(tmp_path / str(index), checkpoint, tensors, architectures=names)
+        assert run(path) == run(checkpoint.path)
+
+
 SPECIAL = {  # a tensor that only this family has
     "gemma3": "model.layers.1.pre_feedforward_layernorm.weight",
     "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight",
