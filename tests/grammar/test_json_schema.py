@@ -135,6 +135,10 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"minimum": 1, "exclusiveMinimum": True, "type": "integer"}, ["2"], ["1"]),
     ({"type": "number", "exclusiveMaximum": 100}, ["99.5"], ["100", "99.99999999999999999999"]),
+    ({"type": "number", "exclusiveMaximum": 1}, ["0.9", "0.99", "-5"], ["1", "1.0"]),
+    ({"minimum": -0.25, "maximum": 99.95}, ["99.9", "-0.2", '"a"'], ["-0.3", "99.96"]),
+    ({"type": "number", "minimum": 0.91, "maximum": 0.999}, ["0.99"], ["0.9", "0.9999"]),
+    ({"type": "number", "maximum": 1.625, "multipleOf": 0.5}, ["1.5"], ["1.6", "1.62"]),
     ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2023-02-29"', '"0000-01-01"']),
     ({"type": "string", "pattern": "^\\S$"}, ['"é"'], ['" "', '"\\u001c"']),
     (
