@@ -58,9 +58,16 @@ async def _work(
     while (row := await queue.get()) is not None:
         try:
             line = await answer(row)
-        except RowError as error:
-            ledger.write_error(row.index, row.custom_id, error.code, error.message)
-            on_line(None)
-        else:
             ledger.write(row.index, line)
             on_line(line)
+        except RowError as error:
+            _write_error(ledger, row, error, on_line)
+        except RecursionError:  # what could be read may be too deep to be written
+            too_deep = RowError("invalid_row", "it is nested too deeply")
+            _write_error(ledger, row, too_deep, on_line)
+
+
+def _write_error(ledger: Ledger, row: Row, error: RowError, on_line: OnLine) -> None:
+    custom_id = None if isinstance(row.custom_id, dict | list) else row.custom_id
+    ledger.write_error(row.index, custom_id, error.code, error.message)
+    on_line(None)
