@@ -25,7 +25,7 @@ REGEX_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<?[=!]|P<|.)|
 # Those that llguidance lacks or reads differently: what is no digit or letter, which Python takes
 # from all of Unicode; sets of sets; borders, lookaround, flags and references.
 DIFFERENT_PIECE = re.compile(
-    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWb]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
+    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWbpP]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
     re.DOTALL,
 )
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \uXXXX

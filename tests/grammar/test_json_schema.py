@@ -78,6 +78,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("pattern", {"pattern": "\\bword"}),
     ("pattern", {"pattern": "^\\D+$"}),
     ("pattern", {"pattern": "[^\\w]"}),
+    ("is not supported", {"pattern": "^[\\p{L}\\p{N}_-]*$"}),
     ("pattern", {"pattern": "[a-z&&[^b]]"}),
     ("pattern", {"pattern": "(a)\\1"}),
     ("pattern", {"pattern": "("}),
