@@ -340,6 +340,7 @@ def test_the_record_is_detached_and_picklable() -> None:
     ("asked", "message"),
     [
         ({"regex": "("}, "regex"),
+        ({"regex": "a\\"}, "backslash"),
         ({"regex": "a(?=b)"}, "look-around"),
         ({"regex": r"[^\s\S]"}, "no answer"),
         ({"grammar": "start: missing"}, "missing"),

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--ray-replicas needs --ray")
     config = engine_config(args)
     found = scan(args.input)
-    for path in (args.output, Path(f"{args.output}.errors.jsonl")):
+    for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
             raise ConfigError(f"{path} is the input; answers need a file of their own")
     settings = {name: getattr(args, name) for name in SETTINGS}

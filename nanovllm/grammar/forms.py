@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.errors import RequestError
 from nanovllm.grammar.json_schema import Schema, enforceable
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"lark_grammar": f"start: /{'|'.join(texts)}/"}
     from llguidance import regex_to_lark
 
-    return {"lark_grammar": f"start: /{regex_to_lark(asked['regex'], '')}/"}
+    regex = asked["regex"]
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance drops the last one
+        raise RequestError("structured_outputs cannot be enforced: the regex ends in a backslash")
+    return {"lark_grammar": f"start: /{regex_to_lark(regex, '')}/"}
 
 
 def _escaped(char: str) -> str:

@@ -6,7 +6,7 @@ Then `oneOf` says the same as `anyOf`, which a grammar can express.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 Schema = dict[str, Any] | bool
@@ -33,6 +33,11 @@ def are_disjoint(one: Schema, other: Schema, parts: Parts, depth: int = 0) -> bo
         for mine in _property(ones, name)
         for yours in _property(others, name)
     )
+
+
+def kinds_of(types: Set[str], schema: Schema, parts: Parts) -> frozenset[str]:
+    """Those of some types that values of a schema may have; whole numbers are numbers."""
+    return _kinds([{"type": [*types]}, *_demands(schema, parts)], parts)
 
 
 def _demands(schema: Schema, parts: Parts, depth: int = 0) -> list[dict[str, Any]]:

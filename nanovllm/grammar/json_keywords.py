@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -23,7 +25,7 @@ REGEX_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P?<?[=!]|P<|.)|
 # Those that llguidance lacks or reads differently: what is no digit or letter, which Python takes
 # from all of Unicode; sets of sets; borders, lookaround, flags and references.
 DIFFERENT_PIECE = re.compile(
-    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWb]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
+    r"\\[DWbBAZzGpPXRkhHQEcNKC1-9]|\[\^.*\\[dw]|\[.*(\\[DWbpP]|(?<!\\)\[|&&|--|~~)|\(\?(?!:|P<)",
     re.DOTALL,
 )
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \uXXXX
@@ -176,6 +178,27 @@ def add_numbers(
         out.update({key: v for key, v in ((low, bound), (strict, limit)) if v is not None})
     if "multipleOf" in schema:
         _multiple(out, schema["multipleOf"], path)
+    if "number" in types:
+        _add_shorter(out)
+
+
+def _add_shorter(out: dict[str, Any]) -> None:
+    """llguidance leaves out what has some of the digits of a bound, as 0.9 has of 0.99."""
+    low, high = out.get("minimum", -math.inf), out.get("maximum", math.inf)
+    shorter = {*_shorter(high), *_shorter(-low, "-")}
+    values = [v for v in sorted(shorter) if low <= v <= high and not v % out.get("multipleOf", v)]
+    if values:
+        bounds = {key: out.pop(key) for key in ("minimum", "maximum") if key in out}
+        add_part(out, {"anyOf": [bounds, {"enum": values}]})
+
+
+def _shorter(bound: float, sign: str = "") -> Iterator[float]:
+    """Fractions with less and less of the digits of a bound that is above 0."""
+    if 0 < bound < math.inf:
+        whole, _, digits = f"{Decimal(str(bound)):f}".partition(".")
+        for length in range(1, len(digits)):
+            if digits[length - 1] != "0":
+                yield float(f"{sign}{whole}.{digits[:length]}")
 
 
 def check_spans(out: dict[str, Any], types: frozenset[str], path: str) -> None:

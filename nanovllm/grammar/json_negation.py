@@ -2,14 +2,17 @@
 
 A grammar cannot say what a text is not, but much of a negation can be put the other way round:
 not to require a property is to forbid it, not to be "a" is to be one of all other strings. The
-result may allow less than the negation does, never more.
+result may allow less than the negation does, never more: `lost` tells of which types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
+
+from nanovllm.grammar.json_formats import NUMBER_FORMATS, STRING_FORMATS
 
 Schema = dict[str, Any] | bool
 
@@ -24,6 +27,27 @@ BOUNDS = {
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
 }
+NUMBER_BOUNDS = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+NONE: frozenset[str] = frozenset()
+STRINGS, ARRAYS, OBJECTS = (frozenset((kind,)) for kind in ("string", "array", "object"))
+NUMBERS = frozenset(("integer", "number"))
+FORMATTED = {**dict.fromkeys(STRING_FORMATS, STRINGS), **dict.fromkeys(NUMBER_FORMATS, NUMBERS)}
+# Keywords that can be broken in ways that are not said, with the types that they speak of.
+UNSAID = {
+    "pattern": STRINGS,
+    "multipleOf": NUMBERS,
+    **dict.fromkeys(("items", "prefixItems", "additionalItems", "contains"), ARRAYS),
+    **dict.fromkeys(("uniqueItems", "unevaluatedItems"), ARRAYS),
+    **dict.fromkeys(("patternProperties", "additionalProperties", "propertyNames"), OBJECTS),
+    **dict.fromkeys(("minProperties", "maxProperties", "unevaluatedProperties"), OBJECTS),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), OBJECTS),
+    **dict.fromkeys(("oneOf", "if", "$dynamicRef", "$recursiveRef"), TYPES),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,7 @@ class Negation:
     find: Callable[[str], Any]  # what a reference means
     rewrite: Callable[[Any], Schema]
     draft: int  # up to 7 what stands beside a reference is ignored, before 6 there is no const
+    names: Collection[str] = ()  # of properties that are known from elsewhere
 
     def of(self, schema: Any, depth: int = 0) -> Schema | None:
         """Return what excludes every value of a schema, or None where that cannot be said."""
@@ -40,18 +65,50 @@ class Negation:
             return not schema
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return None
-        if "$ref" in schema and self.draft < 8:
-            schema = {"$ref": schema["$ref"]}
-        keys = sorted(schema, key=lambda key: key == "properties")  # the many ways come last
-        ways = [way for key in keys for way in self._ways(key, schema[key], depth + 1)]
+        ways = self._some_ways(self._counted(schema), depth + 1)
         return None if not ways else ways[0] if len(ways) == 1 else {"anyOf": ways[:MAX_WAYS]}
+
+    def lost(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """The types of values some of which fit neither a schema nor what `of` makes of it."""
+        if isinstance(schema, bool):
+            return NONE
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return TYPES
+        schema = self._counted(schema)
+        if len(self._some_ways(schema, depth + 1)) > MAX_WAYS:
+            return TYPES
+        types = schema.get("type", sorted(TYPES))
+        types = {types} if isinstance(types, str) else {*map(str, types)}
+        found = [self._lost(key, value, depth + 1) for key, value in schema.items()]
+        floats = {"number"} if types & NUMBERS == {"integer"} else NONE
+        return NONE.union(*found) & types | floats
+
+    def _counted(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The keywords that count."""
+        return {"$ref": schema["$ref"]} if "$ref" in schema and self.draft < 8 else schema
+
+    def _some_ways(self, schema: dict[str, Any], depth: int) -> list[Schema]:
+        """As many of the ways to break a schema as count, and one more if there are more."""
+        keys = sorted(schema, key=lambda key: key == "properties")  # the many ways come last
+        ways = (way for key in keys for way in self._ways(key, schema[key], depth))
+        return [*islice(chain(ways, self._ways_of_rest(schema, depth)), MAX_WAYS + 1)]
+
+    def _ways_of_rest(self, schema: dict[str, Any], depth: int) -> Iterator[Schema]:
+        """Some of the ways to break what properties and items beside those that are listed obey."""
+        listed = schema.get("properties", {})
+        if schema.get("additionalProperties") is False and "patternProperties" not in schema:
+            others = (name for name in self.names if name not in listed)
+            yield from ({"type": "object", "required": [name]} for name in others)
+        if isinstance(schema.get("items"), dict) and "prefixItems" not in schema:
+            for first in self._known([schema["items"]], depth):
+                yield {"type": "array", "prefixItems": [first], "minItems": 1}
 
     def _ways(self, key: str, value: Any, depth: int) -> Iterator[Schema]:
         """The ways in which a value can break one keyword."""
         if key == "type":
             yield from _other_types([value] if isinstance(value, str) else value)
         elif key == "const" and self.draft >= 6:
-            yield from _other_values([value])
+            yield from self._ways_of_list("enum", [value], depth)
         elif key == "not":
             yield self.rewrite(value)
         elif key == "$ref":
@@ -60,6 +117,8 @@ class Negation:
             kind, other, step = BOUNDS[key]
             if value + step >= 0:
                 yield {"type": kind, other: value + step}
+        elif key in NUMBER_BOUNDS and self.draft >= 6 and not isinstance(value, bool):
+            yield self.rewrite({"type": "number", NUMBER_BOUNDS[key]: value})
         elif isinstance(value, list):
             yield from self._ways_of_list(key, value, depth)
         elif key == "properties" and isinstance(value, dict):
@@ -70,6 +129,8 @@ class Negation:
     def _ways_of_list(self, key: str, values: list[Any], depth: int) -> Iterator[Schema]:
         if key == "enum":
             yield from _other_values(values)
+            if numbers := _other_numbers(values):
+                yield {"anyOf": [self.rewrite(each) for each in numbers]}
         elif key == "required":
             yield from (_object({str(name): False}) for name in values)
         elif key == "allOf":
@@ -78,6 +139,23 @@ class Negation:
             parts = list(self._known(values, depth))
             if len(parts) == len(values):
                 yield {"allOf": parts}
+
+    def _lost(self, key: str, value: Any, depth: int) -> frozenset[str]:
+        """The types of values that may break one keyword in a way that is not said."""
+        if key == "$ref":
+            return self.lost(self.find(value), depth)
+        if key in ("allOf", "anyOf") and isinstance(value, list):
+            return NONE.union(*(self.lost(each, depth) for each in value))
+        if key == "properties" and isinstance(value, dict):
+            return OBJECTS if any(self.lost(part, depth) for part in value.values()) else NONE
+        if key == "const" or (key == "enum" and isinstance(value, list)):
+            return _lost_values([value] if key == "const" else value)
+        if key == "format" and isinstance(value, str):
+            return FORMATTED.get(value, NONE)
+        if key in NUMBER_BOUNDS:
+            return NONE if self.draft >= 6 else NUMBERS
+        harmless = (False, 0) if key in ("uniqueItems", "minProperties") else (True, {})
+        return NONE if value in harmless and key != "if" else UNSAID.get(key, NONE)
 
     def _known(self, schemas: list[Any], depth: int) -> Iterator[Schema]:
         return (each for s in schemas if (each := self.of(s, depth)) is not None)
@@ -103,6 +181,27 @@ def _other_values(values: list[Any]) -> Iterator[Schema]:
         yield {"type": "string", "pattern": f"^(?:{other_texts(texts)})$"}
     if len(booleans := {value for value in values if isinstance(value, bool)}) == 1:
         yield {"const": not booleans.pop()}
+
+
+def _other_numbers(values: list[Any]) -> list[Schema]:
+    """What is below, between and above numbers."""
+    numbers = sorted({value for value in values if type(value) in (int, float)})
+    if not 0 < len(numbers) <= MAX_WAYS:
+        return []
+    lows = [{}, *({"exclusiveMinimum": number} for number in numbers)]
+    highs = [*({"exclusiveMaximum": number} for number in numbers), {}]
+    return [{"type": "number", **low, **high} for low, high in zip(lows, highs, strict=True)]
+
+
+def _lost_values(values: list[Any]) -> frozenset[str]:
+    """The types of values too many, or too large, to say what others there are."""
+    limits = ((str, MAX_VALUES, STRINGS), (list, 0, ARRAYS), (dict, 0, OBJECTS))
+    lost = [types for kind, most, types in limits if _count(values, kind) > most]
+    return NONE.union(*lost, NUMBERS if _count(values, int, float) > MAX_WAYS else NONE)
+
+
+def _count(values: list[Any], *kinds: type) -> int:
+    return sum(type(value) in kinds for value in values)
 
 
 def other_texts(texts: list[str]) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urljoin
 
 from nanovllm.errors import RequestError
-from nanovllm.grammar.json_disjoint import are_disjoint
+from nanovllm.grammar.json_disjoint import are_disjoint, kinds_of
 from nanovllm.grammar.json_keywords import (
     APPLICATORS,
     DEPENDENT,
@@ -67,8 +67,8 @@ class _Rewriter:
     pointers: list[str] = field(default_factory=list)  # to the parts that are referred to
     names: dict[str, str] = field(default_factory=dict)  # by pointer
     parts: dict[str, Schema] = field(default_factory=dict)  # by name, rewritten
-    # Of the options of each oneOf, by the id of their list; None where there is none.
-    negations: dict[int, list[Schema | None]] = field(default_factory=dict)
+    # Of the options of each oneOf, by the id of their list, with the types that they lose.
+    negations: dict[int, list[tuple[Schema | None, frozenset[str]]]] = field(default_factory=dict)
 
     def rewrite(self) -> dict[str, Any]:
         self.draft = _draft(self.root)
@@ -77,7 +77,7 @@ class _Rewriter:
             self.parts[self.names[pointer]] = self._part(self._find(pointer), "#" + pointer)
         for schema in _within([*self.parts.values()]):
             if "oneOf" in schema:
-                self._one_of(schema, self.negations[id(schema["oneOf"])])
+                self._one_of(schema)
         self._refuse_endless()
         return {"$ref": f"#/$defs/{first}", "$defs": self.parts}
 
@@ -164,7 +164,8 @@ class _Rewriter:
             raise refused(key, path, "it must be a list of schemas")
         parts = [self._part(each, f"{path}/{index}") for index, each in enumerate(value)]
         if key == "oneOf":
-            self.negations[id(parts)] = [self._negation().of(each) for each in value]
+            negation = self._negation(self._listed_names(value, path))
+            self.negations[id(parts)] = [(negation.of(s), negation.lost(s)) for s in value]
         add_part(out, {key: parts})
 
     def _map(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
@@ -181,27 +182,41 @@ class _Rewriter:
             for name, each in value.items()
         }
 
-    def _negation(self) -> Negation:
+    def _negation(self, names: Collection[str] = ()) -> Negation:
         return Negation(
             lambda target: self._find(self._pointer(target, "#")),
             lambda schema: self._part(schema, "#"),
             self.draft,
+            names,
         )
 
+    def _listed_names(self, schemas: list[Any], path: str) -> dict[str, None]:
+        """The names of the properties that schemas list, or those that they refer to."""
+        names: dict[str, None] = {}
+        for schema in schemas:
+            if isinstance(schema, dict) and "$ref" in schema:
+                schema = self._find(self._pointer(schema["$ref"], path))
+            listed = schema.get("properties") if isinstance(schema, dict) else None
+            names |= dict.fromkeys(listed) if isinstance(listed, dict) else {}
+        return names
+
+    def _opposite(self, value: Any, schema: dict[str, Any], path: str) -> Schema:
+        """What a value is that does not fit, beside the rest of a schema."""
+        negation = self._negation()
+        opposite = negation.of(value)
+        if opposite is None or negation.lost(value) & types_of(schema, path):
+            raise refused(path.rsplit("/", 1)[1], path)
+        return opposite
+
     def _not(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
-        negation = self._negation().of(value)
-        if negation is None:
-            raise refused("not", path)
-        demand(out, negation)
+        demand(out, self._opposite(value, schema, path))
 
     def _if(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
         """Say that the condition and `then` hold, or that it does not and `else` does."""
         then, otherwise = schema.get("then", True), schema.get("else", True)
         if then is True and otherwise is True:
             return
-        negation = self._negation().of(value)
-        if negation is None:
-            raise refused("if", path)
+        negation = self._opposite(value, schema, path)
         base = path.rsplit("/", 1)[0]
         met = [self._part(value, path), self._part(then, f"{base}/then")]
         not_met = [negation, self._part(otherwise, f"{base}/else")]
@@ -284,22 +299,32 @@ class _Rewriter:
         if rest in schema:
             out["items"] = self._part(schema[rest], f"{path}/{rest}")
 
-    def _one_of(self, schema: dict[str, Any], negations: list[Schema | None]) -> None:
+    def _one_of(self, schema: dict[str, Any]) -> None:
         """Write oneOf as anyOf, each option with the negation of those that it may overlap."""
         options, exclusive = schema["oneOf"], []
         if len(options) > MAX_OPTIONS:
             return  # and llguidance refuses it
+        rest = {key: value for key, value in schema.items() if key != "oneOf"}
         for index, option in enumerate(options):
+            within: Schema = {"allOf": [rest, option]}
             others = [
-                negations[i]
+                self._excluded(options, i, within)
                 for i, other in enumerate(options)
-                if i != index and not are_disjoint(option, other, self.parts)
+                if i != index and not are_disjoint(within, other, self.parts)
             ]
             if None in others:
                 return
             exclusive.append({"allOf": [option, *others]} if others else option)
         del schema["oneOf"]
         add_part(schema, {"anyOf": exclusive})
+
+    def _excluded(self, options: list[Schema], index: int, within: Schema) -> Schema | None:
+        """The negation of an option; None where no value of some type would be left."""
+        negation, lost = self.negations[id(options)][index]
+        if negation is None:
+            return None
+        gone = kinds_of(lost, within, self.parts) - kinds_of(TYPES, negation, self.parts)
+        return None if gone else negation
 
     def _refuse_endless(self) -> None:
         """Refuse parts that no text of finite length fits: they require themselves."""

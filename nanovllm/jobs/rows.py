@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from nanovllm.errors import ConfigError
 
 MAX_WINDOW_ROWS = 4096
 READ_BYTES = 2**20
-JSON_TYPES = frozenset((str, int, float, bool, type(None)))
+JSON_TYPES = frozenset((str, int, bool, type(None)))  # a float may be NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +132,14 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """What Parquet has and JSON has not as text: dates as ISO has them, bytes in base64."""
+    """What Parquet has and JSON has not: dates as ISO has them, bytes in base64, NaN as null."""
     if isinstance(value, dict):
         return {name: _json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         is_plain = {*map(type, value)} <= JSON_TYPES  # thousands of ids
         return value if is_plain else [_json_value(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if type(value) in JSON_TYPES:
         return value
     if isinstance(value, bytes):

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nanovllm.errors import NanovllmError
 from nanovllm.jobs.answers import RowError
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, windows
@@ -35,18 +36,31 @@ async def run_job(
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
+    if not all(ledger.is_done):
+        raise _changed(path)
 
 
 async def _feed(
     path: Path, ledger: Ledger, queue: asyncio.Queue[Row | None], num_workers: int
 ) -> None:
-    todo = (row for row in read_rows(path) if not ledger.is_done[row.index])
-    groups: Iterator[list[Row]] = windows(todo)
+    groups: Iterator[list[Row]] = windows(_todo(path, ledger))
     while (window := await asyncio.to_thread(next, groups, None)) is not None:
         for row in window:
             await queue.put(row)
     for _ in range(num_workers):
         await queue.put(None)
+
+
+def _todo(path: Path, ledger: Ledger) -> Iterator[Row]:
+    for row in read_rows(path):
+        if row.index >= len(ledger.is_done):
+            raise _changed(path)
+        if not ledger.is_done[row.index]:
+            yield row
+
+
+def _changed(path: Path) -> NanovllmError:
+    return NanovllmError(f"{path} changed while its rows were answered")
 
 
 async def _work(
@@ -58,9 +72,16 @@ async def _work(
     while (row := await queue.get()) is not None:
         try:
             line = await answer(row)
-        except RowError as error:
-            ledger.write_error(row.index, row.custom_id, error.code, error.message)
-            on_line(None)
-        else:
             ledger.write(row.index, line)
             on_line(line)
+        except RowError as error:
+            _write_error(ledger, row, error, on_line)
+        except RecursionError:  # what could be read may be too deep to be written
+            too_deep = RowError("invalid_row", "it is nested too deeply")
+            _write_error(ledger, row, too_deep, on_line)
+
+
+def _write_error(ledger: Ledger, row: Row, error: RowError, on_line: OnLine) -> None:
+    custom_id = None if isinstance(row.custom_id, dict | list) else row.custom_id
+    ledger.write_error(row.index, custom_id, error.code, error.message)
+    on_line(None)

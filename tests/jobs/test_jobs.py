@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nanovllm.cli import main
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import ConfigError, EngineError, NanovllmError
 from nanovllm.jobs.answers import Answers, RowError, row_seed
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, scan, windows
@@ -166,9 +166,20 @@ def test_the_input_is_never_overwritten(tmp_path: Path, capsys: Any) -> None:
     for output in (path, link):
         assert main(["batch", str(path), "-o", str(output), "--overwrite"]) == 2
         assert "is the input" in capsys.readouterr().err
-    errors = write_rows(tmp_path / "out.jsonl.errors.jsonl", plain_rows(5))
-    assert main(["batch", str(errors), "-o", str(tmp_path / "out.jsonl"), "--overwrite"]) == 2
-    assert path.read_bytes() == errors.read_bytes() == whole
+    for name in ("out.jsonl.errors.jsonl", "out.jsonl.job.json"):
+        beside = write_rows(tmp_path / name, plain_rows(5))
+        assert main(["batch", str(beside), "-o", str(tmp_path / "out.jsonl"), "--overwrite"]) == 2
+        assert path.read_bytes() == beside.read_bytes() == whole
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_an_input_that_changes_meanwhile_is_noticed(tmp_path: Path, count: int) -> None:
+    path = write_rows(tmp_path / "in.jsonl", plain_rows(5))
+    ledger = Ledger(tmp_path / "out.jsonl", {}, scan(path).num_rows, False)
+    write_rows(path, plain_rows(count))
+    with pytest.raises(NanovllmError, match="changed"):
+        asyncio.run(run_job(path, ledger, echo, num_at_once=8))
+    ledger.close()
 
 
 # A limit on the size of files is a disk that is full: the write that crosses it is cut short.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -110,10 +112,22 @@ def test_lone_surrogates_come_back(tmp_path: Path) -> None:
     assert (line["cut"], line["whole"]) == ("\ud83d", "\U0001f600")
 
 
+def test_a_row_too_deep_to_be_written_stops_nothing(tmp_path: Path) -> None:
+    depths = range(800, sys.getrecursionlimit(), 3)
+    rows = [f'{{"prompt": "x", "deep": {"[" * depth}{"]" * depth}}}\n' for depth in depths]
+    (tmp_path / "in.jsonl").write_text("".join(rows))
+    ledger = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert ledger.num_done == len(rows)
+    assert 0 < ledger.num_errors < len(rows)
+    assert "nested too deeply" in ledger.errors.read_text()
+    assert run(tmp_path / "in.jsonl", ledger.output, answer=None).num_done == len(rows)
+
+
 def test_values_of_parquet_come_back_as_json(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     values = {"when": datetime(2024, 1, 2, 3), "price": Decimal("1.50"), "raw": b"\xff", "ids": [1]}
+    values |= {"score": math.nan, "scores": [0.5, math.inf]}
     rows = [
         {"prompt": "x", "messages": None, **values, "nested": [{"when": values["when"]}]},
         {"prompt": None, "messages": CHAT, **dict.fromkeys(values), "nested": None},
@@ -122,6 +136,7 @@ def test_values_of_parquet_come_back_as_json(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     first, second = read_rows(path)
     plain = {"when": "2024-01-02T03:00:00", "price": "1.50", "raw": "/w==", "ids": [1]}
+    plain |= {"score": None, "scores": [0.5, None]}
     assert first.fields | {"nested": [{"when": plain["when"]}], **plain} == first.fields
     assert json.loads(json.dumps(first.fields)) == first.fields
     assert answer(second.fields, FakeLLM())["text"] == "Hello!"
