@@ -7,9 +7,11 @@ ignore, or read differently, is refused by name; where it allows too much, the p
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote, urljoin
 
@@ -38,10 +40,11 @@ from nanovllm.grammar.json_negation import TYPES, Negation
 Schema = dict[str, Any] | bool
 
 MAX_OPTIONS = 64  # of oneOf, each of which is compared with every other
+MAX_LISTS = 256  # of different values, each of which is spelt out
+NOTES = ("title", "description", "default", "examples", "$comment")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # What no token mask can tell, with the types that it speaks of, and values that ask for nothing.
 REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
-    "uniqueItems": (frozenset(("array",)), (False,)),
     "contains": (frozenset(("array",)), ()),
     "unevaluatedItems": (frozenset(("array",)), (True, {})),
     "$dynamicRef": (TYPES, ()),
@@ -153,6 +156,7 @@ class _Rewriter:
             **dict.fromkeys(DEPENDENT, self._dependent),
             "propertyNames": self._names_of_properties,
             "unevaluatedProperties": self._unevaluated,
+            "uniqueItems": self._unique,
         }
 
     def _single(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
@@ -298,6 +302,34 @@ class _Rewriter:
             out["prefixItems"] = holder[first]
         if rest in schema:
             out["items"] = self._part(schema[rest], f"{path}/{rest}")
+
+    def _unique(self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str) -> None:
+        """Spell the lists of a few texts or whole numbers out: in the order that `enum` has."""
+        path, types = path.rsplit("/", 1)[0], types_of(schema, path)
+        if value is False or "array" not in types or schema.get("maxItems") in (0, 1):
+            return
+        values = self._listed_values(schema.get("items"), path)
+        counts = [schema.get("minItems", 0), schema.get("maxItems", len(values))]
+        if not values or {*map(type, counts)} != {int}:
+            raise refused("uniqueItems", path)
+        sizes = range(counts[0], min(counts[1], len(values)) + 1)
+        if sum(math.comb(len(values), size) for size in sizes) > MAX_LISTS:
+            raise refused("uniqueItems", path, "enum has too many values")
+        lists = [[*chosen] for size in sizes for chosen in combinations(values, size)]
+        others: list[Schema] = [{"type": sorted(types - {"array"})}] if len(types) > 1 else []
+        demand(out, {"anyOf": [{"enum": lists} if lists else False, *others]})
+
+    def _listed_values(self, items: Any, path: str) -> list[Any]:
+        """The values that items may have, if nothing is said of these but their list."""
+        if isinstance(items, dict) and "$ref" in items:
+            items = self._find(self._pointer(items["$ref"], path))
+        if not isinstance(items, dict) or not isinstance(items.get("enum"), list):
+            return []
+        values = items["enum"]
+        kinds = {*map(type, values)}
+        name = "string" if kinds == {str} else "integer" if kinds == {int} else ""
+        is_known = items.get("type", name) == name and items.keys() <= {"enum", "type", *NOTES}
+        return [*dict.fromkeys(values)] if name and is_known else []
 
     def _one_of(self, schema: dict[str, Any]) -> None:
         """Write oneOf as anyOf, each option with the negation of those that it may overlap."""

@@ -36,6 +36,10 @@ def grammars(tokenizer: Any) -> Grammars:
 
 REFUSED: list[tuple[str, Any]] = [
     ("uniqueItems", {"type": "array", "uniqueItems": True}),
+    ("uniqueItems", {"items": {"enum": [*range(9)]}, "uniqueItems": True}),
+    ("uniqueItems", {"items": {"enum": ["a", 1]}, "uniqueItems": True}),
+    ("uniqueItems", {"items": {"enum": ["a", "b"], "maxLength": 1}, "uniqueItems": True}),
+    ("uniqueItems", {"uniqueItems": True, "items": {"enum": [1, 2]}, "minItems": "1"}),
     ("not", {"properties": {"a": {"not": {"pattern": "a"}}}}),
     ("not", {"not": {}}),
     ("not", {"type": ["string", "null"], "not": {"type": "string", "pattern": "^_"}}),
@@ -178,6 +182,24 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
     ({"type": "string", "uniqueItems": True, "contains": {}}, ['"a"'], ["1"]),
+    ({"type": "array", "maxItems": 1, "uniqueItems": True}, ["[]", "[1]"], ["[1, 1]"]),
+    (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True},
+        ["[]", '["a"]', '["b", "c"]', '["a","b","c"]'],
+        ['["a","a"]', '["a","b","a"]', '["d"]'],
+    ),
+    (
+        {
+            "type": ["array", "null"],
+            "items": {"$ref": "#/$defs/x"},
+            "minItems": 1,
+            "maxItems": 2,
+            "uniqueItems": True,
+            "$defs": {"x": {"type": "integer", "enum": [1, 2, 3, 2]}},
+        },
+        ["[1,3]", "[2]", "null"],
+        ["[]", "[1,2,3]", "[1,1]", "[4]", "1"],
+    ),
     ({"type": "string", "format": "of-our-own"}, ['"a"'], ["1"]),
     (
         {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
