@@ -79,8 +79,9 @@ class Negation:
             return TYPES
         types = schema.get("type", sorted(TYPES))
         types = {types} if isinstance(types, str) else {*map(str, types)}
-        found = [self._lost(key, value, depth + 1) for key, value in schema.items()]
         floats = {"number"} if types & NUMBERS == {"integer"} else NONE
+        types |= {"integer"} if "number" in types else NONE
+        found = [self._lost(key, value, depth + 1) for key, value in schema.items()]
         return NONE.union(*found) & types | floats
 
     def _counted(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -154,11 +155,17 @@ class Negation:
             return FORMATTED.get(value, NONE)
         if key in NUMBER_BOUNDS:
             return NONE if self.draft >= 6 else NUMBERS
-        harmless = (False, 0) if key in ("uniqueItems", "minProperties") else (True, {})
-        return NONE if value in harmless and key != "if" else UNSAID.get(key, NONE)
+        return NONE if _is_harmless(key, value) else UNSAID.get(key, NONE)
 
     def _known(self, schemas: list[Any], depth: int) -> Iterator[Schema]:
         return (each for s in schemas if (each := self.of(s, depth)) is not None)
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    """Whether every value obeys a keyword that can be broken in ways that are not said."""
+    if key in ("uniqueItems", "minProperties"):
+        return value is False or (key == "minProperties" and value == 0)
+    return key not in ("contains", "if") and (value is True or value == {})
 
 
 def _object(properties: dict[str, Schema]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from nanovllm.errors import ConfigError
 
 MAX_WINDOW_ROWS = 4096
 READ_BYTES = 2**20
-JSON_TYPES = frozenset((str, int, bool, type(None)))  # a float may be NaN
+JSON_TYPES = frozenset((str, int, bool, type(None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        is_plain = {*map(type, value)} <= JSON_TYPES  # thousands of ids
+        types = {*map(type, value)}  # thousands of ids, or of an embedding's numbers
+        is_plain = types <= JSON_TYPES or (types == {float} and all(map(math.isfinite, value)))
         return value if is_plain else [_json_value(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None

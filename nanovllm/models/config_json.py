@@ -108,8 +108,10 @@ def read_architecture(config: Mapping[str, Any]) -> str:
         )
     [name] = names
     # Without "ForCausalLM" it is a model without its head, as embedding models are stored.
-    body = name.removesuffix("Model").removesuffix("Text")
-    return f"{body}ForCausalLM" if name.endswith("Model") else name
+    if name == "Gemma3TextModel":  # "Gemma3Model" reads images too
+        return "Gemma3ForCausalLM"
+    is_body = name.endswith("Model") and name != "Gemma3Model"
+    return f"{name.removesuffix('Model')}ForCausalLM" if is_body else name
 
 
 def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:

@@ -127,12 +127,22 @@ def _covering(
     tokenizer: PreTrainedTokenizerBase, logprobs: Sequence[TokenLogprobs], text: str
 ) -> Sequence[TokenLogprobs]:
     """The last tokens, as many as make up a text; those of a marker before it are left out."""
-    num_tokens = 0
-    num_missing = len(text.replace(REPLACEMENT, "?").encode("utf-8", "replace"))
+    pieces: list[bytes] = []
+    num_sure = len(text.replace(REPLACEMENT, "?").encode("utf-8", "replace"))  # bytes at least
     for token_id, known in reversed(logprobs):
-        if num_missing <= 0:
-            break
         token = known[token_id].decoded_token or " "
-        num_missing -= len(token_bytes(tokenizer, token_id, token))
-        num_tokens += 1
-    return logprobs[len(logprobs) - num_tokens :]
+        piece = token_bytes(tokenizer, token_id, token)
+        if num_sure <= 0:
+            found = _text_of(pieces)
+            is_same = len(_text_of([*pieces, piece])) == len(found)  # of one character
+            if len(found) >= len(text) and not is_same:
+                break
+            num_sure = max(0, len(text) - len(found))
+        pieces.append(piece)
+        num_sure -= len(piece)
+    return logprobs[len(logprobs) - len(pieces) :]
+
+
+def _text_of(pieces: list[bytes]) -> str:
+    """Of the last piece first."""
+    return b"".join(reversed(pieces)).decode("utf-8", "replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,21 +84,40 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
 async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdate, None]:
     """Answer a conversation; what a parser holds back comes with a later update."""
     parsers = [chat.new_parser() for _ in range(chat.job.num_choices)]
+    shown = [_Shown(chat.hidden) for _ in parsers]
     async with contextlib.aclosing(generate(service, chat.job)) as updates:
         async for update in updates:
-            events = parsers[update.choice].feed(_shown(update, chat.hidden))
+            events = parsers[update.choice].feed(shown[update.choice].feed(update))
             if update.finish is not None:
                 events += parsers[update.choice].finish()
             yield ChatUpdate(update, events)
 
 
-def _shown(update: Update, hidden: Mapping[int, str]) -> str:
-    """The text without that of each hidden token, of which the last occurrence is taken off.
+class _Shown:
+    """The text of a choice without that of hidden tokens, whose ids may come before their text.
 
-    What looks like one but was written with other tokens stays.
+    A look-alike that was written with other tokens may be taken for one of them.
     """
-    text = update.text
-    for token_id in update.token_ids if hidden else ():
-        if token_id in hidden:
-            text = "".join(text.rsplit(hidden[token_id], 1))
-    return text
+
+    def __init__(self, hidden: Mapping[int, str]) -> None:
+        self._hidden = hidden
+        self._due: deque[str] = deque()  # texts of hidden tokens that are yet to come
+        self._held = ""  # what may be the beginning of such a text
+
+    def feed(self, update: Update) -> str:
+        if not self._hidden:
+            return update.text
+        self._due.extend(self._hidden[each] for each in update.token_ids if each in self._hidden)
+        text, begin, pieces = self._held + update.text, 0, []
+        while self._due and (at := text.find(self._due[0], begin)) >= 0:
+            pieces.append(text[begin:at])
+            begin = at + len(self._due.popleft())
+        rest = text[begin:]
+        num_held = 0 if update.finish else self._count_begun(rest)
+        self._held = rest[len(rest) - num_held :]
+        return "".join(pieces) + rest[: len(rest) - num_held]
+
+    def _count_begun(self, text: str) -> int:
+        """How many characters of a text's end may belong to a hidden token."""
+        due = self._due[0] if self._due else ""
+        return next((n for n in range(len(due) - 1, 0, -1) if text.endswith(due[:n])), 0)

@@ -112,9 +112,12 @@ def test_a_trace_is_written(fake: Running, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1"])
-def test_a_trace_of_no_time_is_refused(fake: Running, seconds: str) -> None:
+def test_a_trace_of_no_time_is_refused(
+    fake: Running, seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["trace", *options(fake), "--seconds", seconds])
+    assert "argument --seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rate", ["nan", "0"])

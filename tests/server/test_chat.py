@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import APIError, BadRequestError
 
 from nanovllm.errors import EngineError
+from nanovllm.server.chat import _Shown
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 from tests.server.templates import LLAMA3
@@ -246,6 +249,32 @@ def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
         (whole,) = ask(server, **shown).choices
         choices, _ = gather(ask(server, stream=True, **shown))
         assert whole.message.content == choices[0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("updates", "text"),
+    [
+        ([("A<|im_end", [1, 7]), ("|>B", [2]), ("C", [3])], "ABC"),  # a stop string held the rest
+        ([("A", [1, 7]), ("<|im_", []), ("x", [2])], "A<|im_x"),
+        ([("A<|im_end|>B<|im_end|><|im_end|>", [1, 7, 2, 7, 7])], "AB"),
+        ([("A<", [1, 7])], "A<"),  # which a stop string cut
+    ],
+)
+def test_texts_of_special_tokens_may_come_after_their_ids(
+    updates: list[tuple[str, list[int]]], text: str
+) -> None:
+    shown, found = _Shown({7: "<|im_end|>"}), ""
+    for i, (piece, ids) in enumerate(updates, 1):
+        update: Any = SimpleNamespace(text=piece, token_ids=ids, finish=i == len(updates))
+        found += shown.feed(update)
+    assert found == text
+
+
+def test_many_special_tokens_are_hidden_in_no_time() -> None:
+    update: Any = SimpleNamespace(text="<|im_end|>a" * 20000, token_ids=[7, 1] * 20000, finish=True)
+    start = time.perf_counter()
+    assert _Shown({7: "<|im_end|>"}).feed(update) == "a" * 20000
+    assert time.perf_counter() - start < 0.5
 
 
 @pytest.mark.parametrize(("stop", "reason"), [('"city"', "stop"), ("</tool_call>", "tool_calls")])

@@ -6,10 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionBackend, GraphedAttention
 from nanovllm.attention.triton import TritonAttention
@@ -147,8 +147,10 @@ class CudaBackend:
 def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
     """Let a model run its last layer and one of each kind: the others launch the same kernels."""
     layers, ropes = body.layers, body.ropes
-    last = config.num_layers - 1
-    kinds = [(config.layers[i], repr(layer), i == last) for i, layer in enumerate(layers)]
+    kinds = [
+        (config.layers[i], _kind_of(layer), i + 1 == config.num_layers)
+        for i, layer in enumerate(layers)
+    ]
     chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     body.layers = nn.ModuleList(layers[i] for i in chosen)
     body.ropes = [ropes[i] for i in chosen]
@@ -156,3 +158,17 @@ def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
         yield
     finally:
         body.layers, body.ropes = layers, ropes
+
+
+def _kind_of(layer: nn.Module) -> object:
+    """What a layer consists of, and how its weights are packed: some may stay quantised."""
+    packed = [getattr(module, "packed", None) for module in layer.modules()]
+    return repr(layer), [_described(each) for each in packed]
+
+
+def _described(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    if is_dataclass(value):
+        return type(value), [_described(getattr(value, each.name)) for each in fields(value)]
+    return type(value)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import LlamaConfig
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -23,8 +24,11 @@ from triton.runtime.driver import driver
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cuda.backend import CudaBackend
 from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.platforms.cpu import CpuPlatform
 from tests.backends.cuda.interpreted_engine import interpreted
-from tests.checkpoints import shared_checkpoint
+from tests.checkpoint.tiny_quantised import float_kind, write_twins
+from tests.checkpoints import make_checkpoint, shared_checkpoint
+from tests.worker.test_quantised_models import EVEN
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 1024}
 
@@ -109,6 +113,13 @@ def main() -> None:
         check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
         path = shared_checkpoint(Path(folder), "qwen3").path
         check(path, max_num_seqs=20, num_kvcache_blocks=99, kv_cache_dtype="fp8")
+        config = LlamaConfig(**{**EVEN, "num_hidden_layers": 3, "max_position_embeddings": 1024})
+        plain = make_checkpoint(Path(folder) / "plain", config).path
+        ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer stays plain
+        kind = float_kind("channel", "channel")
+        path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantised
+        with mock.patch.object(CpuPlatform, "reads_codes", return_value=True):
+            check(path, max_num_seqs=20, num_kvcache_blocks=99)
 
 
 if __name__ == "__main__":
