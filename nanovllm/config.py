@@ -18,7 +18,7 @@ ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option of `LLM(...)`; the first ten are nano-vLLM's."""
+    """Every option of `LLM(...)`; the first nine are nano-vLLM's."""
 
     model: str
     max_num_batched_tokens: int = 16384

@@ -44,8 +44,8 @@ SECONDS_BETWEEN_LINES = 30.0  # of progress, where they go to a file
 # What an answer depends on; the rest of the options may change between one start and the next.
 SETTINGS = (
     *("model", "revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens"),
-    *("quantization", "kv_cache_dtype", "chat_template", "generation_config"),
-    *("tool_call_parser", "reasoning_parser"),
+    *("quantization", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"),
+    "served_model_name",
 )
 
 
@@ -89,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{path} is the input; answers need a file of their own")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"model": config.model, "input": found.digest}
+    # Of files what they hold, not where they are.
+    settings["chat_template"] = read_chat_template(args.chat_template)
+    settings["generation_config"] = _sampling_defaults(args) or args.generation_config
     ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
     progress = Progress(found, ledger)
     try:
@@ -136,9 +139,13 @@ def _row_options(args: argparse.Namespace, config: EngineConfig) -> RowOptions:
         tool_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
+    return RowOptions(config, server, _sampling_defaults(args), args.max_tokens)
+
+
+def _sampling_defaults(args: argparse.Namespace) -> dict[str, Any] | None:
+    """None for those of the model, which the engine finds."""
     where = args.generation_config
-    defaults = None if where == "auto" else read_sampling_defaults(where, {})
-    return RowOptions(config, server, defaults, args.max_tokens)
+    return None if where == "auto" else read_sampling_defaults(where, {})
 
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:

@@ -164,7 +164,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=length,
         default=WHOLE_CONTEXT,
         metavar="N",
-        help="longest prompt plus answer, in tokens, as in 32768 or 32k (default: the model's own)",
+        help="longest prompt plus answer, in tokens, as in 32768 or 32K; 32k is 32000 "
+        "(default: the model's own)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of requests that have none of their own")
     add(

@@ -197,7 +197,7 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingConfig:
-    scaling.setdefault("max_replicas", scaling.get("min_replicas", 1) or 1)
+    scaling.setdefault("max_replicas", max(int(scaling.get("min_replicas") or 1), 1))
     scaling.setdefault("target_ongoing_requests", max(config.max_num_seqs // 2, 1))
     return AutoscalingConfig(**scaling)
 

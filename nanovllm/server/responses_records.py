@@ -84,6 +84,7 @@ class ResponsesRequest(Harmless):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
+    seed: int | None = None  # vLLM's addition; rows of a batch need one
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[FunctionTool] | None = None
     tool_choice: FunctionChoice | None = None
@@ -110,6 +111,7 @@ class ResponsesRequest(Harmless):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "seed": self.seed,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "user": self.user,

@@ -51,7 +51,7 @@ def test_documented_commands_have_their_options(
 ) -> None:
     words = shlex.split(command.replace("python -m nanovllm", "nanovllm"))
     if words[0] == "nanovllm":
-        if words[2:] and "|" not in words[2]:  # the four are also named in one
+        if words[2:] and "|" not in words[2]:  # the changelog names all in one
             build_parser().parse_args(dashed(words[1:]))
         return
     monkeypatch.setattr(sys, "argv", words[1:] if words[1] == "bench.py" else words[2:])

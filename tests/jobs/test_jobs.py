@@ -182,6 +182,23 @@ def test_an_input_that_changes_meanwhile_is_noticed(tmp_path: Path, count: int) 
     ledger.close()
 
 
+def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> None:
+    """Names in answers, and files by what they hold; without rows no engine is needed."""
+    path, template = write_rows(tmp_path / "in.jsonl", []), tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    defaults = tmp_path / "generation_config.json"
+    defaults.write_text('{"temperature": 0.5}')
+    files = ["--chat-template", str(template), "--generation-config", str(tmp_path)]
+    command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl"), *files]
+    assert main(command) == main([*command, "--max-num-seqs", "8"]) == 0
+    assert main([*command, "--served-model-name", "other"]) == 2
+    assert "begun with another served_model_name" in capsys.readouterr().err
+    template.write_text("{{ messages[0] }}")
+    defaults.write_text('{"temperature": 0.7}')
+    assert main(command) == 2
+    assert "another chat_template and another generation_config" in capsys.readouterr().err
+
+
 # A limit on the size of files is a disk that is full: the write that crosses it is cut short.
 FULL = """\
 import resource, signal, sys

@@ -52,6 +52,14 @@ def test_null_is_nothing(fields: dict[str, Any]) -> None:
     assert (params.seed, params.max_tokens) == (row_seed(0, 3), 7)
 
 
+def test_rows_of_responses_have_a_seed_as_well() -> None:
+    llm, row = FakeLLM(), {"custom_id": "a", "url": "/v1/responses", "body": {"input": "x"}}
+    answer(row, llm)
+    answer({**row, "body": {"input": "x", "seed": 5}}, llm)
+    assert [params.seed for _, params in llm.asked] == [row_seed(0, 3), 5]
+    assert [params.max_tokens for _, params in llm.asked] == [7, 7]
+
+
 @pytest.mark.parametrize("url", [["/v1/completions"], {"a": 1}, None, 3])
 def test_any_url_is_an_error_of_its_row(url: Any) -> None:
     with pytest.raises(RowError, match="url must be one of"):

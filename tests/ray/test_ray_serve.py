@@ -114,6 +114,19 @@ def test_wrong_options_are_refused(options: dict[str, Any], complaint: str) -> N
         build_app({"model": "tiny", "device": "cpu", **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [({}, 1, 1), ({"min_replicas": "3"}, 3, 3), ({"min_replicas": "0"}, 0, 1)],
+)
+def test_replicas_may_be_told_as_texts(options: dict[str, str], least: int, most: int) -> None:
+    """As `serve run` hands them on."""
+    from nanovllm.config import EngineConfig
+    from nanovllm.ray.serve import _autoscaling
+
+    scaling = _autoscaling(dict(options), EngineConfig("tiny"))
+    assert (scaling.min_replicas, scaling.max_replicas) == (least, most)
+
+
 CHAT = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8}
 REQUESTS = {
     "/v1/completions": [

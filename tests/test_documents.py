@@ -1,0 +1,170 @@
+"""README.md and docs/: what they name is there, and what they show runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.cli import build_parser, main, parse
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+from tests import test_architecture as architecture
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+# Files that users have, not we.
+THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
+THEIRS |= {"result.json", "openapi.json", "OUTPUT.job.json"}
+OTHER_PROGRAMS = {"--no-deps", "--backend"}  # pip's, guidellm's
+# How the tables of the README write defaults that leave everything as it is.
+NOTHING_SET = ("auto", "none", "main", "all", "off")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def prose(path: Path) -> str:
+    return BLOCK.sub("", path.read_text(encoding="utf-8"))
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)]+)\)", prose(path)):
+            if link.startswith("https://"):
+                continue
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), f"{path.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{path.name}: {link}"
+
+
+def test_files_that_are_named_are_there() -> None:
+    folders = ("nanovllm", "tests", "docs", "benchmarks", "deploy")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    there = [f"/{path.relative_to(ROOT).as_posix()}" for path in [*files, *ROOT.iterdir()]]
+    for path in DOCUMENTS:
+        text = re.sub(r"https?://\S+", "", path.read_text(encoding="utf-8"))
+        names = set(re.findall(r"(?<![\w/.*])[\w./-]*\w\.(?:py|md|sh|yaml|json|service)\b", text))
+        names = {name.lstrip("./") for name in names if name.rpartition("/")[2] not in THEIRS}
+        missing = [name for name in names if not any(each.endswith(f"/{name}") for each in there)]
+        assert missing == [], path.name
+
+
+def commands() -> Iterator[str]:
+    """Whole commands, from blocks of code; benchmarks have a test of their own."""
+    for path in DOCUMENTS:
+        for _, block in BLOCK.findall(path.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", "").splitlines():
+                if line.startswith("nanovllm ") and not line.startswith("nanovllm bench"):
+                    yield re.split(r"  +#| [<>|] ", line)[0]
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_commands_can_be_given(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [options] = re.findall(r"```yaml\n# server.yaml\n(.*?)```", read("docs/serving.md"), re.DOTALL)
+    (tmp_path / "server.yaml").write_text(options)
+    monkeypatch.chdir(tmp_path)
+    assert callable(parse(shlex.split(command)[1:]).run)
+
+
+def options_of(parser: ArgumentParser) -> set[str]:
+    options = {name for action in parser._actions for name in action.option_strings}
+    choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    parsers = [each for group in choices for each in group.values()]
+    return options.union(*map(options_of, parsers))
+
+
+def test_flags_that_are_named_are_there() -> None:
+    known = options_of(build_parser()) | OTHER_PROGRAMS
+    for path in DOCUMENTS[:-1]:  # the last one is about benchmarks, which have a test of their own
+        flags = re.findall(r"`(--[\w-]+)", prose(path))
+        assert [flag for flag in flags if flag not in known] == [], path.name
+
+
+def rows_of(table: str) -> dict[str, str]:
+    """The defaults in a table of the README, by name; one row may have several."""
+    rows = read("README.md").partition(f"| `{table}` | default |")[2].partition("\n\n")[0]
+    defaults: dict[str, str] = {}
+    for row in rows.splitlines()[2:]:
+        _, first, second, _ = row.split("|", 3)
+        names, values = re.findall(r"`(\w+)`", first), second.strip().split(", ")
+        defaults |= dict(zip(names, values * (len(names) // len(values)), strict=True))
+    return defaults
+
+
+def is_default(field: Field[Any], text: str) -> bool:
+    if text in NOTHING_SET:
+        return field.default in (None, (), 0, 1)
+    return bool(eval(text) == field.default)
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"), [("SamplingParams", SamplingParams), ("LLM", EngineConfig)]
+)
+def test_the_readme_has_every_option_and_its_default(table: str, kind: type[Any]) -> None:
+    defaults = rows_of(table)
+    options = {field.name: field for field in fields(kind) if field.default is not MISSING}
+    shown = {*defaults, *re.findall(r"unless `(\w+)`", read("README.md"))}
+    assert options.keys() - shown == set()
+    wrong = [name for name, text in defaults.items() if not is_default(options[name], text)]
+    assert wrong == []
+
+
+def test_a_reader_is_led_to_every_file_of_the_core_path() -> None:
+    tour = read("docs/tour.md")
+    names = map(architecture.relative, architecture.sources())
+    core = [name for name in names if architecture.is_core(name) and "__init__" not in name]
+    assert [name for name in core if f"`{name}`" not in tour] == []
+
+
+def test_the_import_order_is_the_one_that_is_checked() -> None:
+    page, order = read("docs/architecture.md").split(), architecture.ORDER.split()
+    assert " ".join(order) in " ".join(page)
+    [host] = re.findall(r"^engine\.\{(.*?)\}", read("docs/architecture.md"), re.MULTILINE)
+    engine = {name.partition(".")[2] for name in architecture.HOST if name.startswith("engine.")}
+    assert {*host.split(", ")} == engine
+
+
+@pytest.mark.slow
+def test_the_first_command_gives_the_answer_that_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every CPU: no token of it is a close choice."""
+    monkeypatch.setattr("sys.stdin", None)
+    [(command, answer)] = re.findall(
+        r"^nanovllm (generate .*)\n(?:.*\n)*?```\n```\n(.*)\n\nprompts", read("README.md"), re.M
+    )
+    for dtype in ("auto", "float32"):
+        assert main([*shlex.split(command), "--dtype", dtype]) == 0
+        assert capsys.readouterr().out.strip() == answer
+
+
+@pytest.mark.slow
+def test_programs_run() -> None:
+    """Those of tests/clients, tests/models and tests/test_logits_processors.py aside."""
+    scope: dict[str, Any] = {"json": json, "prompts": ["Two plus two is", "The sky is"]}
+    names = "README.md", "docs/structured-output.md", "docs/requests.md", "docs/batch-jobs.md"
+    for name in names:
+        programs = [text for language, text in BLOCK.findall(read(name)) if language == "python"]
+        exec(compile(programs[0], name, "exec"), scope)
+    scope["llm"].close()
+    assert len(scope["outputs"]) == 2
+    assert scope["outputs"][0].prompt_token_ids
+    assert {scope["index"]} < {0, 1}
