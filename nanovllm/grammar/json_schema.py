@@ -310,10 +310,11 @@ class _Rewriter:
             return
         values = self._listed_values(schema.get("items"), path)
         counts = [schema.get("minItems", 0), schema.get("maxItems", len(values))]
-        if not values or {*map(type, counts)} != {int}:
+        if not values or {*map(type, counts)} != {int} or "prefixItems" in schema:
             raise refused("uniqueItems", path)
-        sizes = range(counts[0], min(counts[1], len(values)) + 1)
-        if sum(math.comb(len(values), size) for size in sizes) > MAX_LISTS:
+        sizes = range(max(counts[0], 0), min(counts[1], len(values)) + 1)
+        is_long = len(values) > MAX_LISTS  # and to count their lists would take long
+        if is_long or sum(math.comb(len(values), size) for size in sizes) > MAX_LISTS:
             raise refused("uniqueItems", path, "enum has too many values")
         lists = [[*chosen] for size in sizes for chosen in combinations(values, size)]
         others: list[Schema] = [{"type": sorted(types - {"array"})}] if len(types) > 1 else []

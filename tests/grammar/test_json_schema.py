@@ -37,6 +37,8 @@ def grammars(tokenizer: Any) -> Grammars:
 REFUSED: list[tuple[str, Any]] = [
     ("uniqueItems", {"type": "array", "uniqueItems": True}),
     ("uniqueItems", {"items": {"enum": [*range(9)]}, "uniqueItems": True}),
+    ("uniqueItems", {"items": {"enum": [*range(100_000)]}, "uniqueItems": True}),
+    ("uniqueItems", {"prefixItems": [{}], "items": {"enum": [1, 2]}, "uniqueItems": True}),
     ("uniqueItems", {"items": {"enum": ["a", 1]}, "uniqueItems": True}),
     ("uniqueItems", {"items": {"enum": ["a", "b"], "maxLength": 1}, "uniqueItems": True}),
     ("uniqueItems", {"uniqueItems": True, "items": {"enum": [1, 2]}, "minItems": "1"}),
@@ -195,6 +197,7 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
     ({"type": "string", "uniqueItems": True, "contains": {}}, ['"a"'], ["1"]),
     ({"type": "array", "maxItems": 1, "uniqueItems": True}, ["[]", "[1]"], ["[1, 1]"]),
+    ({"items": {"enum": [1, 2]}, "maxItems": 1, "uniqueItems": True}, ["[2]"], ["[3]"]),
     (
         {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True},
         ["[]", '["a"]', '["b", "c"]', '["a","b","c"]'],
@@ -456,10 +459,12 @@ class Walker:
         return str(self.decode(token_ids))
 
     def _mask(self, matcher: Matcher) -> np.ndarray:
-        while True:  # a busy machine may be late with it
+        while True:  # a busy machine may be late with it, and nobody asks again before it is there
             masks, late = self.grammars.finish(self.grammars.begin([matcher], new_masks))
             if not late:
                 return masks[0]
+            while not matcher.is_ready:
+                self.grammars.wait([matcher])
 
     def _choose(
         self, allowed: np.ndarray, bits: np.ndarray, wants_end: bool, rng: np.random.Generator
