@@ -87,16 +87,17 @@ def run(args: argparse.Namespace) -> int:
     for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
             raise ConfigError(f"{path} is the input; answers need a file of their own")
+    options = _row_options(args, config)
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"model": config.model, "input": found.digest}
     # Of files what they hold, not where they are.
-    settings["chat_template"] = read_chat_template(args.chat_template)
-    settings["generation_config"] = _sampling_defaults(args) or args.generation_config
+    settings["chat_template"] = options.server.chat_template
+    settings["generation_config"] = options.sampling_defaults or args.generation_config
     ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
     progress = Progress(found, ledger)
     try:
         if ledger.num_done < found.num_rows:
-            asyncio.run(_answer_all(args, config, ledger, progress))
+            asyncio.run(_answer_all(args, options, ledger, progress))
     except (KeyboardInterrupt, NanovllmError):
         progress.close()
         print("The same command again goes on from here.", file=sys.stderr)
@@ -109,12 +110,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _answer_all(
-    args: argparse.Namespace, config: EngineConfig, ledger: Ledger, progress: Progress
+    args: argparse.Namespace, options: RowOptions, ledger: Ledger, progress: Progress
 ) -> None:
     from nanovllm.jobs.engine import RowEngine
     from nanovllm.jobs.run import run_job
 
-    options = _row_options(args, config)
     num_at_once = options.num_at_once
     engine: RowEngine | RayEngine
     if args.ray is None:
@@ -139,13 +139,9 @@ def _row_options(args: argparse.Namespace, config: EngineConfig) -> RowOptions:
         tool_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
-    return RowOptions(config, server, _sampling_defaults(args), args.max_tokens)
-
-
-def _sampling_defaults(args: argparse.Namespace) -> dict[str, Any] | None:
-    """None for those of the model, which the engine finds."""
     where = args.generation_config
-    return None if where == "auto" else read_sampling_defaults(where, {})
+    defaults = None if where == "auto" else read_sampling_defaults(where, {})
+    return RowOptions(config, server, defaults, args.max_tokens)
 
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,6 +14,8 @@ from nanovllm.models.config_fields import INT32_MAX
 from nanovllm.quantisation import read_quantisation
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # and "factors", of GGUF files
+# Those that are not named like the whole model; the second reads images too.
+BODIES = {"Gemma3TextModel": "Gemma3ForCausalLM", "Gemma3Model": "Gemma3Model"}
 # By their names in config.json.
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -107,11 +110,8 @@ def read_architecture(config: Mapping[str, Any]) -> str:
             f"config.json must name one entry in architectures, got {names!r:.80}"
         )
     [name] = names
-    # Without "ForCausalLM" it is a model without its head, as embedding models are stored.
-    if name == "Gemma3TextModel":  # "Gemma3Model" reads images too
-        return "Gemma3ForCausalLM"
-    is_body = name.endswith("Model") and name != "Gemma3Model"
-    return f"{name.removesuffix('Model')}ForCausalLM" if is_body else name
+    # A "Model" is one without its head, as embedding models are stored.
+    return BODIES.get(name) or re.sub("Model$", "ForCausalLM", name)
 
 
 def read_rope_config(config: Mapping[str, Any]) -> RopeConfig:
