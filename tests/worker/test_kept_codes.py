@@ -256,7 +256,7 @@ def test_many_rows_on_a_gpu(
     errors: list[float] = []
 
     def compare(got: torch.Tensor, want: torch.Tensor) -> None:
-        errors.append(float((got.float() - want.float()).norm() / want.float().norm()))
+        errors.append(distance(got, want))
 
     def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
         assert len(x) > stored_linear.MAX_EXACT_ROWS
@@ -277,13 +277,11 @@ def test_many_rows_on_a_gpu(
         torch.testing.assert_close(hidden.residual, residual)
         return got
 
-    sizes: dict[str, Any] = {"lengths": (90, 120), "most_tokens": 128}
-    score(path, dtype="bfloat16", enforce_eager=True, **sizes)  # compiles, without results
+    score_long_prompts(path)  # compiles, without results
     monkeypatch.setattr(stored_linear, "fp8_add_to", add)
     monkeypatch.setattr(stored_linear, "fp8_after_norm", after_norm)
-    score(path, dtype="bfloat16", enforce_eager=True, **sizes)
-    assert len(errors) >= 4 * 2, "every projection of two layers"
-    assert max(errors) < 0.01
+    score_long_prompts(path)
+    assert_small(errors)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +325,7 @@ def test_many_rows_of_blocks_on_a_gpu(
         scales = stored.scales.repeat_interleave(size, 0)
         want = quantised_product(x, Fp8Weight(stored.codes, scales, x.shape[1]), None)
         want = want if activation is None else TorchOps().gate(want, activation)
-        errors.append(float((got.float() - want.float()).norm() / want.float().norm()))
+        errors.append(distance(got, want))
 
     def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
         hidden: Hidden = add_to(residual, x, weight, bias)
@@ -340,13 +338,24 @@ def test_many_rows_of_blocks_on_a_gpu(
         compare(got, x, weight, activation)
         return got
 
-    asked: dict[str, Any] = {"lengths": (90, 120), "most_tokens": 128}
-    score(path, dtype="bfloat16", enforce_eager=True, **asked)  # compiles, without results
+    score_long_prompts(path)  # compiles, without results
     monkeypatch.setattr(stored_linear, "fp8_add_to", add)
     monkeypatch.setattr(stored_linear, "fp8_many_rows", many)
-    score(path, dtype="bfloat16", enforce_eager=True, **asked)
+    score_long_prompts(path)
+    assert_small(errors)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def assert_small(errors: list[float]) -> None:
     assert len(errors) >= 4 * 2, "every projection of two layers"
     assert max(errors) < 0.01
+
+
+def score_long_prompts(path: Path) -> None:
+    score(path, dtype="bfloat16", enforce_eager=True, lengths=(90, 120), most_tokens=128)
 
 
 def score(
