@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from nanovllm.pending import Pending
 
 # A step that takes longer is taken for hung; somewhat less than a core's front allows the core.
 LEAST_SECONDS, TIMES_EXPECTED = 3.5, 8.0
+LOOK_SECONDS = 0.25  # between looks at a step that takes long
 
 
 class MultiprocExecutor:
@@ -73,7 +75,7 @@ class MultiprocExecutor:
         assert self._clock is not None
         limit = self._clock.limit(LEAST_SECONDS, TIMES_EXPECTED)
         try:
-            message = reply.result(limit)
+            message = wait_for(reply, limit)
         except TimeoutError:
             self._workers.fail(f"no worker answered a step for {limit:.1f} s: one of them hangs")
             message = reply.result()  # raises
@@ -88,3 +90,13 @@ class MultiprocExecutor:
 
     def close(self) -> None:
         self._workers.close()
+
+
+def wait_for(reply: Reply, seconds: float) -> bytearray:
+    """Wait for a reply; a pause of the whole process or machine counts as one look."""
+    for _ in range(math.ceil(seconds / LOOK_SECONDS) - 1):
+        try:
+            return reply.result(LOOK_SECONDS)
+        except TimeoutError:
+            pass
+    return reply.result(LOOK_SECONDS)

@@ -27,9 +27,11 @@ from nanovllm.executor.child import reporting
 from nanovllm.executor.child_process import STOP_SECONDS, Failure, hear
 from nanovllm.executor.codec import Section
 from nanovllm.executor.worker_main import Site, serve
-from nanovllm.executor.worker_processes import GRACE_SECONDS, Reply, join_failures
+from nanovllm.executor.worker_processes import Reply, join_failures
 
 WAIT_SECONDS = 30.0  # between words about a cluster that is busy
+# For Ray to tell of the death that explains another worker's error.
+GRACE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 

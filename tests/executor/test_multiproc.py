@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ from benchmarks.engine.plan_broadcast import decode_rows, long_prompts
 from nanovllm.distributed.store import host_store
 from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import ConfigError, EngineError, WorkerError
-from nanovllm.executor import child_process
+from nanovllm.executor import child_process, multiproc
 from nanovllm.executor.multiproc import MultiprocExecutor
 from tests.executor.leftovers import Leftovers, wait_until
 from tests.executor.workers import (
@@ -223,6 +224,21 @@ def test_a_worker_that_hangs_is_noticed(executor: MultiprocExecutor) -> None:
 def test_a_hang_in_a_collective_is_noticed(meeting_executor: MultiprocExecutor) -> None:
     """The first rank answers only after it met the others, so it does not matter who hangs."""
     check_hang(meeting_executor, rank=1)
+
+
+def test_a_pause_of_the_machine_is_no_hang(
+    executor: MultiprocExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ran for longer than a step may take, so nothing could have answered."""
+    executor.submit(orders(7)).result()  # such a step is known by now: nothing is compiled
+    monkeypatch.setattr(multiproc, "LEAST_SECONDS", 1.0)
+    here, worker = os.getpid(), process_ids(executor)[0]
+    os.kill(worker, signal.SIGSTOP)
+    pending = executor.submit(orders(7))
+    script = f"sleep 0.2; kill -STOP {here}; sleep 1.5; kill -CONT {worker} {here}"
+    with subprocess.Popen(["sh", "-c", script]) as pause:
+        assert pending.result().tokens[0] == 7
+    assert pause.returncode == 0
 
 
 def check_hang(executor: MultiprocExecutor, rank: int) -> None:
