@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+BEFORE = ("after", "opened_by")  # what may come before an answer
 EXPECTED = {
     "json": "a JSON schema: a dictionary, true or false, or one of them as text",
     "regex": "a non-empty string",
@@ -16,6 +17,7 @@ EXPECTED = {
     "grammar": "a Lark grammar: a non-empty string",
     "json_object": "True",
     "after": "a non-empty string",
+    "opened_by": "a non-empty string",
 }
 
 
@@ -24,11 +26,13 @@ def as_structured(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
     kinds = [key for key in value if key in KINDS] if isinstance(value, Mapping) else []
-    if not isinstance(value, Mapping) or len(kinds) != 1 or not {*value} <= {*kinds, "after"}:
+    if not isinstance(value, Mapping) or len(kinds) != 1 or not {*value} <= {*kinds, *BEFORE}:
         raise ConfigError(
             f"structured_outputs must be a dictionary with one of {', '.join(KINDS)}, and 'after' "
-            f"if that is wanted, got {value!r:.80}"
+            f"and 'opened_by' if they are wanted, got {value!r:.80}"
         )
+    if "opened_by" in value and "after" not in value:
+        raise ConfigError("structured_outputs['opened_by'] needs 'after', which ends what it opens")
     return {key: _checked(key, item) for key, item in value.items()}
 
 

@@ -58,6 +58,7 @@ ASKED: list[dict[str, Any] | None] = [
     {"grammar": 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'},
     {"json": SCHEMA, "after": "</think>"},
     {"regex": "[0-9]{2}", "after": "a"},
+    {"regex": "[0-9]{2}", "opened_by": "b", "after": "a"},
     {"json": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 3,
               "$defs": {"n": {"type": "number", "minimum": 0, "maximum": 9.5}}}},
 ]  # fmt: skip
@@ -111,7 +112,8 @@ def batch(**options: Any) -> list[SamplingParams]:
 
 
 def fits(asked: dict[str, Any], text: str) -> bool:
-    text = text.partition(asked["after"])[2] if "after" in asked else text
+    if "after" in asked and text.startswith(asked.get("opened_by", "")):
+        text = text.partition(asked["after"])[2]
     if "json" in asked:
         return jsonschema.Draft202012Validator(asked["json"]).is_valid(json.loads(text))
     if "choice" in asked:
@@ -291,6 +293,18 @@ def test_an_answer_after_a_special_token(llm: LLM) -> None:
         assert output.finish_reason == "length" or fits({"json": SCHEMA}, output.text)
 
 
+def test_only_what_a_special_token_opens_is_free(llm: LLM) -> None:
+    """Greedy: with a push to write the token there is a thought, without it there is none."""
+    asked = {"choice": ["yes"], "opened_by": "<bos>", "after": "!"}
+    bias = {1: 100.0, llm.engine.tokenizer.encode("!")[0]: 50.0}
+    pushed, plain = generate(
+        llm, [params_of(asked, 0, temperature=0.0, logit_bias=each) for each in (bias, {1: -100.0})]
+    )
+    assert pushed.token_ids[0] == 1
+    assert pushed.text.endswith("!yes")
+    assert plain.text == "yes"
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     asked = {"choice": ["yes"]}
     [output] = generate(llm, [params_of(asked, 1, logprobs=0)])
@@ -318,6 +332,8 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
         {"json_object": False},
         {"grammar": None},
         {"regex": "a", "after": ""},
+        {"regex": "a", "after": "b", "opened_by": ""},
+        {"regex": "a", "opened_by": "b"},
         {"regex": "\ud800"},
         "json",
     ],

@@ -26,10 +26,10 @@ def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
     """Return a request in llguidance's own form: a list of grammars, the first of which counts."""
     grammars = [_answer(asked)]
     if "after" in asked:
-        gap = "GAP? " if "json_schema" in grammars[0] else ""
-        lark = (
-            f"start: before {gap}@answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
-        )
+        before = "before GAP?" if "json_schema" in grammars[0] else "before"
+        if "opened_by" in asked:
+            before = f"({_literal(asked['opened_by'], tokenizer)} {before})?"
+        lark = f"start: {before} @answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
         grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
     return json.dumps({"grammars": grammars})
 
@@ -41,10 +41,18 @@ def enforced_json(schema: Schema) -> dict[str, Any]:
 
 def _before(after: str, tokenizer: LLTokenizer) -> str:
     """The rule for all that comes before an answer, up to a text or a special token."""
-    token_ids = tokenizer.tokenize_str(after, parse_special=True)
+    literal = _literal(after, tokenizer)
+    if literal.startswith("<"):
+        return f"before: /(?s:.*)/ {literal}"
+    return f"before[suffix={literal}]: /(?s:.*)/"
+
+
+def _literal(text: str, tokenizer: LLTokenizer) -> str:
+    """A text as a grammar has it: a special token by its id, any other in quotes."""
+    token_ids = tokenizer.tokenize_str(text, parse_special=True)
     if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]):
-        return f"before: /(?s:.*)/ <[{token_ids[0]}]>"
-    return f"before[suffix={json.dumps(after)}]: /(?s:.*)/"
+        return f"<[{token_ids[0]}]>"
+    return json.dumps(text)
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:

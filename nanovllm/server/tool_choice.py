@@ -52,9 +52,10 @@ def answer_constraint(
         is_parallel = request.parallel_tool_calls is True
     is_held = must_call or isinstance(request.tool_choice, AllowedTools) or not is_parallel
     if not tools or not (is_held or any(tool.is_strict for tool in tools)):
-        if asked is None or reasoning is None:
+        if asked is None or reasoning is None or "after" in asked:
             return asked
-        return {"after": reasoning.end, **asked}
+        opening = {} if reasoning.is_open(prompt) else {"opened_by": reasoning.begin}
+        return {**opening, "after": reasoning.end, **asked}
     if asked is not None:
         raise ApiError("an answer cannot be held to a format and to calls of tools at once")
     return {"grammar": _call_grammar(service, tools, reasoning, prompt, must_call, is_parallel)}

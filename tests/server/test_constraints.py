@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
+from tests.server.byte_model import byte_tokenizer
 from tests.server.running import Running
 
 MESSAGES: list[Any] = [{"role": "user", "content": "x"}]
@@ -21,6 +22,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
     for name in ("one", "two")
 ]
+CHOICE = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {}}
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -98,14 +100,37 @@ def test_a_tool_of_messages_may_be_forced(server: Running) -> None:
 
 
 def test_reasoning_comes_before_what_is_constrained(server: Running) -> None:
-    """A model that may think does so freely; without the end of it there is no answer."""
+    """Once a model thinks it does so freely; without the end of it there is no answer."""
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
     choice = ask(
         server,
+        messages=begun,
         max_tokens=20,
-        extra_body={"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {}},
+        extra_body={**CHOICE, "add_generation_prompt": False, "continue_final_message": True},
     )
     assert choice.finish_reason == "length"
-    assert choice.message.content != "yes"
+    assert not choice.message.content
+    assert choice.message.reasoning_content
+
+
+def test_a_model_that_does_not_think_answers_at_once(server: Running) -> None:
+    alphabet = byte_tokenizer().get_vocab()
+    plain, pushed = (
+        ask(server, max_tokens=20, extra_body=CHOICE, logit_bias={alphabet[letter]: 100})
+        for letter in "y<"
+    )
+    assert (plain.finish_reason, plain.message.content) == ("stop", "yes")
+    assert not hasattr(plain.message, "reasoning_content")
+    assert (pushed.finish_reason, pushed.message.content) == ("length", "")
+    assert pushed.message.reasoning_content
+
+
+def test_a_constraint_may_name_where_it_begins(server: Running) -> None:
+    """Then that holds, and not how this model thinks."""
+    constraint = {"choice": ["yes"], "after": "x", "opened_by": "x"}
+    extra = {**CHOICE, "structured_outputs": constraint}
+    for seed in range(4):
+        assert ask(server, max_tokens=3, extra_body=extra, seed=seed).message.content[0] in "xy"
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
