@@ -67,7 +67,7 @@ async def blocks(service: Service, chat: Chat, usage: Usage) -> AsyncGenerator[B
     waiting: list[TokenLogprobs] = []  # for the text of their tokens
     async with contextlib.aclosing(chat_updates(service, chat)) as updates:
         async for each in updates:
-            usage.add(each.update)
+            usage.add(each.update, each.num_reasoning_tokens)
             waiting += zip(each.update.token_ids, each.update.logprobs or (), strict=False)
             for number, event in enumerate(each.events, 1):
                 is_last = number == len(each.events)  # where the newest token ends

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class ChatUpdate:
 
     update: Update
     events: list[Event]
+    num_reasoning_tokens: int  # 0 before the last update
 
 
 async def prompt_of(service: Service, request: ChatRequest) -> ChatPrompt:
@@ -85,12 +86,31 @@ async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdat
     """Answer a conversation; what a parser holds back comes with a later update."""
     parsers = [chat.new_parser() for _ in range(chat.job.num_choices)]
     shown = [_Shown(chat.hidden) for _ in parsers]
+    thoughts = [_Thought(service.reasoning_end_id) for _ in parsers]
     async with contextlib.aclosing(generate(service, chat.job)) as updates:
         async for update in updates:
-            events = parsers[update.choice].feed(shown[update.choice].feed(update))
+            parser, thought = parsers[update.choice], thoughts[update.choice]
+            events = parser.feed(shown[update.choice].feed(update))
+            thought.feed(update.token_ids)
+            num_reasoning_tokens = 0
             if update.finish is not None:
-                events += parsers[update.choice].finish()
-            yield ChatUpdate(update, events)
+                events += parser.finish()
+                num_reasoning_tokens = thought.num_tokens if parser.has_reasoning else 0
+            yield ChatUpdate(update, events, num_reasoning_tokens)
+
+
+class _Thought:
+    """Counts the tokens of a choice up to the one that ends its reasoning, if it has any."""
+
+    def __init__(self, end_id: int | None) -> None:
+        self._end_id, self._is_over = end_id, end_id is None
+        self.num_tokens = 0
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        if not self._is_over:
+            self._is_over = self._end_id in token_ids
+            ended = token_ids.index(self._end_id) + 1 if self._is_over else len(token_ids)
+            self.num_tokens += ended
 
 
 class _Shown:

@@ -40,7 +40,7 @@ class ChatAnswer(OpenAIStream):
     async def events(self) -> AsyncGenerator[Event, None]:
         async with contextlib.aclosing(chat_updates(self.service, self._chat)) as updates:
             async for each in updates:
-                self.usage.add(each.update)
+                self.usage.add(each.update, each.num_reasoning_tokens)
                 of_prompt = self._of_prompt(each.update)
                 choice = self._choice(each)
                 news = (choice["delta"], choice["logprobs"], choice.get("token_ids"))

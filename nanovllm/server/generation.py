@@ -61,10 +61,12 @@ class Usage:
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_completion_tokens = 0
+        self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
 
-    def add(self, update: Update) -> None:
+    def add(self, update: Update, num_reasoning_tokens: int = 0) -> None:
         self.num_completion_tokens += len(update.token_ids)
+        self.num_reasoning_tokens += num_reasoning_tokens
         if update.finish is not None:
             self.num_cached_tokens += update.finish.num_cached_tokens
 
@@ -74,6 +76,7 @@ class Usage:
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
 
 

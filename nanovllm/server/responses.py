@@ -174,7 +174,7 @@ class ResponseAnswer:
                 "input_tokens": usage.num_prompt_tokens,
                 "input_tokens_details": cached,
                 "output_tokens": usage.num_completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
                 "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
             },
         }

@@ -251,6 +251,32 @@ def test_special_tokens_that_mark_nothing_are_not_shown() -> None:
         assert whole.message.content == choices[0]["content"] == text
 
 
+class Thinking(WithMarkers):
+    """One whose marks of thoughts are tokens, as Qwen's are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.front.tokenizer.add_tokens(["<think>", "</think>"])
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens"),
+    [
+        ("<think>\nHm.\n</think>\n\nHi", 7),  # letters are tokens too
+        ("<think>\nHm.", 5),  # cut off
+        ("Hi</think>", 0),
+    ],
+)
+def test_tokens_of_thoughts_are_counted(text: str, num_tokens: int) -> None:
+    with running(Thinking(text=text)) as server:
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        _, streamed = gather(ask(server, **usage))
+        for each in (ask(server).usage, streamed[-1]):
+            assert each.completion_tokens_details.reasoning_tokens == num_tokens
+        response = server.openai.responses.create(model="tiny", input="x")
+        assert response.usage.output_tokens_details.reasoning_tokens == num_tokens
+
+
 @pytest.mark.parametrize(
     ("updates", "text"),
     [

@@ -61,6 +61,7 @@ class OutputParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
+        self.has_reasoning = False  # known by the end of the text
         self._num_calls = 0
         self._blank: str | None = ""  # white space that content has begun with; None: it goes on
         self._newlines = ""  # of reasoning, held back as they may be its last
@@ -99,7 +100,8 @@ class OutputParser:
     def _read_reasoning(self, form: ReasoningFormat) -> Waits[None]:
         reader = self._reader
         is_begun = yield from reader.accept_all(form.begin)
-        if is_begun or self._starts_in_reasoning:
+        self.has_reasoning = is_begun or self._starts_in_reasoning
+        if self.has_reasoning:
             yield from reader.skip("\n".__eq__)
             if (yield from reader.until(Stops((form.end,)), self._emit_reasoning)):
                 yield from reader.accept(form.end)
