@@ -46,6 +46,7 @@ HOST = (
     "engine.sequence",
     "engine.block_manager",
     "engine.pacing",
+    "engine.packed_logprobs",
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",
@@ -118,6 +119,7 @@ NOT_CORE = {
     "engine/found_model.py",
     "engine/logprobs.py",
     "engine/pacing.py",
+    "engine/packed_logprobs.py",
     "engine/step_clock.py",
     "worker/loader.py",
     "worker/memory.py",
@@ -128,7 +130,7 @@ NOT_CORE = {
     "layers/moe.py",
     "layers/plain_experts.py",
 }
-MAX_CORE_LINES = 2836
+MAX_CORE_LINES = 2806
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
-import numpy.typing as npt
 
+from nanovllm.engine.packed_logprobs import PAIR_BYTES, RANK_BYTES, entry_bytes
 from nanovllm.engine.request import TokenLogprobs
-from nanovllm.engine.step import IntColumn
 from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# An entry, of one position, is a rank and pairs of a token id and a logprob, each number 4 bytes.
-# The rank and the first pair are of its own token, the others of the likeliest ones. There are as
-# many entries as tokens: as objects of Python they took longer than a step does on a device.
-RANK_BYTES, PAIR_BYTES = 4, 8
-
-
-def pack_logprobs(
-    ids: IntColumn, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
-) -> Iterator[TokenLogprobs]:
-    """Yield an entry for each row of ids and logprobs [rows, 1 + the likeliest]."""
-    assert logprobs is not None
-    assert ranks is not None
-    pairs = np.stack((ids, logprobs.view(np.int32)), 2).reshape(len(ids), -1)
-    packed = np.concatenate((ranks[:, None], pairs), 1, dtype=np.int32)
-    data, width = packed.tobytes(), 4 * packed.shape[1]
-    return (data[start : start + width] for start in range(0, len(data), width))
-
-
-def entry_bytes(num_best: int | None) -> int:
-    """Of an entry with so many of the likeliest; a step's may have more, as others ask for them."""
-    return RANK_BYTES + PAIR_BYTES * (1 + (num_best or 0))
 
 
 class TokenTexts(dict[int, str | None]):

@@ -10,18 +10,11 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.logprobs import entry_bytes, pack_logprobs
 from nanovllm.engine.pacing import Pacer, StepTime
+from nanovllm.engine.packed_logprobs import add_logprobs, add_prompt_logprobs
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence
-from nanovllm.engine.step import (
-    BlockCopy,
-    BlockUpdate,
-    NewRow,
-    StepPlan,
-    StepResult,
-    num_scored,
-)
+from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
 from nanovllm.engine.waiting import Waiting
 from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
@@ -49,9 +42,8 @@ class Scheduler:
         self.pacer = pacer
         self.waiting = Waiting()
         self.postponed: dict[int, Sequence] = {}  # wait for the mask of their next token
-        self.running: dict[
-            int, Sequence
-        ] = {}  # by priority, oldest first; the last is preempted first
+        # By priority, oldest first; the last is preempted first.
+        self.running: dict[int, Sequence] = {}
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._released: list[int] = []
         self._num_free_to_admit = 0  # the head of waiting failed to fit; no retry below this
@@ -89,8 +81,8 @@ class Scheduler:
             self.pacer.end(plan)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
-        _add_prompt_logprobs(rows, plan, result)
-        _add_logprobs(sampled, result)
+        add_prompt_logprobs(rows, plan, result)
+        add_logprobs(sampled, result)
         for index, error in (result.failures or {}).items():
             sampled[index].error = error
         updated = self._end_pooled(rows, plan, result)
@@ -351,33 +343,6 @@ class Scheduler:
         self._free_slots.append(seq.slot)
         self._released.append(seq.slot)
         seq.slot = NO_SLOT
-
-
-def _add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
-    """Give the sequences that ask the log-probabilities of their newest tokens."""
-    if result.logprob_ids is None:
-        return
-    asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
-    entries = pack_logprobs(result.logprob_ids, result.logprobs, result.ranks)
-    for seq, entry in zip(asking, entries, strict=True):
-        if seq.finish_reason is None and not seq.is_dropped:
-            seq.newest_logprobs = entry[: entry_bytes(seq.request.params.logprobs)]
-
-
-def _add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
-    """Give the sequences that ask those of the prompt tokens that this step read past."""
-    if result.prompt_ids is None:
-        return
-    entries = pack_logprobs(result.prompt_ids, result.prompt_logprobs, result.prompt_ranks)
-    spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
-    for seq, start, count in spans:
-        num_best = seq.request.params.prompt_logprobs
-        if num_best is None:
-            continue
-        for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
-            entry = next(entries)
-            if position == len(seq.prompt_logprobs):  # not so when it runs again after preemption
-                seq.prompt_logprobs.append(entry[: entry_bytes(num_best)])
 
 
 @dataclass(slots=True)
