@@ -26,7 +26,7 @@ _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 class PreTokenizer:
     """What one `tokenizer.ggml.pre` does with text before byte-level BPE."""
 
-    pattern: str | None = None  # None is GPT-2's own split
+    patterns: tuple[str, ...] = ()  # each splits what is left; none is GPT-2's own split
     single_digits: bool = False
     nfc: bool = False
     whole_words: bool = False  # a word that is a token skips the merges
@@ -41,16 +41,22 @@ def _words(digits: str) -> str:
     )
 
 
-_LLAMA3 = PreTokenizer(_words(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+_LLAMA3 = PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
 PRE_TOKENIZERS = {
-    "default": PreTokenizer(),
+    "default": PreTokenizer(_DEFAULT),  # llama.cpp's, of no model in particular
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(single_digits=True),
-    "dbrx": PreTokenizer(_words(r"\p{N}{1,3}")),  # what Phi-4 files say
+    "dbrx": PreTokenizer((_words(r"\p{N}{1,3}"),)),  # what Phi-4 files say
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
-    "qwen2": PreTokenizer(_words(r"\p{N}"), nfc=True),
+    "qwen2": PreTokenizer((_words(r"\p{N}"),), nfc=True),
 }
 
 
@@ -172,9 +178,8 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
     steps: list[Any] = []
     if pre.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.pattern:
-        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.pattern))
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     if pre.nfc:

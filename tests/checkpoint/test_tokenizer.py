@@ -106,6 +106,7 @@ def test_digit_groups_tell_the_pre_tokenizers_apart(tmp_path: Path) -> None:
         return [tokenizer.decode([i]) for i in tokenizer.encode(" 1231", add_special_tokens=False)]
 
     assert pieces("gpt-2") == [" ", "123", "1"]  # one word, merges by rank
+    assert pieces("default") == [" ", "123", "1"]
     assert pieces("smollm") == [" ", "1", "2", "3", "1"]
     assert pieces("qwen2") == [" ", "1", "2", "3", "1"]
     assert pieces("llama-bpe") == [" ", "123", "1"]
