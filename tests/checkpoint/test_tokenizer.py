@@ -440,6 +440,16 @@ def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.Mon
         load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
 
 
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="reads the file")
+def test_a_file_of_sentencepiece_names_the_package_it_needs(tmp_path: Path) -> None:
+    """Whatever transformers makes of it without: that it needs tiktoken, for one."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match="pip install sentencepiece") as raised:
+        load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    assert "tiktoken" not in str(raised.value)
+
+
 def test_folder_with_gguf_weights_but_no_tokenizer_files(tmp_path: Path) -> None:
     path = write_vocabulary(tmp_path / "v.gguf", **BYTE_LEVEL, pre="qwen2").path
     tokenizer = load_tokenizer(Checkpoint(tmp_path, {}, {}, (path,), "gguf"))
