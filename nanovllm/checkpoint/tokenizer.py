@@ -100,14 +100,20 @@ def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) 
     that builds these parts itself, such as Llama's for DeepSeek's tokenizer of bytes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or written.get("model", {}).get("type") != "BPE":
+    if backend is None or "model" not in written:
         return
     from tokenizers import Tokenizer
 
-    model = {**written["model"], "vocab": {}, "merges": []}  # quick to read without
+    model = written["model"]
+    is_bpe = model.get("type") == "BPE" == type(backend.model).__name__
+    if is_bpe:
+        model = {**model, "vocab": {}, "merges": []}  # quick to read without
     bare = {**written, "model": model, "added_tokens": [], "post_processor": None}
     source = Tokenizer.from_str(json.dumps(bare))
     for name in PARTS:
         setattr(backend, name, getattr(source, name))
+    if not is_bpe:  # that class may build merges from the pieces of another kind of model
+        backend.model = source.model
+        return
     for name in FLAGS:
         setattr(backend.model, name, getattr(source.model, name))

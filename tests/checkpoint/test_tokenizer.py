@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import regex
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase
 
 pytest.importorskip("gguf")
@@ -29,7 +30,6 @@ from tests.checkpoint.reference_bpe import (
 )
 from tests.checkpoint.tiny_gguf import add_value
 
-Tokenizer = PreTrainedTokenizerBase
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 TEXTS = [
     "Hello, world!",
@@ -326,7 +326,7 @@ needs_smollm2 = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Tokenizer:
+def smollm2() -> PreTrainedTokenizerBase:
     return load_tokenizer(find_checkpoint("smollm2"))
 
 
@@ -338,7 +338,9 @@ def smollm2_metadata() -> dict[str, Any]:
 
 
 @needs_smollm2
-def test_smollm2_equals_the_reference(smollm2: Tokenizer, smollm2_metadata: dict[str, Any]) -> None:
+def test_smollm2_equals_the_reference(
+    smollm2: PreTrainedTokenizerBase, smollm2_metadata: dict[str, Any]
+) -> None:
     tokens, merges = smollm2_metadata["tokens"], smollm2_metadata["merges"]
     kinds = zip(tokens, smollm2_metadata["token_type"], strict=True)
     marked = [token for token, kind in kinds if kind == CONTROL]
@@ -352,7 +354,7 @@ def test_smollm2_equals_the_reference(smollm2: Tokenizer, smollm2_metadata: dict
 
 @needs_smollm2
 def test_smollm2_agrees_with_transformers_where_it_is_right(
-    smollm2: Tokenizer, smollm2_metadata: dict[str, Any]
+    smollm2: PreTrainedTokenizerBase, smollm2_metadata: dict[str, Any]
 ) -> None:
     """transformers ignores `tokenizer.ggml.pre`, so only texts without numerals are comparable."""
     from transformers.integrations.ggml import convert_gguf_tokenizer
@@ -368,7 +370,7 @@ def test_smollm2_agrees_with_transformers_where_it_is_right(
 
 
 @needs_smollm2
-def test_smollm2_specials_and_chat(smollm2: Tokenizer) -> None:
+def test_smollm2_specials_and_chat(smollm2: PreTrainedTokenizerBase) -> None:
     assert (smollm2.bos_token_id, smollm2.eos_token_id, smollm2.pad_token_id) == (1, 2, 2)
     assert smollm2.encode("hi")[0] != 1  # the file says add_bos_token = false
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -425,6 +427,47 @@ def test_the_file_says_how_text_is_split(tmp_path: Path, metadata: str, name: st
         ids = loaded.encode(text, add_special_tokens=False)
         assert ids == built.encode(text, add_special_tokens=False), text
         assert loaded.decode(ids) == built.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", "TokenizersBackend"]
+)
+def test_the_file_says_which_kind_of_model_splits(tmp_path: Path, name: str) -> None:
+    """Llama's class would make merges of a Unigram model's pieces."""
+    letters = sorted(set("".join(TEXTS)) - set(" <>"))
+    pieces = [
+        "▁",
+        "▁the",
+        "▁capital",
+        "▁of",
+        "capital",
+        "is",
+        "▁is",
+        "th",
+        "an",
+        "▁an",
+        "ar",
+        "Par",
+    ]
+    marked = ["<unk>", "<s>", "</s>"]
+    scores = [(token, 0.0) for token in marked] + [(f"<0x{i:02X}>", 0.0) for i in range(256)]
+    scores += [(piece, -2.0 - i / 8) for i, piece in enumerate([*pieces, *letters])]
+    built = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    built.normalizer = normalizers.Sequence(spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    built.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    built.add_special_tokens(marked)
+    built.save(str(tmp_path / "tokenizer.json"))
+    roles = dict(zip(("unk_token", "bos_token", "eos_token"), marked, strict=True))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **roles}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    for text in TEXTS:
+        ids = loaded.encode(text, add_special_tokens=False)
+        assert ids == built.encode(text, add_special_tokens=False).ids, text
+        assert loaded.decode(ids) == built.decode(ids, skip_special_tokens=False)
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (1, 2)
 
 
 def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
