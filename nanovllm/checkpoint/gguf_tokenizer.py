@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf
+from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf, special_token_id
 from nanovllm.checkpoint.plain_tokenizer import PlainTokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
@@ -141,7 +141,7 @@ class _Vocabulary:
 
     def token(self, role: str) -> str | None:
         """Return the text of the token that plays a role such as "bos"."""
-        token_id = self.get(f"{role}_token_id", None, int)
+        token_id = special_token_id(self.reader, role)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
                 f"{self.path}: {role} token {token_id} is outside {len(self.tokens)} tokens"

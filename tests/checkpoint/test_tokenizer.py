@@ -18,6 +18,7 @@ pytest.importorskip("gguf")
 import gguf
 
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
+from nanovllm.checkpoint.gguf import read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -237,6 +238,16 @@ def test_sentencepiece_specials_and_prefix(tmp_path: Path) -> None:
     )
 
 
+def test_sentencepiece_ids_where_the_file_is_silent(tmp_path: Path) -> None:
+    """Those of Llama's own vocabulary, as in llama.cpp: else no answer would end."""
+    silent = {key: value for key, value in SENTENCEPIECE.items() if not key.endswith("_token_id")}
+    path = write_vocabulary(tmp_path / "v.gguf", **silent).path
+    tokenizer = load_tokenizer(Checkpoint(path, {}, {}, (path,), "gguf"))
+    assert (tokenizer.encode("")[0], tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.special_tokens_map["unk_token"] == "<unk>"
+    assert read_generation_config(open_gguf(path))["eos_token_id"][0] == 2
+
+
 def test_gemma_keeps_every_space(tmp_path: Path) -> None:
     runs = ["\n\n", "  ", "   ", "<b>"]  # converters write user-defined spaces as spaces
     tokens, scores = [*SENTENCEPIECE["tokens"], *runs], [*SENTENCEPIECE["scores"], *[-1000.0] * 4]
@@ -308,7 +319,11 @@ def test_what_cannot_be_exact_is_refused(
         (BYTE_LEVEL, {"merges": None}, "merges"),
         (SENTENCEPIECE, {"scores": None}, r"0 values in tokenizer\.ggml\.scores for 288 tokens"),
         (SENTENCEPIECE, {"token_type": [1, 2]}, r"2 values in tokenizer\.ggml\.token_type"),
-        (SENTENCEPIECE, {"bos_token_id": None}, r"no tokenizer\.ggml\.bos_token_id"),
+        (
+            BYTE_LEVEL,
+            {"pre": "llama-bpe", "bos_token_id": None},
+            r"no tokenizer\.ggml\.bos_token_id",
+        ),
     ],
 )
 def test_missing_parts_are_named(
