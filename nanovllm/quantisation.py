@@ -42,6 +42,7 @@ class Quantisation:
     desc_act: bool = False  # inputs are in groups by importance rather than in order
     block_size: tuple[int, int] | None = None  # outputs and inputs that share a scale
     zero_offset: int = 0  # what is added to stored zero points
+    zeros_carry: bool = False  # added to words of them, from one into the next
     ignored: tuple[str, ...] = ()  # modules in the model's dtype: names, or "re:" and a pattern
 
     @property
@@ -170,8 +171,15 @@ def _read_gptq(stored: Mapping[str, Any]) -> Quantisation:
         is_symmetric=_read_flag(stored, "sym", True),
         desc_act=_read_flag(stored, "desc_act", False),
         zero_offset=1 if layout == "gptq" else 0,  # the first format stores one less
+        zeros_carry=_is_by_gptqmodel(stored),
         ignored=_read_names(stored, "modules_to_not_convert"),
     )
+
+
+def _is_by_gptqmodel(stored: Mapping[str, Any]) -> bool:
+    """Whether the tool wrote it that subtracts from words of zero points, not from each."""
+    meta = stored.get("meta")
+    return isinstance(meta, Mapping) and "gptqmodel:" in str(meta.get("quantizer"))
 
 
 def _read_compressed(stored: Mapping[str, Any]) -> Quantisation:

@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.checkpoint.gguf_architectures import ARCHITECTURES, Architecture
-from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf, release_pages
+from nanovllm.checkpoint.gguf_file import (
+    field,
+    list_field,
+    open_gguf,
+    release_pages,
+    special_token_id,
+)
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -81,8 +87,8 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _torch_dtype(metadata.reader),
-        "bos_token_id": field(metadata.reader, "tokenizer.ggml.bos_token_id", None, int),
-        "eos_token_id": field(metadata.reader, "tokenizer.ggml.eos_token_id", None, int),
+        "bos_token_id": special_token_id(metadata.reader, "bos"),
+        "eos_token_id": special_token_id(metadata.reader, "eos"),
         **architecture.constants,
         **{name: tensor in tensors for name, tensor in architecture.biases.items()},
     }
@@ -95,8 +101,7 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
 
 def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
     """Return every token id that ends a generation, in generation_config.json layout."""
-    names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    ids = [field(reader, name, None, int) for name in names]
+    ids = [special_token_id(reader, role) for role in ("eos", "eot", "eom")]
     tokens = list_field(reader, "tokenizer.ggml.tokens", str) or []
     ids += [tokens.index(text) for text in _END_TEXTS if text in tokens]
     return {"eos_token_id": list(dict.fromkeys(i for i in ids if i is not None))}

@@ -16,6 +16,8 @@ from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelErro
 if TYPE_CHECKING:
     from gguf import GGUFReader, GGUFValueType
 
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+
 
 def open_gguf(path: Path, has_lists: bool = True) -> GGUFReader:
     """Return the `gguf` package's reader over one whole file.
@@ -59,6 +61,14 @@ def list_field(reader: GGUFReader, key: str, kind: Any) -> list[Any] | None:
     if items and not isinstance(items[0], kind):  # all are of one type
         raise CheckpointError(f"GGUF metadata {key} has items of the wrong type: {items[0]!r:.80}")
     return items
+
+
+def special_token_id(reader: GGUFReader, role: str) -> int | None:
+    """Return the id of a token such as "bos"; SentencePiece has some where a file is silent."""
+    is_sentencepiece = field(reader, "tokenizer.ggml.model") == "llama"
+    default = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
+    token_id: int | None = field(reader, f"tokenizer.ggml.{role}_token_id", default, int)
+    return token_id
 
 
 def release_pages(reader: GGUFReader) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf
+from nanovllm.checkpoint.gguf_file import field, list_field, open_gguf, special_token_id
 from nanovllm.checkpoint.plain_tokenizer import PlainTokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 
@@ -26,7 +26,7 @@ _WAY_OUT = "token-id prompts with skip_tokenizer_init=True need no tokenizer"
 class PreTokenizer:
     """What one `tokenizer.ggml.pre` does with text before byte-level BPE."""
 
-    pattern: str | None = None  # None is GPT-2's own split
+    patterns: tuple[str, ...] = ()  # each splits what is left; none is GPT-2's own split
     single_digits: bool = False
     nfc: bool = False
     whole_words: bool = False  # a word that is a token skips the merges
@@ -41,16 +41,22 @@ def _words(digits: str) -> str:
     )
 
 
-_LLAMA3 = PreTokenizer(_words(r"\p{N}{1,3}"), whole_words=True, add_bos=True)
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+_LLAMA3 = PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)
 PRE_TOKENIZERS = {
-    "default": PreTokenizer(),
+    "default": PreTokenizer(_DEFAULT),  # llama.cpp's, of no model in particular
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(single_digits=True),
-    "dbrx": PreTokenizer(_words(r"\p{N}{1,3}")),  # what Phi-4 files say
+    "dbrx": PreTokenizer((_words(r"\p{N}{1,3}"),)),  # what Phi-4 files say
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
-    "qwen2": PreTokenizer(_words(r"\p{N}"), nfc=True),
+    "qwen2": PreTokenizer((_words(r"\p{N}"),), nfc=True),
 }
 
 
@@ -135,7 +141,7 @@ class _Vocabulary:
 
     def token(self, role: str) -> str | None:
         """Return the text of the token that plays a role such as "bos"."""
-        token_id = self.get(f"{role}_token_id", None, int)
+        token_id = special_token_id(self.reader, role)
         if token_id is not None and not 0 <= token_id < len(self.tokens):
             raise CheckpointError(
                 f"{self.path}: {role} token {token_id} is outside {len(self.tokens)} tokens"
@@ -172,9 +178,8 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Tokenizer:
     steps: list[Any] = []
     if pre.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.pattern:
-        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.pattern))
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pre.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     if pre.nfc:

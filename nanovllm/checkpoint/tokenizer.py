@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     if any((checkpoint.path / name).is_file() for name in VOCABULARY_FILES):
         from transformers import AutoTokenizer
 
+        _check_reader(checkpoint.path)
         written = _read_json(checkpoint.path / "tokenizer.json")
         # Left out, a repository's code would run after a question on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -60,6 +62,20 @@ def _load(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         f"{checkpoint.path} has no tokenizer: looked for {', '.join(VOCABULARY_FILES)}. "
         "Fetch tokenizer.json, or pass token-id prompts with skip_tokenizer_init=True"
     )
+
+
+def _check_reader(folder: Path) -> None:
+    """Refuse a file of SentencePiece alone without its package: transformers names another one."""
+    others = [name for name in VOCABULARY_FILES if name != "tokenizer.model"]
+    if any((folder / name).is_file() for name in others) or find_spec("sentencepiece"):
+        return
+    with (folder / "tokenizer.model").open("rb") as file:
+        is_sentencepiece = file.read(1) == b"\n"  # its first field; others hold text
+    if is_sentencepiece:
+        raise CheckpointError(
+            f"{folder} has its tokenizer in tokenizer.model only, which the package sentencepiece "
+            "reads: `pip install sentencepiece`, or fetch tokenizer.json"
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -84,14 +100,20 @@ def _restore_parts(tokenizer: PreTrainedTokenizerBase, written: dict[str, Any]) 
     that builds these parts itself, such as Llama's for DeepSeek's tokenizer of bytes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or written.get("model", {}).get("type") != "BPE":
+    if backend is None or "model" not in written:
         return
     from tokenizers import Tokenizer
 
-    model = {**written["model"], "vocab": {}, "merges": []}  # quick to read without
+    model = written["model"]
+    is_bpe = model.get("type") == "BPE" == type(backend.model).__name__
+    if is_bpe:
+        model = {**model, "vocab": {}, "merges": []}  # quick to read without
     bare = {**written, "model": model, "added_tokens": [], "post_processor": None}
     source = Tokenizer.from_str(json.dumps(bare))
     for name in PARTS:
         setattr(backend, name, getattr(source, name))
+    if not is_bpe:  # that class may build merges from the pieces of another kind of model
+        backend.model = source.model
+        return
     for name in FLAGS:
         setattr(backend.model, name, getattr(source.model, name))

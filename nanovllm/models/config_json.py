@@ -29,7 +29,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     What would change the numbers and is not supported is refused by name.
     """
     hidden_size, num_heads = field(config, "hidden_size"), field(config, "num_attention_heads")
-    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    activation = config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"hidden_act {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})"

@@ -10,6 +10,8 @@ MODERN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,COUNT}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# llama.cpp's default: each splits what the one before left whole.
+DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT.removesuffix(r"|\s+"), r"\p{N}+", "[0-9]{3}")
 Split = Callable[[str], list[str]]
 
 
@@ -20,10 +22,19 @@ def split_like(pre: str) -> Split:
         return lambda text: [
             word for piece in pieces.findall(text) for word in regex.findall(GPT2_SPLIT, piece)
         ]
-    if pre in ("gpt-2", "default"):
+    if pre == "default":
+        return split_by_turns
+    if pre == "gpt-2":
         return lambda text: regex.findall(GPT2_SPLIT, text)
     count = "1" if pre == "qwen2" else "3"
     return lambda text: regex.findall(MODERN_SPLIT.replace("COUNT", count), text)
+
+
+def split_by_turns(text: str) -> list[str]:
+    pieces = [text]
+    for pattern in DEFAULT_SPLITS:
+        pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
+    return pieces
 
 
 def byte_letters() -> dict[int, str]:

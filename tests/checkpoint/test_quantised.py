@@ -60,6 +60,8 @@ KINDS: dict[str, tuple[Kind, tuple[int, int]]] = {
     "gptq-shuffled-zeros": (gptq_kind(4, 64, False, True), (40, 256)),
     "gptq-v2": (gptq_kind(4, 32, False, False, offset=0), (40, 64)),
     "gptq-8-bits": (gptq_kind(8, 32, False, True), (36, 128)),
+    "gptqmodel-zeros": (gptq_kind(4, 32, False, False, borrows=True), (40, 64)),
+    "gptqmodel-8-bits": (gptq_kind(8, 32, False, False, borrows=True), (36, 64)),
 }
 PARTS = [(slice(None), slice(None)), (slice(3, 17), slice(None)), (slice(8, 19), slice(9, 23))]
 
@@ -140,6 +142,20 @@ def test_what_more_is_stored_than_config_json_says(tmp_path: Path) -> None:
     unset = torch.full((shape[1],), -1, dtype=torch.int32)
     parts = named(made.parts) | {"a.weight_g_idx": unset}
     assert_same(read(list_stored(tmp_path, parts, symmetric.config)["a.weight"]), made.values)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_symmetric_gptq_are_the_middle(tmp_path: Path, bits: int) -> None:
+    """Some files store what they mean and name the first format: vLLM pull request 38966."""
+    second = gptq_kind(bits, 32, True, False, offset=0)
+    made = second(torch.randn(36, 64))
+    config = {**second.config, "checkpoint_format": "gptq"}
+    for index in PARTS:
+        tensor = list_stored(tmp_path, named(made.parts), config)["a.weight"]
+        assert_same(read(tensor, *index), made.values[index])
+    # Of asymmetric weights nobody can tell, and the format is taken at its word.
+    tensor = list_stored(tmp_path, named(made.parts), {**config, "sym": False})["a.weight"]
+    assert not torch.equal(read(tensor), made.values)
 
 
 def test_what_is_not_quantised_stays(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import regex
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase
 
 pytest.importorskip("gguf")
@@ -17,6 +18,7 @@ pytest.importorskip("gguf")
 import gguf
 
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
+from nanovllm.checkpoint.gguf import read_generation_config
 from nanovllm.checkpoint.gguf_file import field, open_gguf
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.errors import CheckpointError, UnsupportedModelError
@@ -29,7 +31,6 @@ from tests.checkpoint.reference_bpe import (
 )
 from tests.checkpoint.tiny_gguf import add_value
 
-Tokenizer = PreTrainedTokenizerBase
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 TEXTS = [
     "Hello, world!",
@@ -106,6 +107,7 @@ def test_digit_groups_tell_the_pre_tokenizers_apart(tmp_path: Path) -> None:
         return [tokenizer.decode([i]) for i in tokenizer.encode(" 1231", add_special_tokens=False)]
 
     assert pieces("gpt-2") == [" ", "123", "1"]  # one word, merges by rank
+    assert pieces("default") == [" ", "123", "1"]
     assert pieces("smollm") == [" ", "1", "2", "3", "1"]
     assert pieces("qwen2") == [" ", "1", "2", "3", "1"]
     assert pieces("llama-bpe") == [" ", "123", "1"]
@@ -236,6 +238,16 @@ def test_sentencepiece_specials_and_prefix(tmp_path: Path) -> None:
     )
 
 
+def test_sentencepiece_ids_where_the_file_is_silent(tmp_path: Path) -> None:
+    """Those of Llama's own vocabulary, as in llama.cpp: else no answer would end."""
+    silent = {key: value for key, value in SENTENCEPIECE.items() if not key.endswith("_token_id")}
+    path = write_vocabulary(tmp_path / "v.gguf", **silent).path
+    tokenizer = load_tokenizer(Checkpoint(path, {}, {}, (path,), "gguf"))
+    assert (tokenizer.encode("")[0], tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.special_tokens_map["unk_token"] == "<unk>"
+    assert read_generation_config(open_gguf(path))["eos_token_id"][0] == 2
+
+
 def test_gemma_keeps_every_space(tmp_path: Path) -> None:
     runs = ["\n\n", "  ", "   ", "<b>"]  # converters write user-defined spaces as spaces
     tokens, scores = [*SENTENCEPIECE["tokens"], *runs], [*SENTENCEPIECE["scores"], *[-1000.0] * 4]
@@ -307,7 +319,11 @@ def test_what_cannot_be_exact_is_refused(
         (BYTE_LEVEL, {"merges": None}, "merges"),
         (SENTENCEPIECE, {"scores": None}, r"0 values in tokenizer\.ggml\.scores for 288 tokens"),
         (SENTENCEPIECE, {"token_type": [1, 2]}, r"2 values in tokenizer\.ggml\.token_type"),
-        (SENTENCEPIECE, {"bos_token_id": None}, r"no tokenizer\.ggml\.bos_token_id"),
+        (
+            BYTE_LEVEL,
+            {"pre": "llama-bpe", "bos_token_id": None},
+            r"no tokenizer\.ggml\.bos_token_id",
+        ),
     ],
 )
 def test_missing_parts_are_named(
@@ -325,7 +341,7 @@ needs_smollm2 = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Tokenizer:
+def smollm2() -> PreTrainedTokenizerBase:
     return load_tokenizer(find_checkpoint("smollm2"))
 
 
@@ -337,7 +353,9 @@ def smollm2_metadata() -> dict[str, Any]:
 
 
 @needs_smollm2
-def test_smollm2_equals_the_reference(smollm2: Tokenizer, smollm2_metadata: dict[str, Any]) -> None:
+def test_smollm2_equals_the_reference(
+    smollm2: PreTrainedTokenizerBase, smollm2_metadata: dict[str, Any]
+) -> None:
     tokens, merges = smollm2_metadata["tokens"], smollm2_metadata["merges"]
     kinds = zip(tokens, smollm2_metadata["token_type"], strict=True)
     marked = [token for token, kind in kinds if kind == CONTROL]
@@ -351,7 +369,7 @@ def test_smollm2_equals_the_reference(smollm2: Tokenizer, smollm2_metadata: dict
 
 @needs_smollm2
 def test_smollm2_agrees_with_transformers_where_it_is_right(
-    smollm2: Tokenizer, smollm2_metadata: dict[str, Any]
+    smollm2: PreTrainedTokenizerBase, smollm2_metadata: dict[str, Any]
 ) -> None:
     """transformers ignores `tokenizer.ggml.pre`, so only texts without numerals are comparable."""
     from transformers.integrations.ggml import convert_gguf_tokenizer
@@ -367,7 +385,7 @@ def test_smollm2_agrees_with_transformers_where_it_is_right(
 
 
 @needs_smollm2
-def test_smollm2_specials_and_chat(smollm2: Tokenizer) -> None:
+def test_smollm2_specials_and_chat(smollm2: PreTrainedTokenizerBase) -> None:
     assert (smollm2.bos_token_id, smollm2.eos_token_id, smollm2.pad_token_id) == (1, 2, 2)
     assert smollm2.encode("hi")[0] != 1  # the file says add_bos_token = false
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
@@ -426,6 +444,47 @@ def test_the_file_says_how_text_is_split(tmp_path: Path, metadata: str, name: st
         assert loaded.decode(ids) == built.decode(ids)
 
 
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", "TokenizersBackend"]
+)
+def test_the_file_says_which_kind_of_model_splits(tmp_path: Path, name: str) -> None:
+    """Llama's class would make merges of a Unigram model's pieces."""
+    letters = sorted(set("".join(TEXTS)) - set(" <>"))
+    pieces = [
+        "▁",
+        "▁the",
+        "▁capital",
+        "▁of",
+        "capital",
+        "is",
+        "▁is",
+        "th",
+        "an",
+        "▁an",
+        "ar",
+        "Par",
+    ]
+    marked = ["<unk>", "<s>", "</s>"]
+    scores = [(token, 0.0) for token in marked] + [(f"<0x{i:02X}>", 0.0) for i in range(256)]
+    scores += [(piece, -2.0 - i / 8) for i, piece in enumerate([*pieces, *letters])]
+    built = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    built.normalizer = normalizers.Sequence(spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    built.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    built.add_special_tokens(marked)
+    built.save(str(tmp_path / "tokenizer.json"))
+    roles = dict(zip(("unk_token", "bos_token", "eos_token"), marked, strict=True))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, **roles}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    for text in TEXTS:
+        ids = loaded.encode(text, add_special_tokens=False)
+        assert ids == built.encode(text, add_special_tokens=False).ids, text
+        assert loaded.decode(ids) == built.decode(ids, skip_special_tokens=False)
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (1, 2)
+
+
 def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anybody asked, whose yes may be what was meant for a chat."""
     folder = tmp_path / "folder"
@@ -437,6 +496,16 @@ def test_code_of_a_repository_never_runs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     with pytest.raises(UnsupportedModelError, match="needs code from its repository"):
         load_tokenizer(Checkpoint(folder, {}, {}, (), "none"))
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="reads the file")
+def test_a_file_of_sentencepiece_names_the_package_it_needs(tmp_path: Path) -> None:
+    """Whatever transformers makes of it without: that it needs tiktoken, for one."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match="pip install sentencepiece") as raised:
+        load_tokenizer(Checkpoint(tmp_path, {}, {}, (), "none"))
+    assert "tiktoken" not in str(raised.value)
 
 
 def test_folder_with_gguf_weights_but_no_tokenizer_files(tmp_path: Path) -> None:

@@ -196,12 +196,18 @@ def gptq(
     shuffled: bool = False,
     offset: int = 1,
     has_groups: bool = True,
+    borrows: bool = False,
 ) -> Quantised:
     groups = make_groups(weight, rng, edges, bits, group, symmetric, shuffled, dtype=torch.float16)
-    stored_zeros = (groups.zeros - offset) % (1 << bits)  # the first format stores one less
+    if borrows:  # GPTQModel subtracts from words, so that a zero point of 0 borrows from the next
+        ones = sum(offset << bits * place for place in range(32 // bits))
+        qzeros = pack_words(groups.zeros.T, bits) - ones
+    else:
+        stored_zeros = (groups.zeros - offset) % (1 << bits)  # the first format stores one less
+        qzeros = pack_words(stored_zeros.T, bits)
     parts = {
         "qweight": pack_words(groups.codes, bits).t().contiguous(),
-        "qzeros": pack_words(stored_zeros.T, bits),
+        "qzeros": qzeros,
         "scales": groups.scales.t().contiguous(),
     }
     if has_groups:
@@ -246,6 +252,7 @@ def gptq_kind(
 ) -> Kind:
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric}
     config |= {"desc_act": shuffled, "checkpoint_format": "gptq" if offset else "gptq_v2"}
+    config |= {"meta": {"quantizer": ["gptqmodel:5.6.12"]}} if options.get("borrows") else {}
     options |= {"bits": bits, "group": group, "symmetric": symmetric}
     return Kind(gptq, config, {**options, "shuffled": shuffled, "offset": offset})
 

@@ -225,6 +225,13 @@ def test_what_gemma_configs_repeat_or_leave_null() -> None:
     assert read_config({**saved("gemma3"), "rope_parameters": ropes}) == want
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "qwen3"])
+def test_other_families_have_no_hidden_activation(name: str) -> None:
+    """transformers reads that field for Gemma alone; without `hidden_act` the others have silu."""
+    config = {**saved(name), "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+    assert read_config(config).activation == "silu"
+
+
 def test_gemma_is_not_run_in_float16_unasked() -> None:
     assert read_config({**saved("gemma3"), "dtype": "float16"}).dtype == "bfloat16"
     assert read_config({**saved("gemma3"), "dtype": "float32"}).dtype == "float32"

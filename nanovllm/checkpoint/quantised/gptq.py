@@ -31,6 +31,7 @@ class Gptq:
     zeros: StoredTensor  # [groups, words of outputs]
     scales: StoredTensor  # [groups, outputs]
     group_of: StoredTensor | None  # [inputs]
+    zero_offset: int  # what is added to stored zero points
     quantisation: Quantisation
 
     @property
@@ -61,12 +62,18 @@ class Gptq:
         bits = self.quantisation.bits
         groups, group_of = self._read_groups(columns)
         codes = unpack(read_part(self.codes, words_of(columns, bits), rows).t(), bits)
-        zeros = unpack(read_part(self.zeros, groups, words_of(rows, bits)), bits).t()
-        zeros = zeros[: rows.stop - rows.start]
-        # The first format stores a zero point of 0 as the largest number.
-        zeros = (zeros.int() + self.quantisation.zero_offset) & ((1 << bits) - 1)
+        zeros = self._read_zeros(groups, words_of(rows, bits)).t()[: rows.stop - rows.start]
         scales = read_part(self.scales, groups, rows).t()
         return GroupedCodes(codes, zeros, scales, group_of)
+
+    def _read_zeros(self, groups: slice, outputs: slice) -> Tensor:
+        words = read_part(self.zeros, groups, outputs)
+        bits, offset = self.quantisation.bits, self.zero_offset
+        if self.quantisation.zeros_carry:
+            words += sum(offset << bits * place for place in range(per_word(bits)))
+            return unpack(words, bits)
+        # The first format stores a zero point of 0 as the largest number.
+        return (unpack(words, bits).int() + offset) & ((1 << bits) - 1)
 
     def _read_groups(self, columns: slice) -> tuple[slice, Tensor | None]:
         """Return the groups to read, and which of them each input is in."""
@@ -92,4 +99,16 @@ def open_gptq(parts: Parts, quantisation: Quantisation) -> Gptq:
         check_part(group_of, (num_inputs,), torch.int32, torch.int64)
     elif quantisation.desc_act:
         raise CheckpointError(f"{codes.file}: {codes.name!r} needs a g_idx, as desc_act says")
-    return Gptq(codes, zeros, scales, group_of, quantisation)
+    offset = 0 if _holds_middles(zeros, num_outputs, quantisation) else quantisation.zero_offset
+    return Gptq(codes, zeros, scales, group_of, offset, quantisation)
+
+
+def _holds_middles(zeros: StoredTensor, num_outputs: int, quantisation: Quantisation) -> bool:
+    """Whether zero points are those of symmetric weights as they are meant, whatever the format.
+
+    Some tools store them so and name the first format, in which they would be one too high.
+    """
+    if not quantisation.is_symmetric or quantisation.zero_offset == 0:
+        return False
+    stored = unpack(read_part(zeros), quantisation.bits)[:, :num_outputs]
+    return bool((stored == 1 << (quantisation.bits - 1)).all())
