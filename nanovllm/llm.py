@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanovllm.config import EngineConfig
 from nanovllm.conversations import prompts_of
 from nanovllm.engine.front import Live
@@ -44,7 +46,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(str(model), **options))
+        with torch.device("cpu"):  # a default that the caller set for other work is not for ours
+            self.engine = LLMEngine(EngineConfig(str(model), **options))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.close)  # when it is dropped, or the interpreter exits
         self._thread.start()
@@ -142,8 +145,7 @@ class LLM:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         wholes = [each.token_ids for each in continued]
         outputs = self.generate(wholes, params, use_tqdm=False, cache_salt=cache_salt)
-        pairs = zip(outputs, continued, strict=True)
-        return [score_of(output, each.start) for output, each in pairs]
+        return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
@@ -206,9 +208,8 @@ class LLM:
         self._check_usable()
         items = split_prompts(prompts)
         requests: dict[int, Live] = {}
-        for index, (item, param) in enumerate(
-            zip(items, as_params(params, len(items)), strict=True)
-        ):
+        pairs = zip(items, as_params(params, len(items)), strict=True)
+        for index, (item, param) in enumerate(pairs):
             try:
                 prompt = as_prompt(item, cache_salt)
                 requests[index] = self.engine.prepare(

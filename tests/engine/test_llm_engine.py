@@ -533,6 +533,13 @@ def test_two_engines_in_one_process(
         assert [got[1][i] for i in range(5)] == other_want
 
 
+def test_torchs_default_device_is_for_other_work(path: Path, llm: LLM) -> None:
+    """As a notebook may set it; "meta" has no values at all."""
+    want = generate(llm)
+    with torch.device("meta"), make_llm(path) as other:
+        assert generate(other) == want
+
+
 def test_a_closed_engine_says_so(path: Path) -> None:
     llm = make_llm(path)
     running = llm.stream(PROMPTS, GREEDY)
