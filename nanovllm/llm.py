@@ -234,5 +234,5 @@ class LLM:
         return [job.outputs[index] for index in range(len(job.outputs))]
 
     def _check_usable(self) -> None:
-        self._thread.check_process()
+        self._thread.check_caller()
         self.engine.raise_if_closed()
