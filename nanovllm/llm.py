@@ -28,7 +28,7 @@ from nanovllm.prompts import (
     split_prompts,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import check_pooling, continue_prompt, embedding_of, score_of
+from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.serving.engine_thread import EngineThread, Job
 from nanovllm.serving.growing_job import answers_of
 
@@ -132,19 +132,19 @@ class LLM:
 
     def score(
         self,
-        prompt: str | list[int],
-        continuations: Sequence[str | list[int]],
+        prompt: Prompts,
+        continuations: Sequence[Any],
         *,
         cache_salt: str | None = None,
     ) -> list[Score]:
-        """Return how likely each continuation of a prompt is.
+        """Return how likely each continuation of a prompt is: a text, or token ids.
 
         A text is tokenised together with the prompt, as the model would read both.
         """
-        continued = continue_prompt(prompt, continuations, self.engine.front.token_ids_of)
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        first = as_prompt(prompt, cache_salt)
+        continued = continue_prompt(first.content, continuations, self.engine.front.token_ids_of)
         wholes = [each.token_ids for each in continued]
-        outputs = self.generate(wholes, params, use_tqdm=False, cache_salt=cache_salt)
+        outputs = self.generate(wholes, SCORED, use_tqdm=False, cache_salt=first.cache_salt)
         return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
