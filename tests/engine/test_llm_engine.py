@@ -762,6 +762,17 @@ def test_home_in_a_path_expands(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(generate(llm)) == 5
 
 
+def test_an_empty_cache_salt_is_none(path: Path) -> None:
+    """And not another one with the same hash, with which none would ever hit the cache."""
+    prompt = list(range(40))
+    with make_llm(path) as llm:
+        cached = [
+            llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt=salt)[0].num_cached_tokens
+            for salt in (None, "", None, "")
+        ]
+    assert cached == [0, 32, 32, 32]
+
+
 @pytest.mark.parametrize("salt", [7, "\ud800", b"x"])
 def test_a_bad_cache_salt_is_refused(path: str, salt: Any) -> None:
     with make_llm(path) as llm:
