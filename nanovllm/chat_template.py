@@ -33,13 +33,18 @@ PASSING = frozenset((
     "attr", "batch", "count", "d", "default", "first", "float", "int", "items", "last", "length",
     "list", "map", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
 ))
+# What transformers does with a template's text; the template sees nothing of it.
+AFTERWARDS = frozenset((
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+))
 # fmt: on
 MULTIPLYING = frozenset(("expandtabs", "indent", "translate", "urlize", "wordwrap"))
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # behind the text that is to be continued
 
 
 class ChatTemplate:
-    """A model's template with the options of transformers' `apply_chat_template`.
+    """A model's template with the options of transformers' `apply_chat_template` that it can see.
 
     Whatever goes wrong in it is a RequestError.
     """
@@ -60,6 +65,8 @@ class ChatTemplate:
                 "the last message is either continued or answered; leave out one of "
                 "continue_final_message and add_generation_prompt"
             )
+        if refused := sorted(AFTERWARDS.intersection(options)):
+            raise RequestError(f"a chat template has no option {refused[0]}: its text becomes ids")
         self._is_continuing = continue_final_message
         schemas = None if tools is None else _tool_schemas(tools)
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}

@@ -8,6 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanovllm.config import EngineConfig
 from nanovllm.conversations import prompts_of
 from nanovllm.engine.front import Live
@@ -26,7 +28,7 @@ from nanovllm.prompts import (
     split_prompts,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import check_pooling, continue_prompt, embedding_of, score_of
+from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 from nanovllm.serving.engine_thread import EngineThread, Job
 from nanovllm.serving.growing_job import answers_of
 
@@ -44,7 +46,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(str(model), **options))
+        with torch.device("cpu"):  # a default that the caller set for other work is not for ours
+            self.engine = LLMEngine(EngineConfig(str(model), **options))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.close)  # when it is dropped, or the interpreter exits
         self._thread.start()
@@ -129,21 +132,20 @@ class LLM:
 
     def score(
         self,
-        prompt: str | list[int],
-        continuations: Sequence[str | list[int]],
+        prompt: Prompts,
+        continuations: Sequence[Any],
         *,
         cache_salt: str | None = None,
     ) -> list[Score]:
-        """Return how likely each continuation of a prompt is.
+        """Return how likely each continuation of a prompt is: a text, or token ids.
 
         A text is tokenised together with the prompt, as the model would read both.
         """
-        continued = continue_prompt(prompt, continuations, self.engine.front.token_ids_of)
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        first = as_prompt(prompt, cache_salt)
+        continued = continue_prompt(first.content, continuations, self.engine.front.token_ids_of)
         wholes = [each.token_ids for each in continued]
-        outputs = self.generate(wholes, params, use_tqdm=False, cache_salt=cache_salt)
-        pairs = zip(outputs, continued, strict=True)
-        return [score_of(output, each.start) for output, each in pairs]
+        outputs = self.generate(wholes, SCORED, use_tqdm=False, cache_salt=first.cache_salt)
+        return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
 
     def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
@@ -206,9 +208,8 @@ class LLM:
         self._check_usable()
         items = split_prompts(prompts)
         requests: dict[int, Live] = {}
-        for index, (item, param) in enumerate(
-            zip(items, as_params(params, len(items)), strict=True)
-        ):
+        pairs = zip(items, as_params(params, len(items)), strict=True)
+        for index, (item, param) in enumerate(pairs):
             try:
                 prompt = as_prompt(item, cache_salt)
                 requests[index] = self.engine.prepare(
@@ -233,5 +234,5 @@ class LLM:
         return [job.outputs[index] for index in range(len(job.outputs))]
 
     def _check_usable(self) -> None:
-        self._thread.check_process()
+        self._thread.check_caller()
         self.engine.raise_if_closed()

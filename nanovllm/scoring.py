@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score
+from nanovllm.prompts import as_prompt
+from nanovllm.sampling_params import SamplingParams
+
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 def check_pooling(pooling: object) -> None:
@@ -38,7 +42,7 @@ class Continued:
 
 def continue_prompt(
     prompt: str | list[int],
-    continuations: Sequence[str | list[int]],
+    continuations: Sequence[Any],
     encode: Callable[..., array[int]],
 ) -> list[Continued]:
     """Tokenise a prompt with each continuation.
@@ -49,7 +53,8 @@ def continue_prompt(
         raise RequestError("continuations are a list, of texts or of lists of token ids")
     ids = encode(prompt).tolist()
     continued = []
-    for index, continuation in enumerate(continuations):
+    for index, item in enumerate(continuations):
+        continuation = item if isinstance(item, (str, Mapping)) else as_prompt(item).content
         if isinstance(prompt, str) and isinstance(continuation, str):
             whole = encode(prompt + continuation).tolist()
         else:

@@ -76,6 +76,14 @@ def test_an_answer_is_asked_for_unless_a_message_is_continued() -> None:
         ChatTemplate("x", {}, continue_final_message=True).render(HELLO)
 
 
+@pytest.mark.parametrize(
+    "options", [{"tokenize": False}, {"max_length": 3, "truncation": True}, {"return_dict": True}]
+)
+def test_what_a_template_cannot_see_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"no option {min(options)}"):
+        ChatTemplate(CHATML, {}, **options)
+
+
 def test_a_template_is_chosen_by_purpose_or_name() -> None:
     templates = {"default": "plain", "tool_use": "tools", "rag": "documents"}
     assert ChatTemplate(templates, {}).render(HELLO) == "plain"

@@ -154,12 +154,18 @@ class Unlucky:
         return self.result
 
 
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise TypeError("no words")
+
+
 @DEVICES
 @pytest.mark.parametrize("depth", [0, 1])
 def test_failures_end_their_own_request(tiny: Any, device: str, depth: int) -> None:
     failing: list[tuple[Any, str]] = [
         (Unlucky(ValueError("not today")), r"failed: ValueError\('not today'\)"),
         (Unlucky(SystemExit(1)), r"failed: SystemExit\(1\)"),
+        (Unlucky(Unspeakable()), "failed: Unspeakable"),
         (Unlucky(None), "must return the logits, a tensor, not NoneType"),
         (Unlucky(torch.zeros(3)), r"float32 logits \[160\], not torch.float32 \[3\]"),
         (Unlucky(torch.zeros(160).double()), "not torch.float64"),
@@ -180,6 +186,25 @@ def test_failures_end_their_own_request(tiny: Any, device: str, depth: int) -> N
         with pytest.raises(RuntimeError, match=match):
             raise RuntimeError(output.error)
     assert "logits_processors[1] (Unlucky" not in str(broken[-1].error)
+
+
+def test_a_step_cannot_wait_for_itself(tiny: Any) -> None:
+    """A processor that asks its own engine is told so; it would wait for ever."""
+    prompt = [1, 2, 3]
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        asks: list[Any] = [
+            lambda *_: llm.generate([prompt]),
+            lambda *_: next(llm.stream([prompt])),
+            lambda *_: next(llm.generate_stream([prompt])),
+            lambda *_: llm.score(prompt, [[4]]),
+            lambda *_: llm.embed([prompt]),
+            lambda *_: llm.step(),
+            lambda *_: llm.abort_all(),
+        ]
+        params = [greedy([ask]) for ask in asks]
+        outputs = llm.generate([prompt] * len(asks), params, use_tqdm=False)
+        assert ["within its own step" in str(output.error) for output in outputs] == [True] * 7
+        assert llm.generate([prompt], greedy([]), use_tqdm=False)[0].error is None
 
 
 @pytest.mark.slow

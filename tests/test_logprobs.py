@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,3 +195,18 @@ def test_scores(tiny: Any) -> None:
         wanted = right.gather(1, torch.tensor(score.token_ids)[:, None])[:, 0].tolist()
         assert score.token_logprobs == pytest.approx(wanted, abs=1e-4)
         assert score.logprob == pytest.approx(sum(wanted), abs=1e-3)
+
+
+def test_scores_take_every_form_of_a_prompt(tiny: Any) -> None:
+    """As the README has them; a salt in a dict keeps what is scored apart."""
+    ids, continuations = list(range(40)), [[9, 2], [6]]
+    with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
+        want = llm.score(ids, continuations)
+        for prompt in (tuple(ids), np.array(ids), {"prompt_token_ids": ids, "cache_salt": "a"}):
+            for others in ([tuple(each) for each in continuations], map(np.array, continuations)):
+                assert llm.score(prompt, others) == want
+        for salt, is_cached in (("a", True), ("b", False)):
+            [output] = llm.generate([ids], SamplingParams(max_tokens=1), cache_salt=salt)
+            assert bool(output.num_cached_tokens) == is_cached
+        with pytest.raises(RequestError, match="a string or a list of token ids"):
+            llm.score(ids, [{"prompt_token_ids": [9, 2], "cache_salt": "a"}])

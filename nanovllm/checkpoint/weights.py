@@ -113,7 +113,8 @@ def _map_safetensors(path: Path) -> mmap.mmap:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt"), path.open("rb") as file:  # safe_open checks it
+        # safe_open checks the file, and says of one that it may not read that there is none.
+        with path.open("rb") as file, safe_open(path, framework="pt"):
             # Copied on write, because torch warns of memory that is read-only; nobody writes.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (SafetensorError, OSError) as error:

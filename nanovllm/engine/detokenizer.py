@@ -26,6 +26,19 @@ def decode(tokenizer: Decodes, token_ids: list[int], params: SamplingParams) -> 
     return text
 
 
+def decode_whole(tokenizer: Decodes, token_ids: list[int], params: SamplingParams) -> str:
+    """Decode an answer that has no stop strings, as a stream would show it."""
+    text = decode(tokenizer, token_ids, params)
+    if REPLACEMENT not in text:
+        return text
+    # Where tokens are bytes, one that makes no character would spoil all those beside it.
+    detokenizer = Detokenizer(tokenizer, params)
+    for token_id in token_ids:
+        detokenizer.push(token_id)
+    detokenizer.finish()
+    return detokenizer.text
+
+
 class Detokenizer:
     """The text of one sequence; `push` tokens, `take` what is safe to show.
 
@@ -96,9 +109,8 @@ class Detokenizer:
 
     def _cut_at_stop(self) -> bool:
         longest = max(map(len, self._stops), default=0)
-        first = max(self._search_from, self._min_end - longest + 1)
-        found = [(self._find(stop, first), stop) for stop in self._stops]
-        stops = [(start, stop) for start, stop in found if start is not None]
+        found = [(self._find(stop), stop) for stop in self._stops]
+        stops = [(start, stop) for start, stop in found if start >= 0]
         if stops:
             start, stop = min(stops, key=lambda found: (found[0], len(found[1])))
             is_kept = self._params.include_stop_str_in_output
@@ -108,9 +120,8 @@ class Detokenizer:
         self._search_from = max(0, len(self.text) - longest + 1)
         return False
 
-    def _find(self, stop: str, first: int) -> int | None:
-        start = self.text.find(stop, max(first, self._min_end - len(stop) + 1))
-        return start if start >= 0 else None
+    def _find(self, stop: str) -> int:
+        return self.text.find(stop, max(self._search_from, self._min_end - len(stop) + 1))
 
     def _num_held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

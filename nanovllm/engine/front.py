@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.detokenizer import Detokenizer, decode_whole
 from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
@@ -117,7 +117,7 @@ class Front:
             stop_token_ids=self._stop_token_ids(params),
             grammar=grammar,
             bad_words=self._bad_words(params),
-            cache_salt=cache_salt,
+            cache_salt=cache_salt or None,  # an empty one is none, as in vLLM
             is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
             pooling=pooling,
         )
@@ -210,17 +210,12 @@ class Front:
         del self.live[live.seq_id]
         outputs = [self._completion(each) for each in live.samples]
         request, best = live.samples[0].request, outputs[0]
-        own = live.samples[0].ending
-        assert own is not None
+        endings = [each.ending for each in live.samples if each.ending is not None]  # all, by now
+        own, broken = endings[0], [each for each in endings if each.finish_reason == "error"]
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
             entries = (as_dict(each, self._texts) for each in own.prompt_logprobs)
             prompt_logprobs = [None, *entries]
-        broken = [
-            each.ending
-            for each in live.samples
-            if each.ending is not None and each.ending.finish_reason == "error"
-        ]
         return RequestOutput(
             seq_id=live.seq_id,
             prompt=live.prompt,
@@ -241,13 +236,12 @@ class Front:
         )
 
     def _completion(self, sample: Sample) -> CompletionOutput:
-        ending, params = sample.ending, sample.request.params
+        ending, params, tokenizer = sample.ending, sample.request.params, self.tokenizer
         assert ending is not None
         if sample.detokenizer is not None:
             text = sample.detokenizer.text
         else:
-            tokenizer = self.tokenizer
-            text = "" if tokenizer is None else decode(tokenizer, ending.token_ids, params)
+            text = "" if tokenizer is None else decode_whole(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
             entries = sample.logprobs[: len(ending.token_ids)]

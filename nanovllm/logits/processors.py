@@ -38,7 +38,7 @@ class ProcessedSequence:
                     processor = self.processors[index] = import_processor(processor)
                 new = check_logits(processor(list(self.output_ids), new), logits)
             except (Exception, SystemExit) as error:
-                message = f"logits_processors[{index}] ({_name(processor)}) failed: {error!r}"
+                message = f"logits_processors[{index}] ({_name(processor)}) failed: {_shown(error)}"
                 raise ProcessorError(message) from error
         return new
 
@@ -113,4 +113,13 @@ def _processed_sequence(row: NewRow) -> ProcessedSequence | None:
 
 
 def _name(processor: object) -> str:
-    return str(getattr(processor, "__name__", processor))
+    name = getattr(processor, "__name__", processor)
+    return name if isinstance(name, str) else _shown(name)
+
+
+def _shown(value: object) -> str:
+    """Its own repr is a caller's code too, and may fail."""
+    try:
+        return repr(value)
+    except Exception:
+        return type(value).__name__

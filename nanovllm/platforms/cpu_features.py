@@ -78,6 +78,6 @@ def _native_halves() -> list[torch.dtype]:
 def _has_compiler() -> bool:
     try:
         importlib.import_module("numba")
-    except ImportError:
+    except (ImportError, OSError):  # the latter: its libraries are there and do not load
         return False
     return True

@@ -183,6 +183,15 @@ class EngineThread:
         self._deliver_aborted(outputs)
         return outputs
 
+    def check_caller(self) -> None:
+        """Raise where nobody can wait for the thread."""
+        self.check_process()
+        if threading.current_thread() is self._thread:
+            raise EngineError(
+                "an engine cannot be used from within its own step, by a logits processor for "
+                "instance: the step would wait for itself; make another engine for that"
+            )
+
     def check_process(self) -> None:
         """Raise in a process that was forked from the engine's: the thread is not there."""
         if os.getpid() != self._process:

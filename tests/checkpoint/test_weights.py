@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -102,3 +103,12 @@ def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype, name:
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gone.safetensors"):
         weights.list_tensors(checkpoint(tmp_path / "gone.safetensors"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    path.chmod(0)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        list(weights.list_tensors(checkpoint(path)))

@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.detokenizer import Detokenizer, decode
+from nanovllm.engine.front import Front
+from nanovllm.engine.request import Ending
+from nanovllm.grammar.matching import Vocabulary
 from nanovllm.sampling_params import SamplingParams
 from tests.checkpoint.reference_bpe import LETTERS
 
@@ -174,6 +177,43 @@ def test_metaspace_pieces_add_up(metaspace: PreTrainedTokenizerBase) -> None:
             else:
                 token_ids.append(rng.choice([*plain, 1, 2]))
         assert_adds_up(metaspace, token_ids, skip_special_tokens=rng.random() < 0.7)
+
+
+def answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], **options: Any) -> str:
+    """What a request that is not streamed gets."""
+    front = Front(Vocabulary(tokenizer, frozenset()), len(tokenizer), 0)
+    live = front.prepare([0], SamplingParams(**options), None, False)
+    front.submit(live)
+    output = front.end(Ending(live.seq_id, token_ids, "length", 0, 0.0, 0.0, 0.0, []))
+    assert output is not None
+    return output.text
+
+
+@pytest.mark.parametrize("begun", ["\n\n", "é", "\n😀"])
+@pytest.mark.parametrize("rest", [[], ["▁cat"]])
+def test_a_broken_character_leaves_those_before_it(
+    metaspace: PreTrainedTokenizerBase, begun: str, rest: list[str]
+) -> None:
+    """As at the end of max_tokens: a decoder of bytes gives up all that stand side by side."""
+    spelled = [3 + byte for byte in (begun + "😀").encode()[:-2]]
+    ids = metaspace.convert_tokens_to_ids
+    token_ids = [ids("▁the"), *spelled, *ids(rest)]
+    pieces, _ = stream(metaspace, token_ids)
+    text = answer(metaspace, token_ids)
+    assert text == "".join(pieces)
+    assert text.startswith("the" + begun)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_whole_answers_of_bytes_equal_streams(
+    metaspace: PreTrainedTokenizerBase, skip_special_tokens: bool
+) -> None:
+    rng = random.Random(0)
+    options = {"skip_special_tokens": skip_special_tokens}
+    for _ in range(200):
+        token_ids = [rng.randrange(len(metaspace)) for _ in range(rng.randrange(40))]
+        pieces, _ = stream(metaspace, token_ids, **options)
+        assert answer(metaspace, token_ids, **options) == "".join(pieces)
 
 
 def spell(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

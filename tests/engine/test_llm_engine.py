@@ -533,6 +533,13 @@ def test_two_engines_in_one_process(
         assert [got[1][i] for i in range(5)] == other_want
 
 
+def test_torchs_default_device_is_for_other_work(path: Path, llm: LLM) -> None:
+    """As a notebook may set it; "meta" has no values at all."""
+    want = generate(llm)
+    with torch.device("meta"), make_llm(path) as other:
+        assert generate(other) == want
+
+
 def test_a_closed_engine_says_so(path: Path) -> None:
     llm = make_llm(path)
     running = llm.stream(PROMPTS, GREEDY)
@@ -753,6 +760,17 @@ def test_home_in_a_path_expands(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HOME", str(path.parent))
     with make_llm(f"~/{path.name}") as llm:
         assert len(generate(llm)) == 5
+
+
+def test_an_empty_cache_salt_is_none(path: Path) -> None:
+    """And not another one with the same hash, with which none would ever hit the cache."""
+    prompt = list(range(40))
+    with make_llm(path) as llm:
+        cached = [
+            llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt=salt)[0].num_cached_tokens
+            for salt in (None, "", None, "")
+        ]
+    assert cached == [0, 32, 32, 32]
 
 
 @pytest.mark.parametrize("salt", [7, "\ud800", b"x"])

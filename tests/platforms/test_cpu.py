@@ -189,3 +189,16 @@ def test_features_are_what_torch_accepts_here() -> None:
         elif torch.backends.mkldnn.is_available():
             with pytest.raises(RuntimeError):
                 pack_onednn(weight, None)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_compiler_that_does_not_load_is_none(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """llvmlite raises OSError where its shared library cannot be loaded."""
+
+    def fail(name: str) -> None:
+        raise error(name)
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    assert not find_cpu_features().has_compiler
