@@ -117,7 +117,7 @@ class Front:
             stop_token_ids=self._stop_token_ids(params),
             grammar=grammar,
             bad_words=self._bad_words(params),
-            cache_salt=cache_salt or None,  # an empty one is none, as in vLLM
+            cache_salt=cache_salt or None,  # an empty one is none
             is_streaming=is_streaming or tokenizer is not None or params.logprobs is not None,
             pooling=pooling,
         )
