@@ -116,18 +116,24 @@ def add_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, StarletteHTTPException):
             detail = str(error.detail)
             error = ApiError(detail, error.status_code, headers=error.headers)
-        return error_response(request.url.path, as_api_error(error))
+        return error_response(_path(request), as_api_error(error))
 
     for kind in (RequestValidationError, StarletteHTTPException, HTTPException):
         app.add_exception_handler(kind, answer)
 
     async def fail(request: Request, error: Exception) -> Response:
         """Not the client's fault; uvicorn logs the traceback."""
-        return error_response(request.url.path, ApiError("an internal error", 500))
+        return error_response(_path(request), ApiError("an internal error", 500))
 
     app.add_exception_handler(Exception, fail)
     for own in (ApiError, NanovllmError, TimeoutError):
         app.add_exception_handler(own, answer)
+
+
+def _path(request: Request) -> str:
+    """Without the part that a proxy adds."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope["root_path"])
 
 
 def invalid(problems: Any) -> ApiError:

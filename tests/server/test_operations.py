@@ -247,6 +247,25 @@ def test_a_proxy_may_hand_on_its_own_part_of_paths_or_not(path: str) -> None:
         assert servers == [{"url": "/llm"}]
 
 
+@pytest.mark.parametrize("root_path", ["/llm", "/page", "/page/llm"])
+def test_a_root_path_opens_nothing(root_path: str) -> None:
+    """Not even one that is like the page's own, which needs no key."""
+    with running(FakeLLM(), root_path=root_path, api_keys=("secret",)) as server:
+        for path in (root_path, root_path * 2, root_path * 3, root_path + "/page"):
+            response = server.http.get(f"{path}/v1/models")
+            assert response.status_code in (401, 404)
+            assert "tiny" not in response.text
+        assert server.http.get(f"{root_path}/page/main.js").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/llm", ""])
+def test_a_redirect_stays_below_the_root_path(path: str) -> None:
+    with running(FakeLLM(), root_path="/llm") as server:
+        response = server.http.get(f"{path}/health/")
+        assert response.status_code == 307
+        assert response.headers["location"] == f"{server.url}/llm/health"
+
+
 def test_keys_are_compared_as_bytes() -> None:
     with running(FakeLLM(), api_keys=("schlüssel",)) as server:
         for encoding, status in (("utf-8", 200), ("latin-1", 401)):
