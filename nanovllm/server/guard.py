@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 from uuid import uuid4
 
 from fastapi.exceptions import HTTPException
@@ -63,7 +64,7 @@ class Guard:
             seconds = time.perf_counter() - start
             line = "%s %s %s: %s after %.3f s"
             outcome = status or "the client hung up"
-            logger.info(line, request_id, scope["method"], path, outcome, seconds)
+            logger.info(line, request_id, scope["method"], quote(path), outcome, seconds)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         """Compare with every key, in the same time whatever is given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import re
 import socket
 import struct
@@ -158,6 +159,16 @@ def test_request_ids_come_back(guarded: Running) -> None:
         assert (answer.headers["x-request-id"] == given) == is_kept
     refused = guarded.http.get("/v1/models", headers={"x-request-id": "mine"})
     assert refused.headers["x-request-id"] == refused.headers["request-id"] == "mine"
+
+
+def test_a_path_cannot_write_lines_of_the_log(
+    guarded: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    guarded.http.get("/v1/%0Aforged%1B%5B31m")
+    wait_until(lambda: bool(caplog.records))  # it comes after the answer
+    (record,) = caplog.records
+    assert " GET /v1/%0Aforged%1B%5B31m: 401 after " in record.getMessage()
 
 
 def test_other_sites_are_not_let_in(guarded: Running) -> None:
