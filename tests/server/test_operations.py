@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import re
 import socket
@@ -21,6 +22,7 @@ from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
+from nanovllm.server import run
 from nanovllm.server.metrics import Metrics
 from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
@@ -305,6 +307,30 @@ def test_a_server_that_ends_tells_those_who_still_wait(
     assert answers[0].text.count("the server is shutting down") == 1
     assert ('"type":"error"' in answers[0].text) == (key == "messages")
     assert answers[0].text.endswith("data: [DONE]\n\n") == (stream and key == "prompt")
+    assert not caplog.records
+
+
+def test_a_server_that_ends_waits_for_nobody_who_stops_halfway(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither for the rest of a body nor for a reader of an answer; the log has no tracebacks."""
+    monkeypatch.setattr(run, "LAST_SECONDS", 0.5)
+    monkeypatch.setattr(run, "CANCEL_SECONDS", 60)
+    llm = FakeLLM(text="Hello!" * 20_000)
+    with contextlib.ExitStack() as stack:
+        with running(llm, shutdown_timeout=0.1) as server:
+            where = ("127.0.0.1", httpx.URL(server.url).port or 0)
+            connections = [stack.enter_context(socket.socket()) for _ in range(2)]
+            for connection, rest in zip(connections, (b"", b'"prompt": "x"}'), strict=True):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(where)
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n"
+                head += b"Content-Type: application/json\r\n\r\n"
+                connection.sendall(head + b'{"stream": true,' + rest)
+            wait_until(lambda: bool(llm.asked))
+            time.sleep(0.5)
+            start = time.monotonic()
+        assert time.monotonic() - start < 15
     assert not caplog.records
 
 
