@@ -144,14 +144,14 @@ async def _measure(
         times[0] - begin,
         tuple(after - before for before, after in pairwise(times)),
         end - begin,
-        usage.get("prompt_tokens", 0),
-        usage.get("completion_tokens", len(times)),
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or len(times),
     )
 
 
 def _has_text(event: dict[str, Any]) -> bool:
-    for choice in event.get("choices", ()):
-        delta = choice.get("delta", choice)
+    for choice in event["choices"]:
+        delta = choice.get("delta") or choice
         names = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
         if any(delta.get(name) for name in names):
             return True
