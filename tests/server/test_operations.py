@@ -183,7 +183,8 @@ def test_other_sites_are_not_let_in(guarded: Running) -> None:
 def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> None:
     """Its sequences end and its blocks come back, whatever the answer was to be."""
     body = {"prompt": "x", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": stream}
-    before, num_whole = server.llm.stats.num_free_blocks, num_whole_answers(server)
+    before, num_whole = server.llm.stats.num_free_blocks, num_ended(server, "length")
+    num_aborted = num_ended(server, "abort")
     if stream:
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_bytes())
@@ -198,13 +199,25 @@ def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> Non
     server.post("/v1/completions", prompt="y", max_tokens=1)
     wait_until(lambda: server.llm.stats.num_running == 0)
     assert server.llm.stats.num_free_blocks >= before
-    assert num_whole_answers(server) == num_whole + 1  # not those that nobody waited for
+    assert num_ended(server, "length") == num_whole + 1  # not those that nobody waited for
+    assert num_ended(server, "abort") == num_aborted + 4
 
 
-def num_whole_answers(server: Running) -> int:
-    pattern = r'^vllm:request_success_total{finished_reason="length".* (\d+)'
+def num_ended(server: Running, reason: str) -> int:
+    """Every reason has a number, also before the first request that ends by it."""
+    pattern = rf'^vllm:request_success_total{{finished_reason="{reason}".* (\d+)'
     found = re.search(pattern, server.http.get("/metrics").text, re.M)
-    return int(found[1]) if found else 0
+    assert found is not None
+    return int(found[1])
+
+
+def test_requests_that_an_engine_fails_are_counted() -> None:
+    with running(FakeLLM(failure=EngineError("the core died"))) as server:
+        for reason in ("stop", "length", "abort", "error"):
+            assert num_ended(server, reason) == 0
+        text = server.post("/v1/completions", prompt="x", stream=True).text
+        assert "the core died" in text
+        assert num_ended(server, "error") == 1
 
 
 def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
