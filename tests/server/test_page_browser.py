@@ -368,6 +368,17 @@ def test_no_window_is_too_narrow(tabs: Tabs, scheme: str, width: int) -> None:
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
 
 
+def test_the_menu_says_whether_it_is_open(tabs: Tabs) -> None:
+    with served(tabs, FakeLLM()) as server:
+        page = tabs.open(server.url, viewport={"width": 400, "height": 700})
+        say(page, "Hello")
+        wait_for_answer(page)
+        page.click("#menu")
+        assert page.get_attribute("#menu", "aria-expanded") == "true"
+        page.click(".chat-name")
+        assert page.get_attribute("#menu", "aria-expanded") == "false"
+
+
 def test_everything_works_by_keyboard_and_has_a_name(tabs: Tabs) -> None:
     llm = FakeLLM(text="word " * 100, pause=0.05)
     with served(tabs, llm) as server:

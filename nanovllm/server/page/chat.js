@@ -53,6 +53,7 @@ export class Chat {
 
   open(chat) {
     document.body.classList.remove("history-open");
+    find("menu").setAttribute("aria-expanded", "false");
     this.input.focus();
     if (this.answering && chat.id === this.chat.id) return; // it is shown, and goes on
     this.stop();
