@@ -61,6 +61,9 @@ def make_server(
 ) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
+        # httptools, where it is installed, loses the body of a request that offers HTTP/2, as
+        # Java's clients do, and sends chunks to clients of HTTP/1.0.
+        http="h11",
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -103,6 +103,35 @@ def test_bodies_are_bounded_however_they_come(guarded: Running) -> None:
         assert "1000 bytes" in response.json()["error"]["message"]
 
 
+def exchanged(server: Running, version: bytes, headers: bytes, body: bytes) -> bytes:
+    """All that comes back for a request as it is written here."""
+    head = b"POST /v1/completions %s\r\nHost: x\r\nContent-Type: application/json\r\n" % version
+    head += headers + b"Content-Length: %d\r\n\r\n" % len(body)
+    where = ("127.0.0.1", httpx.URL(server.url).port or 0)
+    with socket.create_connection(where, 60) as connection:
+        connection.sendall(head + body)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_clients_may_offer_another_protocol() -> None:
+    """As Java's do: the offer is passed over, and the body is read."""
+    with running(FakeLLM()) as server:
+        headers = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        headers += b"HTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+        answer = exchanged(server, b"HTTP/1.1", headers, b'{"prompt": "x"}')
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b'"text":"Hello!"' in answer
+
+
+def test_clients_of_http_1_0_get_no_chunks() -> None:
+    with running(FakeLLM()) as server:
+        answer = exchanged(server, b"HTTP/1.0", b"", b'{"prompt": "x", "stream": true}')
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert body.startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     llm = FakeLLM()
     with running(llm, max_queued_requests=3) as server:
