@@ -91,7 +91,12 @@ def as_api_error(error: NanovllmError | ApiError | TimeoutError) -> ApiError:
     if isinstance(error, (RequestError, ConfigError)):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named.group(1) if named else None)
-    return ApiError(str(error), 503)
+    return ApiError(first_line(error), 503)
+
+
+def first_line(error: NanovllmError) -> str:
+    """What happened to an engine; the traceback below it is for the log alone."""
+    return str(error).partition("\n")[0]
 
 
 def to_json(body: Any) -> bytes:

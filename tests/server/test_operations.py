@@ -184,6 +184,18 @@ def test_a_dead_engine_is_known_everywhere() -> None:
             assert response.json()["error"]["message"] == "the core died"
 
 
+def test_clients_are_not_shown_tracebacks() -> None:
+    """The log has them; whoever has no key could read paths of the server's files in /health."""
+    error = EngineError("the core died\nTraceback (most recent call last):\n  File ...")
+    for llm in (FakeLLM(error=error), FakeLLM(others=[FakeLLM(error=error)])):
+        with running(llm) as server:
+            health = server.http.get("/health")
+            answer = server.post("/v1/completions", prompt="x")
+            assert "the core died" in health.text
+            assert "Traceback" not in health.text + answer.text
+            assert health.status_code == answer.status_code == (503 if llm.error else 200)
+
+
 def test_request_ids_come_back(guarded: Running) -> None:
     for given, is_kept in (("abc-123", True), ("x" * 129, False), ("a b", False)):
         answer = guarded.http.get("/health", headers={"x-request-id": given})
