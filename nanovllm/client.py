@@ -24,23 +24,45 @@ class OpenAIClient:
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
         """Return what a path answers, which is JSON; one outside of /v1 begins with a slash."""
-        return json.loads(await asyncio.wait_for(self._whole(path), timeout))
+        try:
+            body = await asyncio.wait_for(self._whole(path), timeout)
+        except asyncio.TimeoutError as error:
+            raise EngineError(f"{self.url} gave no answer within {timeout:g} s") from error
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise EngineError(f"{self.url} answers {path} with something else than JSON") from error
 
     async def model(self) -> str:
         """The first model that the server has."""
-        return str((await self.get("models"))["data"][0]["id"])
+        listing = await self.get("models")
+        try:
+            return str(listing["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise EngineError(f"{self.url} does not say which models it has") from error
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of an answer as they come."""
+        """Yield the events of an answer as they come; raise if it ends before it is complete."""
         packed = json.dumps(body | {"stream": True}).encode()
+        is_complete = False
+        async with contextlib.aclosing(self._event_data(path, packed)) as sent:
+            async for data in sent:
+                if data == b"[DONE]":
+                    return
+                event = _event(data)
+                is_complete |= any(choice.get("finish_reason") for choice in event["choices"])
+                yield event
+        if not is_complete:
+            raise EngineError(f"{self.url} broke off its answer: no event says that it is complete")
+
+    async def _event_data(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         rest = b""
-        async with contextlib.aclosing(self._pieces("POST", path, packed)) as pieces:
+        async with contextlib.aclosing(self._pieces("POST", path, body)) as pieces:
             async for piece in pieces:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
-                    data = line.removeprefix(b"data:").strip()
-                    if line.startswith(b"data:") and data != b"[DONE]":
-                        yield _checked(json.loads(data))
+                    if line.startswith(b"data:"):
+                        yield line.removeprefix(b"data:").strip()
 
     async def _whole(self, path: str) -> bytes:
         async with contextlib.aclosing(self._pieces("GET", path)) as pieces:
@@ -49,11 +71,15 @@ class OpenAIClient:
     async def _pieces(
         self, method: str, path: str, body: bytes = b""
     ) -> AsyncGenerator[bytes, None]:
-        parts = urlsplit(self.url)
+        try:
+            parts = urlsplit(self.url)
+            given_port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{self.url!r} is not a URL: {error}") from error
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConfigError(f"a URL begins with http:// or https://, unlike {self.url!r}")
         is_tls = parts.scheme == "https"
-        port = parts.port or (443 if is_tls else 80)
+        port = given_port or (443 if is_tls else 80)
         try:
             reader, writer = await asyncio.open_connection(
                 parts.hostname, port, ssl=is_tls or None, limit=MAX_LINE
@@ -86,14 +112,9 @@ def _target(base: str, path: str) -> str:
 
 async def _answer(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
     """Yield the body; raise what the server says instead."""
-    status_line = await reader.readline()
-    if not status_line:
-        raise ConnectionResetError("it closed the connection")
-    status = int(status_line.split()[1])
-    headers = {}
-    while line := (await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.lower()] = value.strip()
+    status, headers = await _head(reader)
+    while status < 200:  # more is to come
+        status, headers = await _head(reader)
     body = _body(reader, headers)
     if status == 200:
         async for piece in body:
@@ -103,24 +124,64 @@ async def _answer(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
     raise RequestError(f"the server answered {status}: {_message(text)}")
 
 
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    words = (await _line(reader)).split()
+    status = _number(words[1] if len(words) > 1 else b"")
+    headers = {}
+    while line := await _line(reader):
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.lower()] = value.strip()
+    return status, headers
+
+
 async def _body(
     reader: asyncio.StreamReader, headers: dict[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int((await reader.readline()).split(b";")[0], 16):
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        while size := _number((await _line(reader)).split(b";")[0], 16):
             yield await reader.readexactly(size)
             await reader.readexactly(2)
     elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
+        yield await reader.readexactly(_number(headers["content-length"].encode()))
     else:
         while piece := await reader.read(2**16):
             yield piece
 
 
-def _checked(event: dict[str, Any]) -> dict[str, Any]:
-    if event.get("error"):
-        raise RequestError(f"the server ended its answer: {_message(json.dumps(event))}")
-    return event
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    try:
+        line = await reader.readline()
+    except ValueError as error:
+        raise ConnectionError("a line of it is too long") from error
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("it closed the connection")
+    return line.strip()
+
+
+def _number(text: bytes, base: int = 10) -> int:
+    try:
+        number = int(text, base)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ConnectionError("it is not in the form of HTTP")
+    return number
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """Read an event, which has a list of choices; raise the error that it may be instead."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if isinstance(event, dict):
+        if event.get("error"):
+            raise RequestError(f"the server ended its answer: {_message(json.dumps(event))}")
+        choices = event.get("choices") or []
+        if isinstance(choices, list) and all(isinstance(each, dict) for each in choices):
+            return event | {"choices": choices}
+    text = data[:200].decode(errors="replace")
+    raise EngineError(f"the server sent what is no event of OpenAI's API: {text}")
 
 
 def _message(text: str) -> str:

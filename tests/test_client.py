@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from nanovllm import SamplingParams
+from nanovllm.bench.load import Load, run_load
+from nanovllm.cli.remote import RemoteLLM
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from tests.server.fake_llm import FakeLLM
@@ -54,6 +58,102 @@ def test_an_error_in_a_stream_is_raised() -> None:
         asyncio.run(answer(OpenAIClient(server.url)))
 
 
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: Chunked\r\n\r\n"
+
+
+def said(text: str, **fields: object) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}, **fields}]}).encode()
+
+
+def chunk(*lines: bytes) -> bytes:
+    body = b"\n\n".join([*lines, b""])
+    return b"%x\r\n%s\r\n" % (len(body), body)
+
+
+@contextlib.contextmanager
+def sending(sent: bytes) -> Iterator[OpenAIClient]:
+    """A client of a server that answers its one request with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            request = connection.recv(65536)
+            length = int(request.split(b"Content-Length: ")[1].split(b"\r")[0])
+            num_left = length - len(request.partition(b"\r\n\r\n")[2])
+            while num_left > 0:
+                num_left -= len(connection.recv(65536))
+            connection.sendall(sent)
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield OpenAIClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "not in the form of HTTP"),
+        (HEAD + b"content-length: many\r\n\r\n", "not in the form of HTTP"),
+        (HEAD + b"content-length: 7\r\n\r\n<html/>", "something else than JSON"),
+        (HEAD + b"content-length: 2\r\n\r\n[]", "does not say which models"),
+        (HEAD + b'content-length: 12\r\n\r\n{"data": []}', "does not say which models"),
+    ],
+)
+def test_servers_that_are_no_servers_of_models(sent: bytes, message: str) -> None:
+    with sending(sent) as client, pytest.raises(EngineError, match=message):
+        asyncio.run(client.model())
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (CHUNKED + chunk(said("Hel")), "closed the connection"),
+        (CHUNKED + chunk(said("Hel")) + b"?\r\n", "not in the form of HTTP"),
+        (CHUNKED + chunk(said("Hel")) + b"0\r\n\r\n", "no event says that it is complete"),
+        (HEAD + b"\r\n" + said("Hel") + b"\n\n", "no event says that it is complete"),
+        (HEAD + b"\r\n<html></html>", "no event says that it is complete"),
+        (CHUNKED + chunk(b"data: {oops"), "no event of OpenAI's API: {oops"),
+        (CHUNKED + chunk(b"data: [1]"), r"no event of OpenAI's API: \[1\]"),
+        (CHUNKED + chunk(b'data: {"choices": [1]}'), "no event of OpenAI's API"),
+    ],
+)
+def test_half_a_stream_is_no_answer(sent: bytes, message: str) -> None:
+    with sending(sent) as client, pytest.raises(EngineError, match=message):
+        asyncio.run(answer(client))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        CHUNKED + chunk(said("Hello")) + chunk(b"data: [DONE]") + b"0\r\n\r\n",
+        HEAD + b"\r\n" + said("Hello", finish_reason="stop") + b"\n\n",
+        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+        + HEAD
+        + b"\r\n"
+        + chunk(said("Hello"), b"data: [DONE]"),
+    ],
+)
+def test_an_answer_is_complete_once_that_is_said(sent: bytes) -> None:
+    with sending(sent) as client:
+        assert asyncio.run(answer(client)) == "Hello"
+
+
+def test_a_server_that_is_silent_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = OpenAIClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(EngineError, match=r"gave no answer within 0\.1 s"):
+            asyncio.run(client.get("models", 0.1))
+
+
+@pytest.mark.parametrize("url", ["http://localhost:99999", "http://[::1"])
+def test_a_url_that_is_none_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a URL"):
+        asyncio.run(OpenAIClient(url).model())
+
+
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
@@ -63,20 +163,28 @@ def test_an_error_in_a_stream_is_raised() -> None:
     ],
 )
 def test_an_answer_that_breaks_off_is_no_answer(sent: bytes, message: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            connection.recv(65536)
-            connection.sendall(sent)
-            connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        client = OpenAIClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with pytest.raises(EngineError, match=message):
-            asyncio.run(client.model())
-        thread.join()
-        url = client.url
+    with sending(sent) as client, pytest.raises(EngineError, match=message):
+        asyncio.run(client.model())
     with pytest.raises(EngineError, match="no server answers"):
-        asyncio.run(OpenAIClient(url).model())
+        asyncio.run(client.model())
+
+
+NULLS = CHUNKED + chunk(
+    b'data: {"choices": null}',
+    b'data: {"choices": [{"delta": null}]}',
+    said("Hello", finish_reason="stop"),
+    b'data: {"usage": {"prompt_tokens": null, "completion_tokens": null}}',
+    b"data: [DONE]",
+)
+
+
+def test_what_a_server_leaves_out_may_be_null() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    with sending(NULLS) as client:
+        pieces = list(RemoteLLM(client, "tiny").stream(messages, SamplingParams()))
+        assert pieces[-1].output is not None
+        assert pieces[-1].output.text == "Hello"
+    with sending(NULLS) as client:
+        load = Load(None, 1, 16)
+        (measured,) = asyncio.run(run_load(client, "tiny", [messages], load))
+        assert (measured.error, measured.num_tokens) == (None, 1)

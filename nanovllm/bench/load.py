@@ -121,7 +121,7 @@ async def run_load(
 async def _measure(
     client: OpenAIClient, model: str, prompt: Any, max_tokens: int, origin: float
 ) -> Measured:
-    is_chat = not isinstance(prompt, str)
+    is_chat = isinstance(prompt[0], dict)  # or a text, or token ids
     fields = {"model": model, "max_tokens": max_tokens, "stream_options": {"include_usage": True}}
     fields |= {"messages" if is_chat else "prompt": prompt}
     path = "chat/completions" if is_chat else "completions"
@@ -144,14 +144,14 @@ async def _measure(
         times[0] - begin,
         tuple(after - before for before, after in pairwise(times)),
         end - begin,
-        usage.get("prompt_tokens", 0),
-        usage.get("completion_tokens", len(times)),
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or len(times),
     )
 
 
 def _has_text(event: dict[str, Any]) -> bool:
-    for choice in event.get("choices", ()):
-        delta = choice.get("delta", choice)
+    for choice in event["choices"]:
+        delta = choice.get("delta") or choice
         names = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
         if any(delta.get(name) for name in names):
             return True

@@ -136,10 +136,9 @@ class RemoteLLM:
         async with contextlib.aclosing(self._client.stream(path, body)) as events:
             async for event in events:
                 usage = event.get("usage") or usage
-                for choice in event.get("choices", ()):
-                    new = (
-                        choice.get("delta", {}).get("content") if is_chat else choice["text"]
-                    ) or ""
+                for choice in event["choices"]:
+                    said = (choice.get("delta") or {}) if is_chat else choice
+                    new = said.get("content" if is_chat else "text") or ""
                     reason = choice.get("finish_reason") or reason
                     first = first or (time.perf_counter() if new else 0.0)
                     text += new
@@ -150,7 +149,7 @@ class RemoteLLM:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         # Servers count tokens without naming them.
         ids, prompt_ids = (
-            [0] * usage.get(f"{kind}_tokens", 0) for kind in ("completion", "prompt")
+            [0] * (usage.get(f"{kind}_tokens") or 0) for kind in ("completion", "prompt")
         )
         output = RequestOutput(
             index, prompt if not is_chat else None, prompt_ids, text, ids, reason, cached, *times

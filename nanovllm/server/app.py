@@ -16,7 +16,7 @@ from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
 from nanovllm.server.embeddings import answer_embeddings
 from nanovllm.server.engine_events import EngineEvents, TraceAnswer
-from nanovllm.server.errors import ApiError, add_error_handlers, json_response
+from nanovllm.server.errors import ApiError, add_error_handlers, first_line, json_response
 from nanovllm.server.guard import Guard
 from nanovllm.server.messages import answer_message, count_tokens
 from nanovllm.server.messages_records import CountRequest, MessagesRequest
@@ -152,9 +152,9 @@ def _operating_routes(service: Service) -> APIRouter:
         """Healthy as long as one engine answers; the body then says which ones do not."""
         error = service.llm.error
         if error is not None:
-            raise ApiError(str(error), 503)
+            raise ApiError(first_line(error), 503)
         errors = {replica.number: replica.error for replica in service.llm.replicas}
-        lost = {number: str(each) for number, each in errors.items() if each is not None}
+        lost = {number: first_line(each) for number, each in errors.items() if each is not None}
         return json_response({"lost_engines": lost}) if lost else Response()
 
     @router.get("/load")

@@ -65,10 +65,12 @@ class TraceAnswer:
         traces = [Trace(replica.number) for replica in self._llm.replicas]
         with anyio.move_on_after(self._seconds):
             await asyncio.gather(*map(self._record, traces))
-        begin = min((trace.begin for trace in traces if trace.begin), default=0)
-        for trace in traces:
-            for event in trace.events(begin, is_alone=len(traces) == 1):
-                yield event
+        is_alone = len(traces) == 1
+        events = [event for trace in traces for event in trace.events(is_alone)]
+        # Requests may be older than the record, and Perfetto drops what comes before 0.
+        begin = min((event["ts"] for event in events if "ts" in event), default=0)
+        for event in events:
+            yield event | {"ts": event["ts"] - begin} if "ts" in event else event
 
     async def _record(self, trace: Trace) -> None:
         """Add what an engine does; one of several may be lost before or meanwhile."""

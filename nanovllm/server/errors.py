@@ -91,7 +91,12 @@ def as_api_error(error: NanovllmError | ApiError | TimeoutError) -> ApiError:
     if isinstance(error, (RequestError, ConfigError)):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named.group(1) if named else None)
-    return ApiError(str(error), 503)
+    return ApiError(first_line(error), 503)
+
+
+def first_line(error: NanovllmError) -> str:
+    """What happened to an engine; the traceback below it is for the log alone."""
+    return str(error).partition("\n")[0]
 
 
 def to_json(body: Any) -> bytes:
@@ -116,18 +121,24 @@ def add_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, StarletteHTTPException):
             detail = str(error.detail)
             error = ApiError(detail, error.status_code, headers=error.headers)
-        return error_response(request.url.path, as_api_error(error))
+        return error_response(_path(request), as_api_error(error))
 
     for kind in (RequestValidationError, StarletteHTTPException, HTTPException):
         app.add_exception_handler(kind, answer)
 
     async def fail(request: Request, error: Exception) -> Response:
         """Not the client's fault; uvicorn logs the traceback."""
-        return error_response(request.url.path, ApiError("an internal error", 500))
+        return error_response(_path(request), ApiError("an internal error", 500))
 
     app.add_exception_handler(Exception, fail)
     for own in (ApiError, NanovllmError, TimeoutError):
         app.add_exception_handler(own, answer)
+
+
+def _path(request: Request) -> str:
+    """Without the part that a proxy adds."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope["root_path"])
 
 
 def invalid(problems: Any) -> ApiError:

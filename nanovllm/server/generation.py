@@ -114,7 +114,8 @@ async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, Strea
         service.metrics.observed(
             service.llm.generate(
                 prompt, params, cache_salt=job.cache_salt, is_streaming=job.is_streaming
-            )
+            ),
+            params.n,
         )
         for prompt, params in zip(job.prompts, job.params, strict=True)
     ]

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 from uuid import uuid4
 
 from fastapi.exceptions import HTTPException
@@ -36,7 +37,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = self._below_root(scope)
+        root = self._root_path or scope.get("root_path", "")
+        path = _below(root, scope["path"])
+        scope = {**scope, "root_path": root, "path": root + path}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
@@ -52,25 +55,16 @@ class Guard:
             await send(message)
 
         try:
-            if self._is_allowed(scope["path"], headers):
+            if self._is_allowed(path, headers):
                 await self._app(scope, self._bounded(receive), send_with_id)
             else:
                 error = ApiError("a valid API key is needed", 401, code="invalid_api_key")
-                await error_response(scope["path"], error)(scope, receive, send_with_id)
+                await error_response(path, error)(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - start
             line = "%s %s %s: %s after %.3f s"
             outcome = status or "the client hung up"
-            logger.info(line, request_id, scope["method"], scope["path"], outcome, seconds)
-
-    def _below_root(self, scope: Scope) -> Scope:
-        """Hide where a proxy shows the server; some hand that part of the path on, some do not."""
-        root = self._root_path
-        if not root:
-            return scope
-        is_whole = scope["path"].startswith(f"{root}/")
-        path = scope["path"].removeprefix(root) if is_whole else scope["path"]
-        return {**scope, "root_path": root, "path": path}
+            logger.info(line, request_id, scope["method"], quote(path), outcome, seconds)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         """Compare with every key, in the same time whatever is given."""
@@ -93,6 +87,11 @@ class Guard:
             return message
 
         return bounded
+
+
+def _below(root: str, path: str) -> str:
+    """Hide where a proxy shows the server; some hand that part of the path on, some do not."""
+    return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
 
 
 def _given_keys(headers: Headers) -> Iterator[bytes]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import asdict
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from nanovllm.engine.request import FinishReason
+from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.server.model import Model, OneEngine
 
@@ -62,6 +66,8 @@ class Metrics:
         labels = (*LABELS, "finished_reason")
         text = "Requests that ended, by the reason"
         self._ended = Counter(prefix + "request_success", text, labels, registry=self._registry)
+        for reason in get_args(FinishReason):  # a rate needs a value from before the first one
+            self._ended.labels(model_name, reason)
         self._tokens = {
             name: Counter(prefix + name, text, LABELS, registry=self._registry).labels(model_name)
             for name, text in (
@@ -79,25 +85,34 @@ class Metrics:
         self._tokens["prompt_tokens"].inc(num_prompt_tokens)
 
     async def observed(
-        self, pieces: AsyncGenerator[StreamPiece, None]
+        self, pieces: AsyncGenerator[StreamPiece, None], num_samples: int = 1
     ) -> AsyncGenerator[StreamPiece, None]:
-        """Hand on the pieces of a request, and note when they came."""
+        """Hand on the pieces of a request, and note when they came and how they ended."""
         last: dict[int, float] = {}  # when tokens came, by sample
-        num_counted = 0
+        num_counted, is_over = 0, False
         async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                now = time.perf_counter()
-                num_tokens = len(piece.token_ids)
-                if piece.sample in last and num_tokens:
-                    gap = (now - last[piece.sample]) / num_tokens
-                    for _ in range(num_tokens):
-                        self._histograms["inter_token_latency_seconds"].observe(gap)
-                last[piece.sample] = now
-                self._tokens["generation_tokens"].inc(num_tokens)
-                num_counted += num_tokens
-                if piece.output is not None:
-                    self._end(piece.output, num_counted)
-                yield piece
+            try:
+                async for piece in pieces:
+                    self._time(piece, last)
+                    num_counted += len(piece.token_ids)
+                    if piece.output is not None:
+                        is_over = True
+                        self._end(piece.output, num_counted)
+                    yield piece
+            except (GeneratorExit, asyncio.CancelledError, EngineError) as error:
+                if not is_over:
+                    reason = "error" if isinstance(error, EngineError) else "abort"
+                    self._ended.labels(self._model_name, reason).inc(num_samples)
+                raise
+
+    def _time(self, piece: StreamPiece, last: dict[int, float]) -> None:
+        now, num_tokens = time.perf_counter(), len(piece.token_ids)
+        if piece.sample in last and num_tokens:
+            gap = (now - last[piece.sample]) / num_tokens
+            for _ in range(num_tokens):
+                self._histograms["inter_token_latency_seconds"].observe(gap)
+        last[piece.sample] = now
+        self._tokens["generation_tokens"].inc(num_tokens)
 
     def _end(self, output: RequestOutput, num_counted: int) -> None:
         num_prompt = len(output.prompt_token_ids)

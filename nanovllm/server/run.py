@@ -19,6 +19,7 @@ from nanovllm.server.service import Service
 
 LISTEN_BACKLOG = 2048
 LAST_SECONDS = 5  # to tell those who wait that their answers end here
+CANCEL_SECONDS = 2  # after that, for what no longer has a connection
 
 
 class Server(uvicorn.Server):
@@ -47,6 +48,9 @@ class Server(uvicorn.Server):
         while time.monotonic() < end and not self._is_urgent:
             await asyncio.sleep(0.1)
         await asyncio.to_thread(self._llm.close, EngineError("the server is shutting down"))
+        await asyncio.sleep(LAST_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # of who neither reads an answer nor ends a request
 
 
 def make_server(
@@ -57,11 +61,16 @@ def make_server(
 ) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
+        # httptools, where it is installed, loses the body of a request that offers HTTP/2, as
+        # Java's clients do, and sends chunks to clients of HTTP/1.0.
+        http="h11",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + LAST_SECONDS,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout)
+        + LAST_SECONDS
+        + CANCEL_SECONDS,
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
     )

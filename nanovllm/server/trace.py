@@ -16,8 +16,7 @@ class Trace:
 
     def __init__(self, engine: int = 0) -> None:
         self.engine = engine
-        self.begin = self._end = 0
-        self._origin = 0  # of all times
+        self._end = 0
         self._steps: list[StepState] = []
         self._ended: list[SequenceEnd] = []
         self._arrivals: dict[int, int] = {}  # of all that were seen
@@ -28,15 +27,14 @@ class Trace:
             self._arrivals[seq.seq_id] = seq.arrival
             if seq.status == "running":
                 self._running.setdefault(seq.seq_id, news.time)
-        self.begin, self._end = self.begin or news.time, news.time
+        self._end = news.time
         self._steps += news.steps
         self._ended += news.ended
         for end in news.ended:
             self._running.pop(end.seq_id, None)
 
-    def events(self, origin: int, is_alone: bool = True) -> Iterator[Event]:
-        """Yield all that was seen, with times since `origin`."""
-        self._origin = origin
+    def events(self, is_alone: bool = True) -> Iterator[Event]:
+        """Yield all that was seen, with the times of the engine's clock."""
         for part, name in NAMES.items():
             args = {"name": name if is_alone else f"engine {self.engine}: {name}"}
             yield {"ph": "M", "pid": self._pid(part), "name": "process_name", "args": args}
@@ -64,7 +62,7 @@ class Trace:
             event = self._span(DEVICE, 1, _step_name(step), step.device_begin, step.device)
             yield {**event, "args": {**counts, "rows": step.num_rows}}
             counter = {"ph": "C", "pid": self._pid(DEVICE), "name": "tokens", "args": counts}
-            yield {**counter, "ts": step.device_begin - self._origin}
+            yield {**counter, "ts": step.device_begin}
 
     def _ending_events(self, end: SequenceEnd) -> Iterator[Event]:
         begin = self._arrivals.get(end.seq_id, end.start) or end.end
@@ -79,7 +77,7 @@ class Trace:
 
     def _span(self, part: int, tid: int, name: str, begin: int, duration: int) -> Event:
         head = {"ph": "X", "pid": self._pid(part), "tid": tid, "name": name}
-        return {**head, "ts": begin - self._origin, "dur": duration}
+        return {**head, "ts": begin, "dur": duration}
 
     def _pid(self, part: int) -> int:
         return part + len(NAMES) * self.engine

@@ -97,7 +97,8 @@ class Replica:
                 if self._restarts is not None:
                     delay = self._restarts.delay()
                     outlook = GIVEN_UP if delay is None else STARTED_ANEW
-                    error = EngineError(f"{error}; {outlook}")
+                    what, *traceback = str(error).split("\n", 1)
+                    error = EngineError("\n".join([f"{what}; {outlook}", *traceback]))
                 if self.ready is not None:  # or whoever starts it gets the error
                     logger.error("%s", error)
             self.error = error

@@ -151,10 +151,10 @@ def test_a_load_from_a_file_counts_errors(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    file.write_text("\n".join(map(json.dumps, [chat, {"prompt": "x" * 5000}])))
+    file.write_text("\n".join(map(json.dumps, [chat, {"prompt": [7, 8]}, {"prompt": "x" * 5000}])))
     assert main(["bench", "serve", *options(fake), "--prompts", str(file)]) == 1
     out = capsys.readouterr().out
-    assert "2, 1 failed" in out
+    assert "3, 1 failed" in out
     assert "1 x the server answered 400" in out
 
 

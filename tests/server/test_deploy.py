@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from nanovllm.cli import parse
+from nanovllm.server.run import CANCEL_SECONDS, LAST_SECONDS
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import running
 
@@ -63,6 +64,18 @@ def test_services_mount_and_build_what_is_there() -> None:
     paths = [mount.split(":")[0] for mount in mounts]
     assert [p for p in paths if p.startswith(".") and not (DEPLOY / p).is_file()] == []
     assert {p for p in paths if not p.startswith(".")} == set(COMPOSE["volumes"])
+
+
+def test_containers_can_be_stopped_and_have_the_time_for_it() -> None:
+    """Also while a model is loaded, when nothing answers signals but the system itself."""
+    service = COMPOSE["services"]["nanovllm"]
+    args = parse(["serve", *service["command"]])
+    needed = args.shutdown_timeout + LAST_SECONDS + CANCEL_SECONDS
+    assert service["init"]
+    assert needed < float(service["stop_grace_period"].rstrip("s"))
+    (command,) = re.findall(r"^docker run .*", (ROOT / "docs" / "serving.md").read_text(), re.M)
+    assert "--init" in command.split()
+    assert needed < float(command.split("--stop-timeout ")[1].split()[0])
 
 
 def test_the_unit_starts_with_flags_that_exist(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import logging
 import re
 import socket
 import struct
@@ -20,6 +22,7 @@ from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
+from nanovllm.server import run
 from nanovllm.server.metrics import Metrics
 from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
@@ -100,6 +103,35 @@ def test_bodies_are_bounded_however_they_come(guarded: Running) -> None:
         assert "1000 bytes" in response.json()["error"]["message"]
 
 
+def exchanged(server: Running, version: bytes, headers: bytes, body: bytes) -> bytes:
+    """All that comes back for a request as it is written here."""
+    head = b"POST /v1/completions %s\r\nHost: x\r\nContent-Type: application/json\r\n" % version
+    head += headers + b"Content-Length: %d\r\n\r\n" % len(body)
+    where = ("127.0.0.1", httpx.URL(server.url).port or 0)
+    with socket.create_connection(where, 60) as connection:
+        connection.sendall(head + body)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_clients_may_offer_another_protocol() -> None:
+    """As Java's do: the offer is passed over, and the body is read."""
+    with running(FakeLLM()) as server:
+        headers = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        headers += b"HTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+        answer = exchanged(server, b"HTTP/1.1", headers, b'{"prompt": "x"}')
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b'"text":"Hello!"' in answer
+
+
+def test_clients_of_http_1_0_get_no_chunks() -> None:
+    with running(FakeLLM()) as server:
+        answer = exchanged(server, b"HTTP/1.0", b"", b'{"prompt": "x", "stream": true}')
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert body.startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_full_queue_says_when_to_come_back() -> None:
     llm = FakeLLM()
     with running(llm, max_queued_requests=3) as server:
@@ -152,12 +184,34 @@ def test_a_dead_engine_is_known_everywhere() -> None:
             assert response.json()["error"]["message"] == "the core died"
 
 
+def test_clients_are_not_shown_tracebacks() -> None:
+    """The log has them; whoever has no key could read paths of the server's files in /health."""
+    error = EngineError("the core died\nTraceback (most recent call last):\n  File ...")
+    for llm in (FakeLLM(error=error), FakeLLM(others=[FakeLLM(error=error)])):
+        with running(llm) as server:
+            health = server.http.get("/health")
+            answer = server.post("/v1/completions", prompt="x")
+            assert "the core died" in health.text
+            assert "Traceback" not in health.text + answer.text
+            assert health.status_code == answer.status_code == (503 if llm.error else 200)
+
+
 def test_request_ids_come_back(guarded: Running) -> None:
     for given, is_kept in (("abc-123", True), ("x" * 129, False), ("a b", False)):
         answer = guarded.http.get("/health", headers={"x-request-id": given})
         assert (answer.headers["x-request-id"] == given) == is_kept
     refused = guarded.http.get("/v1/models", headers={"x-request-id": "mine"})
     assert refused.headers["x-request-id"] == refused.headers["request-id"] == "mine"
+
+
+def test_a_path_cannot_write_lines_of_the_log(
+    guarded: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    guarded.http.get("/v1/%0Aforged%1B%5B31m")
+    wait_until(lambda: bool(caplog.records))  # it comes after the answer
+    (record,) = caplog.records
+    assert " GET /v1/%0Aforged%1B%5B31m: 401 after " in record.getMessage()
 
 
 def test_other_sites_are_not_let_in(guarded: Running) -> None:
@@ -170,7 +224,8 @@ def test_other_sites_are_not_let_in(guarded: Running) -> None:
 def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> None:
     """Its sequences end and its blocks come back, whatever the answer was to be."""
     body = {"prompt": "x", "max_tokens": 900, "n": 4, "ignore_eos": True, "stream": stream}
-    before, num_whole = server.llm.stats.num_free_blocks, num_whole_answers(server)
+    before, num_whole = server.llm.stats.num_free_blocks, num_ended(server, "length")
+    num_aborted = num_ended(server, "abort")
     if stream:
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_bytes())
@@ -185,13 +240,25 @@ def test_a_client_that_hangs_up_is_aborted(server: Running, stream: bool) -> Non
     server.post("/v1/completions", prompt="y", max_tokens=1)
     wait_until(lambda: server.llm.stats.num_running == 0)
     assert server.llm.stats.num_free_blocks >= before
-    assert num_whole_answers(server) == num_whole + 1  # not those that nobody waited for
+    assert num_ended(server, "length") == num_whole + 1  # not those that nobody waited for
+    assert num_ended(server, "abort") == num_aborted + 4
 
 
-def num_whole_answers(server: Running) -> int:
-    pattern = r'^vllm:request_success_total{finished_reason="length".* (\d+)'
+def num_ended(server: Running, reason: str) -> int:
+    """Every reason has a number, also before the first request that ends by it."""
+    pattern = rf'^vllm:request_success_total{{finished_reason="{reason}".* (\d+)'
     found = re.search(pattern, server.http.get("/metrics").text, re.M)
-    return int(found[1]) if found else 0
+    assert found is not None
+    return int(found[1])
+
+
+def test_requests_that_an_engine_fails_are_counted() -> None:
+    with running(FakeLLM(failure=EngineError("the core died"))) as server:
+        for reason in ("stop", "length", "abort", "error"):
+            assert num_ended(server, reason) == 0
+        text = server.post("/v1/completions", prompt="x", stream=True).text
+        assert "the core died" in text
+        assert num_ended(server, "error") == 1
 
 
 def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
@@ -247,6 +314,25 @@ def test_a_proxy_may_hand_on_its_own_part_of_paths_or_not(path: str) -> None:
         assert servers == [{"url": "/llm"}]
 
 
+@pytest.mark.parametrize("root_path", ["/llm", "/page", "/page/llm"])
+def test_a_root_path_opens_nothing(root_path: str) -> None:
+    """Not even one that is like the page's own, which needs no key."""
+    with running(FakeLLM(), root_path=root_path, api_keys=("secret",)) as server:
+        for path in (root_path, root_path * 2, root_path * 3, root_path + "/page"):
+            response = server.http.get(f"{path}/v1/models")
+            assert response.status_code in (401, 404)
+            assert "tiny" not in response.text
+        assert server.http.get(f"{root_path}/page/main.js").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/llm", ""])
+def test_a_redirect_stays_below_the_root_path(path: str) -> None:
+    with running(FakeLLM(), root_path="/llm") as server:
+        response = server.http.get(f"{path}/health/")
+        assert response.status_code == 307
+        assert response.headers["location"] == f"{server.url}/llm/health"
+
+
 def test_keys_are_compared_as_bytes() -> None:
     with running(FakeLLM(), api_keys=("schlüssel",)) as server:
         for encoding, status in (("utf-8", 200), ("latin-1", 401)):
@@ -275,6 +361,30 @@ def test_a_server_that_ends_tells_those_who_still_wait(
     assert answers[0].text.count("the server is shutting down") == 1
     assert ('"type":"error"' in answers[0].text) == (key == "messages")
     assert answers[0].text.endswith("data: [DONE]\n\n") == (stream and key == "prompt")
+    assert not caplog.records
+
+
+def test_a_server_that_ends_waits_for_nobody_who_stops_halfway(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither for the rest of a body nor for a reader of an answer; the log has no tracebacks."""
+    monkeypatch.setattr(run, "LAST_SECONDS", 0.5)
+    monkeypatch.setattr(run, "CANCEL_SECONDS", 60)
+    llm = FakeLLM(text="Hello!" * 20_000)
+    with contextlib.ExitStack() as stack:
+        with running(llm, shutdown_timeout=0.1) as server:
+            where = ("127.0.0.1", httpx.URL(server.url).port or 0)
+            connections = [stack.enter_context(socket.socket()) for _ in range(2)]
+            for connection, rest in zip(connections, (b"", b'"prompt": "x"}'), strict=True):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(where)
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n"
+                head += b"Content-Type: application/json\r\n\r\n"
+                connection.sendall(head + b'{"stream": true,' + rest)
+            wait_until(lambda: bool(llm.asked))
+            time.sleep(0.5)
+            start = time.monotonic()
+        assert time.monotonic() - start < 15
     assert not caplog.records
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,13 @@ from nanovllm.errors import EngineError
 from nanovllm.server import engine_events
 from nanovllm.server.page_files import FOLDER, TYPES
 from nanovllm.server.trace import Trace
-from nanovllm.serving.state_records import EngineChange, EngineNews
-from tests.server.fake_llm import FakeLLM
+from nanovllm.serving.state_records import (
+    EngineChange,
+    EngineNews,
+    SequenceEnd,
+    SequenceState,
+)
+from tests.server.fake_llm import IDLE, FakeLLM
 from tests.server.running import Running, running
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
@@ -153,6 +159,22 @@ def test_a_trace_has_host_device_and_requests(
         assert before["ts"] + before["dur"] <= after["ts"] + 1  # both are rounded
     named = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert named == {"host", "device", "requests"}
+
+
+def test_a_trace_begins_with_the_oldest_request() -> None:
+    """Perfetto drops events of negative times."""
+    old = SequenceState(7, "running", 5, 16, 0, 5, 6, 1_000, [1])
+    end = SequenceEnd(7, "length", 11, 1_500, 2_000, 9_000)
+    llm = FakeLLM(idle=replace(IDLE, sequences=[old], ended=[end], time=8_000))
+    with running(llm) as server:
+        events = server.http.get("/trace?seconds=0.2").json()["traceEvents"]
+    spans = {event["name"]: (event["ts"], event["dur"]) for event in events if event["ph"] == "X"}
+    assert spans == {
+        "sequence 7": (0, 8_000),
+        "queue": (0, 500),
+        "prefill": (500, 500),
+        "decode": (1_000, 7_000),
+    }
 
 
 def test_a_trace_ends_after_its_time(guarded: Running) -> None:

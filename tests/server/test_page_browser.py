@@ -101,6 +101,34 @@ def test_an_answer_can_be_stopped_and_made_anew(tabs: Tabs) -> None:
         assert llm.asked[0][0] == llm.asked[1][0]
 
 
+def begin_an_answer(page: Any) -> None:
+    say(page, "Go on")
+    wait_for(page, "document.querySelector('.assistant .body')?.innerText.length > 10")
+
+
+def test_a_conversation_that_is_deleted_in_the_middle_stays_so(tabs: Tabs) -> None:
+    llm = FakeLLM(text="word " * 400, pause=0.05)
+    with served(tabs, llm) as server:
+        page = tabs.open(server.url)
+        begin_an_answer(page)
+        page.get_by_role("button", name="Delete Go on").click()
+        wait_until(lambda: llm.num_aborted == 1, 20)
+        wait_for_answer(page)
+        assert page.locator("#chats li").count() == 0
+        page.reload()
+        page.wait_for_selector(LIVE)
+        assert page.locator("#chats li").count() == 0
+
+
+def test_the_conversation_that_is_shown_can_be_chosen_while_it_is_answered(tabs: Tabs) -> None:
+    with served(tabs, FakeLLM(text="word " * 40, pause=0.02)) as server:
+        page = tabs.open(server.url)
+        begin_an_answer(page)
+        page.click(".chat-name")
+        wait_for_answer(page)
+        assert answers(page) == [("word " * 40).strip()]
+
+
 def test_an_edit_forgets_what_came_after(tabs: Tabs) -> None:
     llm = FakeLLM(text="yes")
     with served(tabs, llm) as server:
@@ -338,6 +366,17 @@ def test_no_window_is_too_narrow(tabs: Tabs, scheme: str, width: int) -> None:
                 assert overflow <= 0, name
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
+
+
+def test_the_menu_says_whether_it_is_open(tabs: Tabs) -> None:
+    with served(tabs, FakeLLM()) as server:
+        page = tabs.open(server.url, viewport={"width": 400, "height": 700})
+        say(page, "Hello")
+        wait_for_answer(page)
+        page.click("#menu")
+        assert page.get_attribute("#menu", "aria-expanded") == "true"
+        page.click(".chat-name")
+        assert page.get_attribute("#menu", "aria-expanded") == "false"
 
 
 def test_everything_works_by_keyboard_and_has_a_name(tabs: Tabs) -> None:

@@ -52,11 +52,13 @@ export class Chat {
   }
 
   open(chat) {
+    document.body.classList.remove("history-open");
+    find("menu").setAttribute("aria-expanded", "false");
+    this.input.focus();
+    if (this.answering && chat.id === this.chat.id) return; // it is shown, and goes on
     this.stop();
     this.chat = chat;
     this.show();
-    document.body.classList.remove("history-open");
-    this.input.focus();
   }
 
   /** Go on from some message, forgetting those after it. */
@@ -89,7 +91,7 @@ export class Chat {
       }
     }
     delete message.isBusy;
-    this.keep(chat);
+    if (store.has(chat)) this.keep(chat); // or it was deleted meanwhile
     view.update();
     this.scroll();
     if (this.answering === controller) this.setAnswering(null);

@@ -26,6 +26,8 @@ export function save(chat) {
   }
 }
 
+export const has = (chat) => localStorage.getItem(PREFIX + chat.id) !== null;
+
 export const remove = (id) => localStorage.removeItem(PREFIX + id);
 
 export const title = (chat) => chat.messages.find((each) => each.role === "user")?.content.trim().slice(0, 60) || "New chat";
