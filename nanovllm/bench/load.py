@@ -121,7 +121,7 @@ async def run_load(
 async def _measure(
     client: OpenAIClient, model: str, prompt: Any, max_tokens: int, origin: float
 ) -> Measured:
-    is_chat = isinstance(prompt[0], dict)  # or a text, or token ids
+    is_chat = any(isinstance(each, dict) for each in prompt)  # or a text, or token ids
     fields = {"model": model, "max_tokens": max_tokens, "stream_options": {"include_usage": True}}
     fields |= {"messages" if is_chat else "prompt": prompt}
     path = "chat/completions" if is_chat else "completions"

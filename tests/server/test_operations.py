@@ -263,7 +263,7 @@ def test_requests_that_an_engine_fails_are_counted() -> None:
 
 def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
     stream = server.openai.completions.create(
-        model="tiny", prompt=[7] * 40, max_tokens=3, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt=[7] * 40, max_tokens=30, stream=True, extra_body={"ignore_eos": True}
     )
     list(stream)
     text = server.http.get("/metrics").text
@@ -274,7 +274,7 @@ def test_metrics_have_the_names_of_dashboards(server: Running) -> None:
     assert 'kv_cache_dtype="auto"' in text
     number = re.search(r"^vllm:inter_token_latency_seconds_count.* (\d+)", text, re.M)
     assert number is not None
-    assert int(number.group(1)) >= 2
+    assert int(number.group(1)) >= 2  # a busy reader gets several tokens at once
 
 
 def test_samples_of_a_prompt_are_timed_for_themselves() -> None:
