@@ -305,6 +305,14 @@ def test_only_what_a_special_token_opens_is_free(llm: LLM) -> None:
     assert plain.text == "yes"
 
 
+def test_what_opens_a_thought_does_so_where_an_answer_could_begin_alike(llm: LLM) -> None:
+    """Or else that answer's form would hold the thought."""
+    asked = {"regex": "[a-z]{4}", "opened_by": "b", "after": "!"}
+    bias = {llm.engine.tokenizer.encode("b")[0]: 100.0}
+    [output] = generate(llm, [params_of(asked, 0, max_tokens=20, logit_bias=bias)])
+    assert (output.text, output.finish_reason) == ("b" * 20, "length")
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     asked = {"choice": ["yes"]}
     [output] = generate(llm, [params_of(asked, 1, logprobs=0)])

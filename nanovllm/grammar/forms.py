@@ -27,9 +27,11 @@ def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
     grammars = [_answer(asked)]
     if "after" in asked:
         before = "before GAP?" if "json_schema" in grammars[0] else "before"
+        rules = _before(asked["after"], tokenizer)
         if "opened_by" in asked:
-            before = f"({_literal(asked['opened_by'], tokenizer)} {before})?"
-        lark = f"start: {before} @answer\nGAP: /\\n{{1,2}}/\n{_before(asked['after'], tokenizer)}"
+            before = f"(opening {before})?"
+            rules += f"\n{_opening(asked['opened_by'], tokenizer)}"
+        lark = f"start: {before} @answer\nGAP: /\\n{{1,2}}/\n{rules}"
         grammars = [{"lark_grammar": lark}, {"name": "answer", **grammars[0]}]
     return json.dumps({"grammars": grammars})
 
@@ -45,6 +47,12 @@ def _before(after: str, tokenizer: LLTokenizer) -> str:
     if literal.startswith("<"):
         return f"before: /(?s:.*)/ {literal}"
     return f"before[suffix={literal}]: /(?s:.*)/"
+
+
+def _opening(opened_by: str, tokenizer: LLTokenizer) -> str:
+    """The rule for what opens that; a text counts at once, even if an answer could begin so."""
+    literal = _literal(opened_by, tokenizer)
+    return f"opening{'' if literal.startswith('<') else '[lazy]'}: {literal}"
 
 
 def _literal(text: str, tokenizer: LLTokenizer) -> str:

@@ -231,11 +231,11 @@ def test_a_pause_of_the_machine_is_no_hang(
 ) -> None:
     """Nothing ran for longer than a step may take, so nothing could have answered."""
     executor.submit(orders(7)).result()  # such a step is known by now: nothing is compiled
-    monkeypatch.setattr(multiproc, "LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(multiproc, "LEAST_SECONDS", 2.0)
     here, worker = os.getpid(), process_ids(executor)[0]
     os.kill(worker, signal.SIGSTOP)
     pending = executor.submit(orders(7))
-    script = f"sleep 0.2; kill -STOP {here}; sleep 1.5; kill -CONT {worker} {here}"
+    script = f"sleep 0.2; kill -STOP {here}; sleep 2.5; kill -CONT {worker} {here}"
     with subprocess.Popen(["sh", "-c", script]) as pause:
         assert pending.result().tokens[0] == 7
     assert pause.returncode == 0

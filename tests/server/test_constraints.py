@@ -131,6 +131,10 @@ def test_a_constraint_may_name_where_it_begins(server: Running) -> None:
     extra = {**CHOICE, "structured_outputs": constraint}
     for seed in range(4):
         assert ask(server, max_tokens=3, extra_body=extra, seed=seed).message.content[0] in "xy"
+    free = {**CHOICE, "structured_outputs": {"choice": ["yes"], "after": "x"}}
+    bias = {byte_tokenizer().get_vocab()["a"]: 100}
+    choice = ask(server, max_tokens=3, extra_body=free, logit_bias=bias)
+    assert choice.message.content == "aaa"  # what comes before needs no opening then
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])

@@ -209,9 +209,8 @@ def test_a_path_cannot_write_lines_of_the_log(
 ) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
     guarded.http.get("/v1/%0Aforged%1B%5B31m")
-    wait_until(lambda: bool(caplog.records))  # it comes after the answer
-    (record,) = caplog.records
-    assert " GET /v1/%0Aforged%1B%5B31m: 401 after " in record.getMessage()
+    # It comes after the answer, and perhaps after the line of an earlier test's request.
+    wait_until(lambda: " GET /v1/%0Aforged%1B%5B31m: 401 after " in caplog.text)
 
 
 def test_other_sites_are_not_let_in(guarded: Running) -> None:
