@@ -127,10 +127,10 @@ def _as_message(message: Any, where: str) -> Message:
     content = message.get("content")
     if content is None and any(message.get(key) for key in _CALL_KEYS):
         content = ""
-    return {**message, "content": _as_text(content, where)}
+    return {**message, "content": text_of(content, where)}
 
 
-def _as_text(content: Any, where: str) -> str:
+def text_of(content: Any, where: str = "") -> str:
     """A text, or text parts, one per line, as vLLM hands them to templates."""
     if isinstance(content, str):
         return content

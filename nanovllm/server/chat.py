@@ -73,10 +73,11 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
     is_streaming = bool(request.stream) and params.prompt_logprobs is None
     job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming)
     formats = service.formats
-    is_open = formats.reasoning is not None and formats.reasoning.is_open(prompt.text)
+    reasoning = formats.reasoning
+    is_open = reasoning is not None and reasoning.is_open(prompt.text, request.continued)
 
     def new_parser() -> OutputParser:
-        found = prompt.tools, formats.tools, formats.reasoning, is_open
+        found = prompt.tools, formats.tools, reasoning, is_open
         return OutputParser(*found, has_content=not request.must_call)
 
     return Chat(job, new_parser, hidden)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from nanovllm.prompts import text_of
 from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, SamplingFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -102,6 +103,11 @@ class ChatRequest(ChatFields, SamplingFields):
         if isinstance(choice, AllowedTools):
             return choice.allowed_tools.mode == "required"
         return choice not in (None, "auto", "none")
+
+    @property
+    def continued(self) -> str:
+        """What is written already of the message that the answer goes on from."""
+        return text_of(self.messages[-1].content or "") if self.continue_final_message else ""
 
     @property
     def most_tokens(self) -> int | None:

@@ -45,6 +45,7 @@ def answer_constraint(
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None  # the prompt has ended it
+    is_open = reasoning is not None and reasoning.is_open(prompt, request.continued)
     asked = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
@@ -54,18 +55,18 @@ def answer_constraint(
     if not tools or not (is_held or any(tool.is_strict for tool in tools)):
         if asked is None or reasoning is None or "after" in asked:
             return asked
-        opening = {} if reasoning.is_open(prompt) else {"opened_by": reasoning.begin}
+        opening = {} if is_open else {"opened_by": reasoning.begin}
         return {**opening, "after": reasoning.end, **asked}
     if asked is not None:
         raise ApiError("an answer cannot be held to a format and to calls of tools at once")
-    return {"grammar": _call_grammar(service, tools, reasoning, prompt, must_call, is_parallel)}
+    return {"grammar": _call_grammar(service, tools, reasoning, is_open, must_call, is_parallel)}
 
 
 def _call_grammar(
     service: Service,
     tools: list[Tool],
     reasoning: ReasoningFormat | None,
-    prompt: str,
+    is_open: bool,
     must_call: bool,
     is_parallel: bool,
 ) -> str:
@@ -74,7 +75,7 @@ def _call_grammar(
         must_call,
         is_parallel,
         reasoning,
-        reasoning is not None and reasoning.is_open(prompt),
+        is_open,
         service.special_ids,
         enforced_json,
     )

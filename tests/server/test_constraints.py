@@ -101,16 +101,13 @@ def test_a_tool_of_messages_may_be_forced(server: Running) -> None:
 
 def test_reasoning_comes_before_what_is_constrained(server: Running) -> None:
     """Once a model thinks it does so freely; without the end of it there is no answer."""
-    begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
-    choice = ask(
-        server,
-        messages=begun,
-        max_tokens=20,
-        extra_body={**CHOICE, "add_generation_prompt": False, "continue_final_message": True},
-    )
-    assert choice.finish_reason == "length"
-    assert not choice.message.content
-    assert choice.message.reasoning_content
+    options = {**CHOICE, "add_generation_prompt": False, "continue_final_message": True}
+    for begun in ("<think>", "<think>\nHm, so", [{"type": "text", "text": "<think>"}, "Hm"]):
+        messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+        choice = ask(server, messages=messages, max_tokens=20, extra_body=options)
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        assert choice.message.reasoning_content
 
 
 def test_a_model_that_does_not_think_answers_at_once(server: Running) -> None:

@@ -78,5 +78,8 @@ def test_prompts_say_whether_reasoning_is_open() -> None:
         assert not form.is_open(prompt_of(qwen))
         assert not form.is_open(prompt_of(qwen, enable_thinking=False))
         assert form.is_open(prompt_of(qwen) + "<think>\n")
+        assert form.is_open(prompt_of(qwen), "\n<think>Hm")
+        assert not form.is_open(prompt_of(qwen), "<think>Hm</think>\n")
+        assert not form.is_open(prompt_of(qwen), "What is <think>?")
         assert form.is_open(prompt_of(deepseek, thinking=True))
         assert not form.is_open(prompt_of(deepseek, thinking=False))

@@ -71,8 +71,13 @@ class ReasoningFormat(Format):
     begin: str = "<think>"
     end: str = "</think>"
 
-    def is_open(self, prompt: str) -> bool:
-        """Tell whether text that continues this prompt begins inside reasoning."""
+    def is_open(self, prompt: str, continued: str = "") -> bool:
+        """Tell whether an answer begins inside reasoning.
+
+        It follows the prompt, or goes on from a message at the prompt's end.
+        """
+        if continued.lstrip().startswith(self.begin):
+            return self.end not in continued
         return prompt.rstrip().endswith(self.begin)
 
 
