@@ -64,7 +64,11 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
     given: dict[str, Any] = {"max_tokens": length}
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
-    given["structured_outputs"] = answer_constraint(service, request, prompt.tools, prompt.text)
+    reasoning = service.formats.reasoning
+    is_open = reasoning is not None and reasoning.is_open(prompt.text, request.continued)
+    given["structured_outputs"] = answer_constraint(
+        service, request, prompt.tools, prompt.text, is_open
+    )
     hidden: Mapping[int, str] = {}
     if service.has_special_markers and request.skip_special_tokens is None:
         given["skip_special_tokens"] = False
@@ -72,12 +76,9 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
     params = request.sampling_params(service.options.sampling_defaults, **given)
     is_streaming = bool(request.stream) and params.prompt_logprobs is None
     job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming)
-    formats = service.formats
-    reasoning = formats.reasoning
-    is_open = reasoning is not None and reasoning.is_open(prompt.text, request.continued)
 
     def new_parser() -> OutputParser:
-        found = prompt.tools, formats.tools, reasoning, is_open
+        found = prompt.tools, service.formats.tools, reasoning, is_open
         return OutputParser(*found, has_content=not request.must_call)
 
     return Chat(job, new_parser, hidden)

@@ -39,13 +39,15 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
 
 
 def answer_constraint(
-    service: Service, request: ChatRequest, tools: list[Tool], prompt: str
+    service: Service, request: ChatRequest, tools: list[Tool], prompt: str, is_open: bool
 ) -> Mapping[str, Any] | None:
-    """What the answer must be, as `structured_outputs` has it: the calls, or what was asked for."""
+    """What the answer must be, as `structured_outputs` has it: the calls, or what was asked for.
+
+    An answer that `is_open` begins inside reasoning.
+    """
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None  # the prompt has ended it
-    is_open = reasoning is not None and reasoning.is_open(prompt, request.continued)
     asked = request.constraint()
     must_call = request.must_call
     is_parallel = request.parallel_tool_calls is not False
