@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             scheme = "https" if args.ssl_certfile else "http"
             host, port = listener.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
-            print(f"{options.model_names[0]} is at {scheme}://{host}:{port}/v1", file=sys.stderr)
+            url = f"{scheme}://{host}:{port}"
+            print(f"{options.model_names[0]} is at {url} (API: /v1)", file=sys.stderr)
             server.run(sockets=[listener])
         finally:
             llm.close()

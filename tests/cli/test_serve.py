@@ -213,7 +213,7 @@ class ServeProcess:
         self.lines: list[str] = []
         for line in self.process.stderr:
             self.lines.append(line)
-            if found := re.search(r"is at (https?://\S+)/v1", line):
+            if found := re.search(r"is at (https?://\S+:\d+) \(API: /v1\)$", line):
                 self.url = found.group(1)
                 break
         else:

@@ -86,6 +86,6 @@ def _address(process: subprocess.Popen[str]) -> str:
     lines = []
     for line in process.stderr:
         lines.append(line)
-        if found := re.search(r" is at (http://[\d.:]+)/v1", line):
+        if found := re.search(r" is at (http://[\d.:]+) ", line):
             return found.group(1)
     raise AssertionError("the server did not start:\n" + "".join(lines))
