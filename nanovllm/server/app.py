@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.answer import StreamedAnswer, StreamResponse, WholeResponse
 from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
@@ -28,6 +29,7 @@ from nanovllm.server.openai_records import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from nanovllm.server.options import SAMPLING_NAMES
 from nanovllm.server.page_files import page_routes
 from nanovllm.server.responses import answer_response
 from nanovllm.server.responses_records import ResponsesRequest
@@ -113,6 +115,8 @@ def _text_routes(service: Service) -> APIRouter:
 def _model_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
+    sampling = SamplingParams(**service.options.sampling_defaults)
+
     def describe(name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -125,6 +129,7 @@ def _model_routes(service: Service) -> APIRouter:
             "owned_by": "nanovllm",
             "root": service.llm.config.model,
             "max_model_len": service.llm.max_len,
+            "default_sampling_params": {each: getattr(sampling, each) for each in SAMPLING_NAMES},
         }
 
     @router.get("/v1/models")

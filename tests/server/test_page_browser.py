@@ -9,15 +9,19 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanovllm import AsyncLLM
 from nanovllm.errors import EngineError
 from nanovllm.server.engine_events import as_event
 from nanovllm.serving.observer import Observer, TimedExecutor
+from nanovllm.serving.state_records import SequenceState
 from tests.engine.test_fuzz import build_core, make_requests, make_sequences
 from tests.server.browser import LIVE, Tabs, answers, browser, say, wait_for, wait_for_answer
+from tests.server.byte_model import make_byte_model
 from tests.server.fake_llm import IDLE, FakeLLM
 from tests.server.running import Running, running
 from tests.server.test_operations import wait_until
@@ -227,7 +231,7 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
     page = tabs.open(server.url)
     page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
     bodies = [
-        {"prompt": [i] * (20 + 30 * i), "max_tokens": 250, "ignore_eos": True} for i in (1, 2, 3)
+        {"prompt": [i] * (20 + 30 * i), "max_tokens": 850, "ignore_eos": True} for i in (1, 2, 3)
     ]
     threads = [
         threading.Thread(target=lambda body=body: server.post("/v1/completions", **body))
@@ -235,7 +239,6 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
     ]
     for thread in threads:
         thread.start()
-    page.wait_for_selector("#running li")
     most = page.evaluate(COLLECT)
     for thread in threads:
         thread.join()
@@ -251,6 +254,56 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
     cached, free = (int(page.locator(f"#num-{name}").inner_text()) for name in ("cached", "free"))
     assert cached + free == server.llm.stats.num_free_blocks
     assert page.evaluate("own.state.steps.length") > 10
+
+
+def test_a_large_pool_is_zoomed_to_the_blocks_in_use(tabs: Tabs) -> None:
+    held, cached = [5, 15_000, 15_001], [9_000, 19_999]
+    sequence = SequenceState(1, "running", 40, 100, 0, 41, 41, 0, held)
+    idle = replace(IDLE, num_blocks=20_000, sequences=[sequence], cached=cached)
+    with served(tabs, FakeLLM(idle=idle)) as server:
+        page = tabs.open(server.url)
+        page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
+        page.wait_for_selector("#map-size:text('20000 blocks of 16 tokens · zoomed to')")
+        assert page.evaluate("own.map.grid.size") == 12
+        assert page.locator("#map").bounding_box()["height"] <= 240
+        for block in held + cached:
+            x, y, width = page.evaluate(f"own.map.box({block})")
+            page.hover("#map", position={"x": x + width / 2, "y": y + 5})
+            assert page.locator("#map-detail").inner_text().startswith(f"Block {block}: ")
+        page.focus("#map")
+        for _ in range(30):  # to the last row that is shown
+            page.keyboard.press("ArrowDown")
+        assert page.locator("#map-detail").inner_text().startswith("Block 19999: cached")
+
+
+def test_the_map_shows_more_blocks_in_smaller_cells(tabs: Tabs) -> None:
+    held = list(range(0, 20_000, 2))
+    sequence = SequenceState(1, "running", 40, 100, 0, 41, 41, 0, held)
+    idle = replace(IDLE, num_blocks=40_000, sequences=[sequence])
+    with served(tabs, FakeLLM(idle=idle)) as server:
+        page = tabs.open(server.url)
+        page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
+        page.wait_for_selector("#map-size:text('zoomed to')")
+        assert page.evaluate("own.map.grid.size") == 3
+        assert page.locator("#map").bounding_box()["height"] <= 240
+
+
+def test_a_new_colour_scheme_is_drawn_at_once(tabs: Tabs) -> None:
+    """Even while the page rests between two frames, as it does beside a busy engine."""
+    tabs.expected = ("willReadFrequently",)  # this test reads pixels
+    with served(tabs, FakeLLM()) as server:
+        page = tabs.open(server.url, color_scheme="light")
+        page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
+        wait_for(page, f"own.map.grid && own.speed && {FREE_PIXEL}[0] > 200")
+        page.evaluate("() => { own.pace.earliest = performance.now() + 1e6; own.pace.ask(); }")
+        page.emulate_media(color_scheme="dark")
+        wait_for(page, f"{FREE_PIXEL}[0] < 100", 20)
+        assert page.evaluate("own.isSampled") is False  # the sparklines were drawn too
+        page.click("#theme")
+        wait_for(page, f"{FREE_PIXEL}[0] > 200", 20)
+
+
+FREE_PIXEL = "[...own.map.drawing.context.getImageData(3, 3, 1, 1).data]"
 
 
 def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
@@ -294,16 +347,17 @@ def test_one_of_several_engines_is_chosen(tabs: Tabs) -> None:
         assert page.locator("#engines").input_value() == "1"
 
 
-# Compares, every 50 ms while sequences run, what is drawn with the state of the stream.
+# Compares, every 20 ms while sequences run, what is drawn with the state of the stream.
 COLLECT = """async () => {
   const wrong = [];
   let rows = 0;
   const text = (id) => document.getElementById(id).textContent;
-  for (let i = 0; i < 400; i += 1) {
-    await new Promise((done) => setTimeout(done, 50));
+  for (let i = 0; i < 1000; i += 1) {
+    await new Promise((done) => setTimeout(done, 20));
     own.draw();
     const { sequences, stats, numBlocks } = own.state;
     const running = [...sequences.values()].filter((each) => each.status === "running");
+    if (running.length === 0 && rows === 0) continue;
     rows = Math.max(rows, running.length);
     if (running.length === 0) break;
     const held = new Set(running.flatMap((each) => each.blocks)).size;
@@ -324,6 +378,33 @@ COLLECT = """async () => {
   }
   return { wrong, rows };
 }"""
+
+
+def test_a_batch_of_eight_runs_at_once(tabs: Tabs) -> None:
+    llm = FakeLLM(is_silent=True)
+    with served(tabs, llm) as server:
+        page = tabs.open(server.url)
+        page.click("#try-batch")
+        wait_until(lambda: llm.num_requests == 8, 20)
+        assert len({tuple(prompt) for prompt, _ in llm.asked}) == 8
+
+
+def test_a_batch_of_eight_is_preempted_in_a_pool_of_twelve_blocks(
+    tabs: Tabs, tmp_path: Path
+) -> None:
+    """As docs/page.md says; each sequence needs two blocks in the end."""
+    sizes = {"max_model_len": 256, "kvcache_block_size": 128, "num_kvcache_blocks": 12}
+    llm = AsyncLLM(make_byte_model(tmp_path), device="cpu", dtype="float32", **sizes)
+    try:
+        with served(tabs, llm) as server:
+            page = tabs.open(server.url)
+            page.click("#try-batch")
+            page.wait_for_selector("#preemptions.warn")
+            page.click("#try-long")  # longer than the model's context
+            page.wait_for_selector("#try-error >> text=the prompt is too long")
+            tabs.expected = ("400",)
+    finally:
+        llm.close()
 
 
 def test_two_tabs_with_one_system_prompt_share_blocks(tabs: Tabs, server: Running) -> None:
@@ -366,6 +447,81 @@ def test_no_window_is_too_narrow(tabs: Tabs, scheme: str, width: int) -> None:
                 assert overflow <= 0, name
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_tips_do_not_cover_what_they_explain(tabs: Tabs, width: int) -> None:
+    sequences = [SequenceState(i, "running", 9, 99, 0, 9, 9, 0, [i]) for i in range(3)]
+    with served(tabs, FakeLLM(idle=replace(IDLE, sequences=sequences))) as server:
+        page = tabs.open(server.url, viewport={"width": width, "height": 780})
+        if width < 820:
+            page.click("#show-engine")
+        page.wait_for_selector("#running li >> nth=2")
+        wait_for(page, "document.getElementById('speed-line').style.height !== ''")
+        for tip in page.locator("#engine [data-tip]").all():
+            tip.scroll_into_view_if_needed()
+            page.mouse.move(0, 0)
+            tip.focus()
+            page.wait_for_selector("#tip:visible")
+            assert tip.evaluate(COVERED) == [], tip.inner_text()
+            tip.blur()
+            page.wait_for_selector("#tip", state="hidden")
+
+
+# What an element explains, if the tip covers it: itself, and what its section or its button shows.
+COVERED = """(element) => {
+  const section = element.closest(".buttons") ? document : element.closest("section");
+  const own = element.closest("li, dl") ? "none" : "canvas, ol";
+  const explained = element.closest(".buttons") ? "#running" : own;
+  const box = (each) => each.getBoundingClientRect();
+  const tip = box(document.getElementById("tip"));
+  return [element, ...section.querySelectorAll(explained)].filter((each) => {
+    const { left, right, top, bottom } = box(each);
+    return left < tip.right && tip.left < right && top < tip.bottom && tip.top < bottom;
+  }).map((each) => each.outerHTML.slice(0, 80));
+}"""
+
+
+LABELS = (
+    *("Temperature", "Max tokens", "Top p", "Top k", "Min p", "Seed"),
+    *("Repetition penalty", "Stop"),
+)
+
+
+def test_settings_show_the_defaults(tabs: Tabs) -> None:
+    with served(tabs, FakeLLM(), sampling_defaults={"temperature": 0.6, "top_k": 20}) as server:
+        page = tabs.open(server.url)
+        wait_for(page, "document.getElementById('model').textContent === 'tiny'")
+        page.click("#open-settings")
+        field = page.locator("#settings").get_by_label
+        shown = {label: field(label, exact=True).get_attribute("placeholder") for label in LABELS}
+        assert shown == {
+            "Temperature": "0.6",
+            "Max tokens": "up to 1024",
+            "Top p": "1",
+            "Top k": "20",
+            "Min p": "0",
+            "Seed": "random",
+            "Repetition penalty": "1",
+            "Stop": "none",
+        }
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#num-running:text-is('0 of 8 slots')")
+
+
+def test_escape_closes_the_settings_and_leaves_the_answer(tabs: Tabs) -> None:
+    llm = FakeLLM(text="word " * 40, is_silent=True)
+    with served(tabs, llm) as server:
+        page = tabs.open(server.url)
+        say(page, "Go on")
+        wait_until(lambda: llm.num_requests == 1, 20)
+        page.click("#open-settings")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#settings", state="hidden")
+        llm.is_silent = False
+        wait_for_answer(page)
+        assert answers(page) == [("word " * 40).strip()]
+        assert llm.num_aborted == 0
 
 
 def test_the_menu_says_whether_it_is_open(tabs: Tabs) -> None:

@@ -5,6 +5,7 @@ import { setText } from "./elements.js";
 import { describeBlock, filled, holders, hue } from "./state.js";
 
 const MAX_HEIGHT = 240;
+const ZOOM_SIZES = [12, 8, 5, 3]; // of cells, where the whole pool would have smaller ones than 8
 const HINT = "Point at a block, or choose one with the arrow keys.";
 
 export class BlockMap {
@@ -16,24 +17,40 @@ export class BlockMap {
     pointable(
       canvas,
       (x, y) => this.blockAt(x, y),
-      (block, right, down) => this.within((block ?? -1) + right + down * this.grid.columns),
+      (block, right, down) => this.move(block, right, down),
       (block) => ((this.pointed = block), this.state && this.draw(this.state)),
     );
   }
 
-  layout(numBlocks) {
+  /** Choose a cell size and the rows of the pool to show: all, or first those with blocks in use. */
+  layout({ numBlocks, cached }, held) {
     const width = this.drawing.canvas.clientWidth;
-    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * MAX_HEIGHT) / numBlocks))));
-    const columns = Math.max(1, Math.floor(width / size));
-    const rows = Math.ceil(numBlocks / columns);
-    this.grid = { size, columns, rows, width: width / columns, gap: size > 8 ? 2 : size > 4 ? 1 : 0.5 };
+    const wholeSize = Math.min(18, Math.floor(Math.sqrt((width * MAX_HEIGHT) / numBlocks)));
+    for (const size of wholeSize < 8 ? ZOOM_SIZES : [wholeSize]) {
+      const columns = Math.max(1, Math.floor(width / size));
+      const numRows = Math.ceil(numBlocks / columns);
+      const room = wholeSize < 8 ? Math.min(numRows, Math.floor(MAX_HEIGHT / size)) : numRows;
+      const rows = new Set();
+      for (const block of held.keys()) rows.add(Math.floor(block / columns));
+      if (rows.size > room && size !== ZOOM_SIZES.at(-1)) continue;
+      for (const block of [...cached].reverse()) if (rows.size < room) rows.add(Math.floor(block / columns));
+      for (let row = 0; rows.size < room; row += 1) rows.add(row);
+      this.setGrid(size, columns, [...rows].slice(0, room).sort((one, other) => one - other));
+      return;
+    }
+  }
+
+  setGrid(size, columns, rows) {
+    const width = this.drawing.canvas.clientWidth / columns;
+    const tops = new Map(rows.map((row, index) => [row, index * size]));
+    this.grid = { size, columns, rows, tops, width, gap: size > 8 ? 2 : size > 4 ? 1 : 0.5 };
   }
 
   draw(state, held = holders(state)) {
     this.state = state;
-    this.layout(state.numBlocks);
-    const { rows, size } = this.grid;
-    const context = this.drawing.begin(rows * size);
+    this.layout(state, held);
+    const { rows, columns, size } = this.grid;
+    const context = this.drawing.begin(rows.length * size);
     const colors = {
       free: this.drawing.color("free"),
       cached: this.drawing.color("cached"),
@@ -41,8 +58,11 @@ export class BlockMap {
       chroma: this.drawing.color("cell-chroma"),
       mark: this.drawing.color("mark"),
     };
-    for (let block = 0; block < state.numBlocks; block += 1) {
-      this.drawCell(context, block, held.get(block), colors);
+    this.numShown = 0;
+    for (const row of rows) {
+      const end = Math.min((row + 1) * columns, state.numBlocks);
+      for (let block = row * columns; block < end; block += 1) this.drawCell(context, block, held.get(block), colors);
+      this.numShown += end - row * columns;
     }
     if (this.pointed !== null) this.drawPointer(context, colors.mark);
     setText(this.detail, this.pointed === null ? HINT : describeBlock(state, this.pointed, held));
@@ -83,6 +103,7 @@ export class BlockMap {
   drawPointer(context, color) {
     const { size, gap } = this.grid;
     const [x, y, wide] = this.box(this.pointed);
+    if (y === undefined) return; // the map has zoomed to other blocks
     context.strokeStyle = color;
     context.lineWidth = 2;
     context.strokeRect(x, y, wide, size - gap);
@@ -90,21 +111,25 @@ export class BlockMap {
 
   /** Left, top and width, on whole pixels; together the columns fill the map. */
   box(block) {
-    const { size, columns, width, gap } = this.grid;
+    const { columns, tops, width, gap } = this.grid;
     const left = Math.round((block % columns) * width);
     const right = Math.round(((block % columns) + 1) * width);
-    return [left, Math.floor(block / columns) * size, right - left - gap];
+    return [left, tops.get(Math.floor(block / columns)), right - left - gap];
   }
 
   blockAt(x, y) {
     if (!this.state) return null;
-    const { size, columns, width } = this.grid;
+    const { size, columns, rows, width } = this.grid;
     const column = Math.floor(x / width);
-    const block = Math.floor(y / size) * columns + column;
-    return column < columns && block >= 0 && block < this.state.numBlocks ? block : null;
+    const block = rows[Math.floor(y / size)] * columns + column;
+    return column < columns && block < this.state.numBlocks ? block : null;
   }
 
-  within(block) {
-    return this.state ? Math.max(0, Math.min(this.state.numBlocks - 1, block)) : null;
+  move(block, right, down) {
+    if (!this.state) return null;
+    const { columns, rows } = this.grid;
+    const cell = block === null ? -1 : rows.indexOf(Math.floor(block / columns)) * columns + (block % columns);
+    const next = Math.max(0, Math.min(rows.length * columns - 1, cell + right + down * columns));
+    return Math.min(this.state.numBlocks - 1, rows[Math.floor(next / columns)] * columns + (next % columns));
   }
 }

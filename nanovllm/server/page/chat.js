@@ -30,7 +30,9 @@ export class Chat {
     this.input.onkeydown = (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) (event.preventDefault(), this.sendInput());
     };
-    document.addEventListener("keydown", (event) => event.key === "Escape" && this.stop());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !document.querySelector("dialog[open]")) this.stop();
+    });
     window.addEventListener("storage", () => this.showChats());
   }
 

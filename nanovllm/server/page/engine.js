@@ -87,6 +87,13 @@ export class Engine {
     if (this.state) this.pace.ask();
   }
 
+  /** Draw at once in the colours of a new theme, the sparklines too. */
+  recolor() {
+    if (!this.state) return;
+    this.isSampled = this.speed !== undefined;
+    this.pace.askNow();
+  }
+
   draw() {
     const { state } = this;
     const held = holders(state);
@@ -94,7 +101,8 @@ export class Engine {
     this.map.draw(state, held);
     this.timeline.set(state.steps);
     for (const [name, count] of Object.entries(number)) setText(find(`num-${name}`), count);
-    setText(find("map-size"), `${state.numBlocks} blocks of ${state.blockSize} tokens`);
+    const zoom = this.map.numShown < state.numBlocks ? ` · zoomed to ${this.map.numShown}` : "";
+    setText(find("map-size"), `${state.numBlocks} blocks of ${state.blockSize} tokens${zoom}`);
     find("map").setAttribute("aria-label", `KV cache: ${number.held} blocks held, ${number.shared} of them shared, ${number.cached} cached, ${number.free} free`);
     this.drawSamples();
     this.drawNumbers();
@@ -108,7 +116,7 @@ export class Engine {
     const { stats } = this.state;
     setText(find("hits"), percent(stats.num_cache_hits / Math.max(stats.num_cache_queries, 1)));
     setText(find("usage"), percent(1 - stats.num_free_blocks / stats.num_blocks));
-    setText(find("num-running"), `${stats.num_running} of ${this.state.maxSeqs} places`);
+    setText(find("num-running"), `${stats.num_running} of ${this.state.maxSeqs} slots`);
     setText(find("num-waiting"), stats.num_waiting);
     setText(find("preemptions"), `${stats.num_preemptions} preempted so far`);
     find("preemptions").classList.toggle("warn", stats.num_preemptions > 0);

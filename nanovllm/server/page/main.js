@@ -29,6 +29,7 @@ async function begin() {
     const models = await (await request("v1/models")).json();
     find("model").textContent = models.data[0].id;
     document.title = `${models.data[0].id} · nanovllm`;
+    showDefaults(models.data[0]);
   } catch (error) {
     onFailure(error);
   }
@@ -40,6 +41,12 @@ find("key-dialog").querySelector("form").onsubmit = (event) => {
   find("key-dialog").close();
   begin();
 };
+
+function showDefaults({ default_sampling_params: values, max_model_len: maxLength }) {
+  const { elements } = find("settings").querySelector("form");
+  for (const [name, value] of Object.entries(values)) elements[name].placeholder = value;
+  elements.max_tokens.placeholder = `up to ${maxLength}`;
+}
 
 function openSettings() {
   const { elements } = find("settings").querySelector("form");
@@ -69,7 +76,7 @@ const systemTheme = matchMedia("(prefers-color-scheme: dark)");
 function showTheme() {
   const theme = localStorage.getItem(THEME) ?? (systemTheme.matches ? "dark" : "light");
   document.documentElement.dataset.theme = theme;
-  engine.drawSoon();
+  engine.recolor();
   return theme;
 }
 find("theme").onclick = () => {
@@ -90,11 +97,19 @@ find("menu").onclick = () => {
   find("menu").setAttribute("aria-expanded", String(isOpen));
 };
 
-/** Send prompts of the page's own, whose answers nobody reads. */
-async function send(prompts, maxTokens) {
-  const ask = (prompt) => request("v1/completions", { body: { prompt, max_tokens: maxTokens, ignore_eos: true } });
-  await Promise.all(prompts.map((prompt) => ask(prompt).catch(onFailure)));
+/** Do what a button asks for, and show beside the buttons why it failed. */
+async function attempt(action) {
+  find("try-error").textContent = "";
+  try {
+    await action();
+  } catch (error) {
+    if (!onFailure(error)) find("try-error").textContent = error.message;
+  }
 }
+
+/** Send prompts in one request, so that they run together: a browser opens only six connections. */
+const send = (prompt, maxTokens) =>
+  attempt(() => request("v1/completions", { body: { prompt, max_tokens: maxTokens, ignore_eos: true } }));
 
 const WORDS = "block token cache step prompt answer batch queue engine page share read write wait run".split(" ");
 const words = (number, salt) => Array.from({ length: number }, (_, i) => WORDS[(i * (salt + 7) + ((i * i) % 11)) % WORDS.length]).join(" ");
@@ -108,14 +123,12 @@ find("try-prefix").onclick = () => {
 find("try-long").onclick = () => send([`${salt()} ${words(1200, salt())}`], 24);
 find("record").onclick = async () => {
   find("record").disabled = true;
-  try {
+  await attempt(async () => {
     const blob = await (await request("trace?seconds=2")).blob();
     const link = make("a", { href: URL.createObjectURL(blob), download: "nanovllm-trace.json" });
     link.click();
     URL.revokeObjectURL(link.href);
-  } catch (error) {
-    onFailure(error);
-  }
+  });
   find("record").disabled = false;
 };
 

@@ -24,7 +24,7 @@ export function startTips() {
       tip.textContent = element.tip?.() ?? element.dataset.tip; // made now, where it changes
       tip.hidden = false;
       element.setAttribute("aria-describedby", "tip");
-      place(tip, element.getBoundingClientRect());
+      place(tip, element);
     }, DELAY_MS);
   };
   const about = (event) => event.target.closest?.("[data-tip]");
@@ -33,16 +33,19 @@ export function startTips() {
   document.addEventListener("pointerdown", follow);
   document.addEventListener("focusin", follow);
   document.addEventListener("focusout", hide);
-  document.addEventListener("scroll", hide, true);
+  document.addEventListener("scroll", (event) => event.target.contains(owner) && hide(), true);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }
 
-/** Below the element, or above it where there is no room; never outside the window. */
-function place(tip, box) {
+/** Beside the engine's panel, or above or below what is explained: a heading explains its section. */
+function place(tip, element) {
+  const box = (element.closest("h2")?.parentElement ?? element).getBoundingClientRect();
   const [width, height] = [tip.offsetWidth, tip.offsetHeight];
-  const left = Math.max(8, Math.min(box.left, window.innerWidth - width - 8));
-  const below = box.bottom + 8;
-  const top = below + height > window.innerHeight ? box.top - height - 8 : below;
-  tip.style.left = `${left}px`;
-  tip.style.top = `${Math.max(8, top)}px`;
+  const beside = (element.closest("#engine")?.getBoundingClientRect().left ?? 0) - width - 8;
+  let left = Math.min(box.left, window.innerWidth - width - 8);
+  let top = box.top - height - 8;
+  if (beside >= 8) [left, top] = [beside, Math.min(box.top, window.innerHeight - height - 8)];
+  else if (top < 8 || element.closest("#legend")) top = box.bottom + 8; // the legend is below its map
+  tip.style.left = `${Math.max(8, left)}px`;
+  tip.style.top = `${Math.max(8, Math.min(top, window.innerHeight - height - 8))}px`;
 }
