@@ -124,6 +124,38 @@ def test_a_conversation_that_is_deleted_in_the_middle_stays_so(tabs: Tabs) -> No
         assert page.locator("#chats li").count() == 0
 
 
+def test_an_answer_goes_on_while_another_chat_is_open(tabs: Tabs) -> None:
+    llm = FakeLLM(text="word " * 40, is_silent=True)
+    with served(tabs, llm) as server:
+        page = tabs.open(server.url)
+        say(page, "First")
+        wait_until(lambda: llm.num_requests == 1, 20)
+        page.click("#new-chat")
+        assert page.locator(".message").count() == 0
+        say(page, "Second")
+        wait_until(lambda: llm.num_requests == 2, 20)
+        page.click(".chat-name:text-is('First')")
+        assert page.locator("#stop").is_visible()
+        llm.is_silent = False
+        for _ in range(2):
+            wait_for_answer(page)
+            assert answers(page) == [("word " * 40).strip()]
+            page.click(".chat-name:text-is('Second')")
+        assert llm.num_aborted == 0
+
+
+def test_a_deleted_chat_is_aborted_while_another_is_open(tabs: Tabs) -> None:
+    llm = FakeLLM(is_silent=True)
+    with served(tabs, llm) as server:
+        page = tabs.open(server.url)
+        say(page, "First")
+        wait_until(lambda: llm.num_requests == 1, 20)
+        page.click("#new-chat")
+        page.get_by_role("button", name="Delete First").click()
+        wait_until(lambda: llm.num_aborted == 1, 20)
+        assert page.locator("#chats li").count() == 0
+
+
 def test_the_conversation_that_is_shown_can_be_chosen_while_it_is_answered(tabs: Tabs) -> None:
     with served(tabs, FakeLLM(text="word " * 40, pause=0.02)) as server:
         page = tabs.open(server.url)

@@ -15,7 +15,8 @@ export class Chat {
   constructor(onFailure) {
     this.onFailure = onFailure;
     this.chat = store.chats()[0] ?? store.newChat();
-    this.answering = null; // of the answer that comes in: its AbortController
+    this.answers = new Map(); // under way, by the chat's id: the chat and an AbortController
+    this.views = new WeakMap(); // of messages, as last shown
     this.list = find("messages");
     this.input = find("input");
     this.connect();
@@ -43,23 +44,22 @@ export class Chat {
 
   sendInput() {
     const text = this.input.value.trim();
-    if (!text || this.answering) return;
+    if (!text || this.answers.has(this.chat.id)) return;
     this.input.value = "";
     this.fitInput();
     this.ask({ role: "user", content: text });
   }
 
-  stop() {
-    this.answering?.abort();
+  stop(id = this.chat.id) {
+    this.answers.get(id)?.controller.abort();
   }
 
+  /** Show a chat; the answers of others go on. */
   open(chat) {
     document.body.classList.remove("history-open");
     find("menu").setAttribute("aria-expanded", "false");
     this.input.focus();
-    if (this.answering && chat.id === this.chat.id) return; // it is shown, and goes on
-    this.stop();
-    this.chat = chat;
+    this.chat = this.answers.get(chat.id)?.chat ?? chat;
     this.show();
   }
 
@@ -81,11 +81,13 @@ export class Chat {
     const asked = chat.messages.map(asRequestMessage);
     chat.messages.push(message);
     this.keep(chat);
-    const view = this.add(message, chat.messages.length - 1);
+    this.add(message, chat.messages.length - 1);
     const controller = new AbortController();
-    this.setAnswering(controller);
+    this.answers.set(chat.id, { chat, controller });
+    this.showAnswering();
+    const update = () => (this.views.get(message).update(), chat === this.chat && this.scroll());
     try {
-      await this.stream(asked, message, view, controller.signal);
+      await this.stream(asked, message, update, controller.signal);
     } catch (error) {
       if (error.name !== "AbortError") {
         message.error = error.message;
@@ -94,19 +96,19 @@ export class Chat {
     }
     delete message.isBusy;
     if (store.has(chat)) this.keep(chat); // or it was deleted meanwhile
-    view.update();
-    this.scroll();
-    if (this.answering === controller) this.setAnswering(null);
+    if (this.answers.get(chat.id)?.controller === controller) this.answers.delete(chat.id);
+    update();
+    this.showAnswering();
   }
 
-  async stream(messages, message, view, signal) {
+  async stream(messages, message, update, signal) {
     const values = store.settings.get();
     if (values.system) messages.unshift({ role: "system", content: values.system });
     const body = { messages, stream: true, stream_options: { include_usage: true }, ...store.asFields(values) };
     const begin = performance.now();
     let first = 0;
     let isDrawn = true;
-    const draw = () => ((isDrawn = true), view.update(), this.scroll());
+    const draw = () => ((isDrawn = true), update());
     for await (const event of events("v1/chat/completions", { body, signal })) {
       const now = performance.now();
       if (event.choices[0]) addDelta(message, event.choices[0].delta);
@@ -116,11 +118,11 @@ export class Chat {
     }
   }
 
-  setAnswering(controller) {
-    this.answering = controller;
-    find("stop").hidden = controller === null;
-    find("send").hidden = controller !== null;
-    this.list.setAttribute("aria-busy", String(controller !== null));
+  showAnswering() {
+    const isAnswering = this.answers.has(this.chat.id);
+    find("stop").hidden = !isAnswering;
+    find("send").hidden = isAnswering;
+    this.list.setAttribute("aria-busy", String(isAnswering));
   }
 
   keep(chat) {
@@ -135,6 +137,7 @@ export class Chat {
     if (this.chat.messages.length === 0) this.list.append(this.greeting());
     this.chat.messages.forEach((message, index) => this.add(message, index));
     this.showChats();
+    this.showAnswering();
     this.scroll(true);
   }
 
@@ -151,7 +154,7 @@ export class Chat {
       needsResult: (id) => this.chat.messages.every((each) => each.tool_call_id !== id),
     });
     this.list.append(view);
-    return view;
+    this.views.set(message, view);
   }
 
   /** The model goes on once every call has its result. */
@@ -170,6 +173,7 @@ export class Chat {
       if (chat.id === this.chat.id) open.setAttribute("aria-current", "true");
       const remove = iconButton("remove", `Delete ${name}`, () => {
         store.remove(chat.id);
+        this.stop(chat.id);
         if (chat.id === this.chat.id) this.open(store.newChat());
         else this.showChats();
       });
