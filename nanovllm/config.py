@@ -8,7 +8,7 @@ from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import check_kv_cache, check_option
-from nanovllm.validation import check_types
+from nanovllm.validation import check_types, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
@@ -16,6 +16,7 @@ _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "da
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
+@suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Every option of `LLM(...)`; the first nine are nano-vLLM's."""

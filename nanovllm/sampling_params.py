@@ -9,13 +9,14 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.structured_outputs import as_structured
-from nanovllm.validation import as_python, check_types, is_bool
+from nanovllm.validation import as_python, check_types, is_bool, suggest_fields
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
+@suggest_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling applies temperature, then top_k, top_p on what is left, then min_p.
