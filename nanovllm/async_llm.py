@@ -195,7 +195,7 @@ class AsyncLLM:
         """Send a request to the replica that has its prefix, or the least to do."""
         requests = [sample.request for sample in live.samples]
         first = requests[0]
-        lengths = [min(each.params.max_tokens, GUESSED_TOKENS) for each in requests]
+        lengths = [min(each.params.max_new_tokens, GUESSED_TOKENS) for each in requests]
         is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
         ids = first.token_ids if is_of_use else ()
         with self._lock:
