@@ -25,7 +25,7 @@ ORDER = """
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
-    < serving.engine_thread, serving.core_process
+    < serving.speeds < serving.engine_thread, serving.core_process
     < serving.growing_job, scoring, conversations, progress, client
     < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
 """

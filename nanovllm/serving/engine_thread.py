@@ -23,6 +23,7 @@ from nanovllm.engine.front import Live
 from nanovllm.engine.llm_engine import CLOSED, LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.serving.speeds import Speeds
 
 MAX_AHEAD = 2  # steps that a stream is ahead of its reader before it asks for no more of them
 LOOK_SECONDS = 0.1  # between a waiting caller's looks around
@@ -72,7 +73,7 @@ class Job(Promise[None]):
         self.places = {live.seq_id: i for i, live in requests.items()}  # unfinished ones
         self.outputs: dict[int, RequestOutput] = {}  # by place
         self.steps: SimpleQueue[StepOutput | None] = SimpleQueue()  # for a stream; None: the end
-        self.num_prefill_tokens = self.num_decode_tokens = 0
+        self.speeds = Speeds()
 
     @property
     def wants_step(self) -> bool:
@@ -274,8 +275,7 @@ class EngineThread:
                 finished[owner].append(output)
                 owner.outputs[owner.places.pop(output.seq_id)] = output
         for job in list(self._jobs):
-            job.num_prefill_tokens += step.num_prefill_tokens
-            job.num_decode_tokens += step.num_decode_tokens
+            job.speeds.add_step(step)
             if job.is_streaming:
                 job.steps.put(replace(step, finished=finished[job], pieces=pieces[job]))
             self._end_if_over(job)
