@@ -21,7 +21,7 @@ from nanovllm.cli.options import (
     read_text,
     seconds,
 )
-from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import DTYPE_NAMES, DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ examples:
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
   nanovllm serve Qwen/Qwen3-8B --data-parallel-size 4
   nanovllm serve --config server.yaml"""
-
-DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 def add_parser(commands: Commands) -> None:
