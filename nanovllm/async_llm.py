@@ -19,14 +19,13 @@ from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.engine_options import EngineOptions, engine_config
-from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.errors import ConfigError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
-from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreStats, Finish, total
-from nanovllm.serving.replica import Replica
+from nanovllm.serving.replica import Core, Replica
 from nanovllm.serving.routing import PrefixRouter
 from nanovllm.serving.state_records import EngineNews
 
@@ -53,6 +52,9 @@ class AsyncLLM:
     A request goes where its prefix is cached, or to the least loaded, and stays there; when one
     process dies or hangs, only its own callers get an error.
 
+    With `in_process` the engine core is a thread of this process instead, so that `breakpoint()`
+    works in it: nothing watches it, and it may pause for as long as you like.
+
     Other options are those of `LLM`.
     """
 
@@ -61,11 +63,15 @@ class AsyncLLM:
         model: str | Path,
         *,
         restart_core: bool = False,
+        in_process: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
+        self._in_process = in_process
         given = engine_config(model, options)
+        if in_process and given.data_parallel_size > 1:
+            raise ConfigError("in_process runs one engine; leave out data_parallel_size")
         self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
         self.replicas = [self._start(0, given)]
         try:
@@ -227,7 +233,12 @@ class AsyncLLM:
         return None if None in errors else errors[0]
 
     def _start(self, number: int, config: EngineConfig) -> Replica:
-        return Replica(number, config, self._lock, self._collect, self._lost, self._back)
+        calls = self._collect, self._lost, self._back
+        if not self._in_process:
+            return Replica(number, config, self._lock, *calls)
+        from nanovllm.serving.core_thread import CoreThread  # and torch with it
+
+        return Replica(number, config, self._lock, *calls, CoreThread)
 
     async def _prepare(
         self,
@@ -281,7 +292,7 @@ class AsyncLLM:
         if stream is not None and unfinished:
             self._core_of(stream).finish(Finish(unfinished, "abort", is_wanted=False))
 
-    def _core_of(self, stream: Stream) -> CoreClient:
+    def _core_of(self, stream: Stream) -> Core:
         return self.replicas[stream.replica].core
 
     def _collect(self, replica: Replica, step: CoreStep) -> None:

@@ -26,7 +26,7 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
     < serving.speeds < serving.engine_thread, serving.core_process
-    < serving.growing_job, scoring, conversations, progress, client,
+    < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
     engine_options
     < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
 """
