@@ -6,27 +6,32 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.conversations import prompts_of, template_options
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.step import Pooling
-from nanovllm.errors import NanovllmError
+from nanovllm.engine_options import EngineOptions, engine_config
+from nanovllm.errors import ConfigError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
-from nanovllm.prompts import as_prompt
+from nanovllm.prompts import Messages, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
-from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreStats, Finish, total
-from nanovllm.serving.replica import Replica
+from nanovllm.serving.replica import Core, Replica
 from nanovllm.serving.routing import PrefixRouter
 from nanovllm.serving.state_records import EngineNews
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Unpack
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
 
@@ -47,13 +52,26 @@ class AsyncLLM:
     A request goes where its prefix is cached, or to the least loaded, and stays there; when one
     process dies or hangs, only its own callers get an error.
 
-    Other options are the fields of `nanovllm.config.EngineConfig`; more raise TypeError.
+    With `in_process` the engine core is a thread of this process instead, so that `breakpoint()`
+    works in it: nothing watches it, and it may pause for as long as you like.
+
+    Other options are those of `LLM`.
     """
 
-    def __init__(self, model: str | Path, *, restart_core: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        restart_core: bool = False,
+        in_process: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
-        given = EngineConfig(str(model), **options)
+        self._in_process = in_process
+        given = engine_config(model, options)
+        if in_process and given.data_parallel_size > 1:
+            raise ConfigError("in_process runs one engine; leave out data_parallel_size")
         self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
         self.replicas = [self._start(0, given)]
         try:
@@ -79,17 +97,19 @@ class AsyncLLM:
         self,
         prompt: Any,
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         cache_salt: str | None = None,
         is_streaming: bool = True,
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield text as it comes; the last piece of a prompt has its `output`.
 
-        Leaving the iterator early, or cancelling the task, aborts the request. Without
-        `is_streaming` there is one piece, the last, and no work for others.
+        Leaving the iterator early, or cancelling the task, aborts the request; so does `abort`
+        with its `request_id`. Without `is_streaming` there is one piece, the last, and no work for
+        others.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        live = await self._prepare(prompt, params, cache_salt, is_streaming)
+        live = await self._prepare(prompt, params, cache_salt, is_streaming, request_id=request_id)
         stream = Stream(asyncio.get_running_loop())
         self._begin(live, stream)
         is_over = False
@@ -101,6 +121,44 @@ class AsyncLLM:
         finally:
             if not is_over:
                 self._drop(live.seq_id)
+
+    async def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = True,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[StreamPiece, None]:
+        """Answer one conversation as `generate` does, formatted by the model's chat template."""
+        options = template_options(
+            chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        prompts = await asyncio.to_thread(prompts_of, self.front, messages, **options)
+        if len(prompts) > 1:
+            raise RequestError(f"chat answers one conversation, got {len(prompts)}")
+        answer = self.generate(
+            prompts[0],
+            sampling_params,
+            request_id,
+            cache_salt=cache_salt,
+            is_streaming=is_streaming,
+        )
+        async with contextlib.aclosing(answer) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer; with `skip_tokenizer_init` there is none, which raises."""
+        return self.front.get_tokenizer()
 
     async def embed(
         self, prompt: Any, *, pooling: Pooling = "last", normalize: bool = True
@@ -130,13 +188,17 @@ class AsyncLLM:
             async for each in news:
                 yield each
 
-    def abort(self, seq_id: int) -> None:
-        """End a request now: its stream ends with what it had, for the reason "abort"."""
+    def abort(self, seq_id: int | str) -> None:
+        """End a request now, by its seq_id or request_id.
+
+        Its stream ends with what it had, for the reason "abort".
+        """
         with self._lock:
-            unfinished = self.front.unfinished(seq_id)
-            stream = self._streams.get(seq_id)
-        if stream is not None and unfinished:
-            self._core_of(stream).finish(Finish(unfinished, "abort"))
+            ids = [i for i in self.front.seq_ids_of(seq_id) if i in self._streams]
+            found = [(self._streams[i], self.front.unfinished(i)) for i in ids]
+        for stream, unfinished in found:
+            if unfinished:
+                self._core_of(stream).finish(Finish(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
         """End the processes of all cores; whoever waits gets an error. Once is enough."""
@@ -171,7 +233,12 @@ class AsyncLLM:
         return None if None in errors else errors[0]
 
     def _start(self, number: int, config: EngineConfig) -> Replica:
-        return Replica(number, config, self._lock, self._collect, self._lost, self._back)
+        calls = self._collect, self._lost, self._back
+        if not self._in_process:
+            return Replica(number, config, self._lock, *calls)
+        from nanovllm.serving.core_thread import CoreThread  # and torch with it
+
+        return Replica(number, config, self._lock, *calls, CoreThread)
 
     async def _prepare(
         self,
@@ -180,13 +247,13 @@ class AsyncLLM:
         cache_salt: str | None,
         is_streaming: bool,
         pooling: Pooling | None = None,
+        request_id: str | None = None,
     ) -> Live:
         """Check and tokenise a prompt, in another thread if that may take a while."""
         self._raise_if_failed()
         one = as_prompt(prompt, cache_salt)
-        prepare = partial(
-            self.front.prepare, one.content, params, one.cache_salt, is_streaming, pooling
-        )
+        given = one.content, params, one.cache_salt, is_streaming, pooling, request_id
+        prepare = partial(self.front.prepare, *given)
         live = prepare() if _is_quick(one.content, params) else await asyncio.to_thread(prepare)
         check_length(live.samples[0].request, self.max_len)
         return live
@@ -195,7 +262,7 @@ class AsyncLLM:
         """Send a request to the replica that has its prefix, or the least to do."""
         requests = [sample.request for sample in live.samples]
         first = requests[0]
-        lengths = [min(each.params.max_tokens, GUESSED_TOKENS) for each in requests]
+        lengths = [min(each.params.max_new_tokens, GUESSED_TOKENS) for each in requests]
         is_of_use = self.config.enable_prefix_caching and len(self.replicas) > 1
         ids = first.token_ids if is_of_use else ()
         with self._lock:
@@ -225,7 +292,7 @@ class AsyncLLM:
         if stream is not None and unfinished:
             self._core_of(stream).finish(Finish(unfinished, "abort", is_wanted=False))
 
-    def _core_of(self, stream: Stream) -> CoreClient:
+    def _core_of(self, stream: Stream) -> Core:
         return self.replicas[stream.replica].core
 
     def _collect(self, replica: Replica, step: CoreStep) -> None:
@@ -240,7 +307,9 @@ class AsyncLLM:
             output = self.front.collect(step, finish_later)
             streamed = {piece.seq_id for piece in output.pieces}
             whole = [
-                StreamPiece(each.seq_id, each.text, each.token_ids, each)
+                StreamPiece(
+                    each.seq_id, each.text, each.token_ids, each, request_id=each.request_id
+                )
                 for each in output.finished
                 if each.seq_id not in streamed
             ]

@@ -8,14 +8,16 @@ from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import check_kv_cache, check_option
-from nanovllm.validation import check_types
+from nanovllm.validation import check_types, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
+@suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Every option of `LLM(...)`; the first nine are nano-vLLM's."""
@@ -45,7 +47,10 @@ class EngineConfig:
     quantization: str | None = None  # None: as the checkpoint is; "fp8" rounds one that is not
 
     def __post_init__(self) -> None:
+        if type(self.dtype).__name__ == "dtype":  # torch.bfloat16
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_types(self)
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         for name in _COUNTS:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.front import Front, check_text
 from nanovllm.errors import RequestError
 from nanovllm.prompts import Messages, as_conversations, at_index
+
+
+def template_options(kwargs: Mapping[str, Any] | None, **given: Any) -> dict[str, Any]:
+    """Options of a chat template; what a call gives by name overrides its chat_template_kwargs."""
+    return {**(kwargs or {}), **{name: each for name, each in given.items() if each is not None}}
 
 
 def prompts_of(front: Front, messages: Messages, **template_options: Any) -> list[list[int]]:

@@ -6,15 +6,15 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.config import EngineConfig
-from nanovllm.conversations import prompts_of
+from nanovllm.conversations import prompts_of, template_options
 from nanovllm.engine.front import Live
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
+from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.progress import Progress
@@ -32,6 +32,10 @@ from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_o
 from nanovllm.serving.engine_thread import EngineThread, Job
 from nanovllm.serving.growing_job import answers_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Unpack
+
 
 class LLM:
     """A language model, ready to generate.
@@ -42,12 +46,13 @@ class LLM:
     Several threads may use it at once: their requests run as one batch, and each caller gets its
     own answers.
 
-    Keyword arguments are the fields of `nanovllm.config.EngineConfig`; others raise TypeError.
+    Keyword arguments are the fields of `nanovllm.config.EngineConfig`. Options of vLLM that have
+    no effect here are accepted with a warning; others raise TypeError.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         with torch.device("cpu"):  # a default that the caller set for other work is not for ours
-            self.engine = LLMEngine(EngineConfig(str(model), **options))
+            self.engine = LLMEngine(engine_config(model, options))
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.close)  # when it is dropped, or the interpreter exits
         self._thread.start()
@@ -105,11 +110,46 @@ class LLM:
         use_tqdm: bool = True,
         *,
         cache_salt: str | None = None,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, formatted by the model's chat template."""
-        prompts = self.apply_chat_template(messages, **(chat_template_kwargs or {}))
+        """Answer one conversation or a list of them, formatted by the model's chat template.
+
+        `tools` are schemas, or functions with docstrings. `continue_final_message` has the model
+        go on from where the last message ends; otherwise a new message begins, unless
+        `add_generation_prompt` is False.
+        """
+        options = template_options(
+            chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        prompts = self.apply_chat_template(messages, **options)
         return self.generate(prompts, sampling_params, use_tqdm, cache_salt=cache_salt)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: Params = None,
+        *,
+        cache_salt: str | None = None,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Generator[StreamPiece, None, None]:
+        """Like `chat`, but yield text as it comes, as `stream` does."""
+        options = template_options(
+            chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        prompts = self.apply_chat_template(messages, **options)
+        return self.stream(prompts, sampling_params, cache_salt=cache_salt)
 
     def embed(
         self,
@@ -147,9 +187,13 @@ class LLM:
         outputs = self.generate(wholes, SCORED, use_tqdm=False, cache_salt=first.cache_salt)
         return [score_of(output, one.start) for output, one in zip(outputs, continued, strict=True)]
 
-    def apply_chat_template(self, messages: Messages, **template_options: Any) -> list[list[int]]:
+    def apply_chat_template(self, messages: Messages, **options: Any) -> list[list[int]]:
         """Return one prompt of token ids per conversation."""
-        return prompts_of(self.engine.front, messages, **template_options)
+        return prompts_of(self.engine.front, messages, **options)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the model's tokenizer; with `skip_tokenizer_init` there is none, which raises."""
+        return self.engine.front.get_tokenizer()
 
     def add_request(
         self,
@@ -157,17 +201,28 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        request_id: str | None = None,
     ) -> int:
         """Queue one prompt for `step`; returns its seq_id."""
         self._thread.check_process()
         params = SamplingParams() if sampling_params is None else sampling_params
         one = as_prompt(prompt, cache_salt)
-        live = self.engine.prepare(one.content, params, cache_salt=one.cache_salt)
+        live = self.engine.prepare(
+            one.content,
+            params,
+            cache_salt=one.cache_salt,
+            is_streaming=True,
+            request_id=request_id,
+        )
         self._thread.add(live)
         return live.seq_id
 
     def step(self) -> StepOutput:
-        """Run one engine step: what `add_request` prompts finished, and the tokens it ran."""
+        """Run one engine step, and return what is new of the prompts of `add_request`.
+
+        `pieces` has the new tokens and text of every request that runs, `finished` the outputs of
+        those that ended.
+        """
         self._check_usable()
         return self._thread.step()
 
@@ -175,8 +230,11 @@ class LLM:
         self._check_usable()
         return self._thread.call(self._thread.is_finished)
 
-    def abort(self, seq_id: int) -> RequestOutput | None:
-        """End a request now; returns what it had, or None when it is not running."""
+    def abort(self, seq_id: int | str) -> RequestOutput | None:
+        """End a request now, by its seq_id or its request_id.
+
+        Returns what it had, or None when it is not running.
+        """
         self._check_usable()
         return self._thread.call(lambda: self._thread.abort(seq_id))
 

@@ -53,6 +53,12 @@ class RequestOutput(Mapping[str, Any]):
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)  # all samples
     pooled: list[float] | None = None  # what `LLM.embed` makes an embedding of
     queue_time: float = 0.0  # seconds from arrival to the first step; 0.0 when there was none
+    request_id: str = ""  # the caller's own, or the seq_id as a text
+
+    @property
+    def finished(self) -> bool:
+        """Always True, as vLLM's last output of a request: pieces hold what comes before."""
+        return True
 
     def __getitem__(self, field: str) -> Any:
         names = tuple(self)
@@ -96,11 +102,16 @@ class StreamPiece:
     logprobs: Sequence[dict[int, Logprob]] | None = None  # of token_ids, if asked for
     sample: int = 0  # of several
     index: int = 0  # of the prompt among those given to `LLM.stream`
+    request_id: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.output is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one engine step finished, what it has for streams, and how many tokens it ran."""
+    """What one engine step finished, what is new of each request, and how many tokens it ran."""
 
     finished: list[RequestOutput]
     pieces: list[StreamPiece]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from tqdm import tqdm
 
@@ -21,13 +20,12 @@ class Progress:
         self._bar: tqdm | None = None
         if is_shown and sys.stderr is not None:
             self._bar = tqdm(total=len(job.requests), desc="Prompts", dynamic_ncols=True)
-        self._start = time.perf_counter()
 
     def update(self) -> None:
         if self._bar is None:
             return
-        job, seconds = self._job, time.perf_counter() - self._start
-        prefill, decode = job.num_prefill_tokens / seconds, job.num_decode_tokens / seconds
+        job = self._job
+        prefill, decode = job.speeds.prefill.speed, job.speeds.decode.speed
         self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", False)
         self._bar.update(len(job.outputs) - self._bar.n)
 

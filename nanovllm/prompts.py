@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
@@ -127,7 +128,26 @@ def _as_message(message: Any, where: str) -> Message:
     content = message.get("content")
     if content is None and any(message.get(key) for key in _CALL_KEYS):
         content = ""
-    return {**message, "content": text_of(content, where)}
+    written = {**message, "content": text_of(content, where)}
+    if isinstance(message.get("tool_calls"), (list, tuple)):
+        written["tool_calls"] = [_as_call(call, where) for call in message["tool_calls"]]
+    return written
+
+
+def _as_call(call: Any, where: str) -> Any:
+    """Parse a tool call's arguments, which OpenAI's API has as a text: templates write the JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where}a tool call's arguments are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"{where}a tool call's arguments must be a JSON object, got {arguments!r:.80}"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def text_of(content: Any, where: str = "") -> str:

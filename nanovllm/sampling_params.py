@@ -9,13 +9,15 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.structured_outputs import as_structured
-from nanovllm.validation import as_python, check_types, is_bool
+from nanovllm.validation import as_python, check_types, is_bool, suggest_fields
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
+NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
+@suggest_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling applies temperature, then top_k, top_p on what is left, then min_p.
@@ -26,7 +28,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0  # 0 is greedy
-    max_tokens: int = 64
+    max_tokens: int | None = 64  # None: until the context is full
     ignore_eos: bool = False
     top_k: int = 0  # 0 or -1: no limit
     top_p: float = 1.0
@@ -66,14 +68,19 @@ class SamplingParams:
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
 
+    @property
+    def max_new_tokens(self) -> int:
+        """`max_tokens` as a number; without a limit, more than any context holds."""
+        return NO_LIMIT if self.max_tokens is None else self.max_tokens
+
     def _check_ranges(self) -> None:
         self._require("temperature", 0 <= self.temperature <= 100, "in [0, 100]")
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; for greedy use temperature=0")
         self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for no limit")
-        fits = self.max_tokens >= (1 if self.prompt_logprobs is None else 0)
+        fits = self.max_new_tokens >= (1 if self.prompt_logprobs is None else 0)
         self._require("max_tokens", fits, "at least 1, or 0 with prompt_logprobs")
-        fits = 0 <= self.min_tokens <= self.max_tokens
+        fits = 0 <= self.min_tokens <= self.max_new_tokens
         self._require("min_tokens", fits, f"in [0, max_tokens={self.max_tokens}]")
         is_64_bit = self.seed is None or -(2**63) <= self.seed < 2**64
         self._require("seed", is_64_bit, "an integer of at most 64 bits")
@@ -97,7 +104,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             is_valid = getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS
             self._require(name, is_valid, f"in [0, {MAX_LOGPROBS}]")
-        most = MAX_SAMPLES if self.max_tokens else 1
+        most = MAX_SAMPLES if self.max_tokens != 0 else 1
         self._require("n", 1 <= self.n <= most, f"in [1, {MAX_SAMPLES}], and 1 with max_tokens=0")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")

@@ -1,11 +1,16 @@
-"""Check the fields of an options record against their annotations."""
+"""Check the fields of an options record: their names, and their values against annotations."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from nanovllm.errors import ConfigError
+
+T = TypeVar("T")
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -35,6 +40,34 @@ def check_types(record: Any) -> None:
         is_simple = isinstance(value, expected) and is_bool(value) == (bool in expected)
         if expected and not is_simple:
             raise ConfigError(f"{field.name} must be of type {field.type}, got {value!r}")
+
+
+def suggest_fields(record: type[T]) -> type[T]:
+    """Have a dataclass say which of its fields an unknown keyword was probably meant to be."""
+    made: Any = record
+    init, known = made.__init__, frozenset(made.__dataclass_fields__)
+
+    @functools.wraps(init)
+    def checked(self: T, *values: Any, **named: Any) -> None:
+        unknown = next((name for name in named if name not in known), None)
+        if unknown is not None:
+            raise TypeError(
+                f"{made.__name__} got an unexpected keyword argument {unknown!r}"
+                + suggestion(unknown, known)
+            )
+        init(self, *values, **named)
+
+    made.__init__ = checked
+    return record
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to add to an error about an unknown name: the known one that it resembles, if any."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if name.startswith("guided_") and "structured_outputs" in names:
+        close = ["structured_outputs"]
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def as_python(value: Any) -> Any:

@@ -14,7 +14,7 @@ from nanovllm.errors import ConfigError
 NAN = float("nan")
 BAD: dict[str, list[Any]] = {
     "temperature": [-0.1, 101, NAN, float("inf"), 10**400, "x", None, True],
-    "max_tokens": [0, -1, 1.5, "8", None, True],
+    "max_tokens": [0, -1, 1.5, "8", True],
     "ignore_eos": ["no", 1, None],
     "top_k": [-2, 1.5, "8", None, True],
     "top_p": [0, -0.1, 1.1, NAN, "x", None, True],

@@ -122,7 +122,7 @@ class Questions:
         texts = [prompt.text for prompt in self._prompts]
         is_bare = len(texts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
         empty = []
-        with LiveView(texts, self._params.max_tokens, has_headings=not is_bare) as view:
+        with LiveView(texts, self._params.max_new_tokens, has_headings=not is_bare) as view:
             for piece in self._answer(on_step=view.on_step, on_skip=view.skip):
                 view.show(piece)
                 output = piece.output

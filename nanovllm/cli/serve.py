@@ -21,7 +21,7 @@ from nanovllm.cli.options import (
     read_text,
     seconds,
 )
-from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import DTYPE_NAMES, DTYPES, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ examples:
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
   nanovllm serve Qwen/Qwen3-8B --data-parallel-size 4
   nanovllm serve --config server.yaml"""
-
-DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 
 def add_parser(commands: Commands) -> None:
@@ -69,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     check_certificate(args.ssl_keyfile, args.ssl_certfile)
     options = server_options(args, config.model, {})
     with listen(args.host, args.port) as listener:
-        llm = AsyncLLM(**asdict(config), restart_core=args.restart_engine)
+        how = {"restart_core": args.restart_engine, "in_process": args.in_process}
+        llm = AsyncLLM(**asdict(config), **how)
         try:
             if args.generation_config == "auto":  # which only the model tells
                 defaults = sampling_in(llm.generation_config)
@@ -246,6 +245,9 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
     add("--restart-engine", action="store_true",
         help="start the engine anew when its process dies or hangs")  # fmt: skip
+    add("--in-process", action="store_true",
+        help="run the engine in the server's own process, where breakpoint() works; nothing "
+        "watches it (default: in a process of its own)")  # fmt: skip
     add("--metrics-prefix", default="vllm:", metavar="TEXT",
         help="of the names of metrics (default: %(default)s)")  # fmt: skip
 

@@ -116,7 +116,9 @@ class EngineCore:
         streaming = [
             seq
             for seq in updated
-            if seq.is_streaming and seq.finish_reason != "error" and seq.request.params.max_tokens
+            if seq.is_streaming
+            and seq.finish_reason != "error"
+            and seq.request.params.max_tokens != 0
         ]
         return CoreStep(
             [seq.seq_id for seq in streaming],

@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -24,6 +24,9 @@ from nanovllm.errors import RequestError
 from nanovllm.grammar.matching import Grammars, Vocabulary
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -60,6 +63,7 @@ class Live:
     is_streaming: bool
     samples: list[Sample]
     num_unfinished: int
+    request_id: str
 
     @property
     def seq_id(self) -> int:
@@ -96,11 +100,13 @@ class Front:
         cache_salt: str | None,
         is_streaming: bool,
         pooling: Pooling | None = None,
+        request_id: str | None = None,
     ) -> Live:
         """Check and tokenise a prompt."""
         self._check_params(params)
-        if cache_salt is not None:
-            check_text("cache_salt", cache_salt)
+        for name, text in (("cache_salt", cache_salt), ("request_id", request_id)):
+            if text is not None:
+                check_text(name, text)
         token_ids = self.token_ids_of(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
@@ -132,7 +138,8 @@ class Front:
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params)
             samples.append(Sample(index, request, detokenizer))
         text = prompt if isinstance(prompt, str) else None
-        return Live(text, is_streaming, samples, len(samples))
+        request_id = str(first.seq_id) if request_id is None else request_id
+        return Live(text, is_streaming, samples, len(samples), request_id)
 
     def submit(self, live: Live) -> None:
         """Expect news of a prompt's samples."""
@@ -145,6 +152,12 @@ class Front:
         live = self.live.pop(seq_id, None)
         for sample in () if live is None else live.samples:
             self._samples.pop(sample.request.seq_id, None)
+
+    def seq_ids_of(self, request_id: int | str) -> list[int]:
+        """The requests under way with this seq_id, or with this request_id of their callers."""
+        if not isinstance(request_id, str):
+            return [request_id]
+        return [i for i, live in self.live.items() if live.request_id == request_id]
 
     def unfinished(self, seq_id: int) -> list[int]:
         """The samples of a prompt that are still on their way."""
@@ -233,6 +246,7 @@ class Front:
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
             pooled=None if own.pooled is None else own.pooled.tolist(),
+            request_id=live.request_id,
         )
 
     def _completion(self, sample: Sample) -> CompletionOutput:
@@ -265,7 +279,20 @@ class Front:
         if token_ids and num_best is not None:
             entries = sample.logprobs[-len(token_ids) :]
             logprobs = AnswerLogprobs(entries, num_best, self._texts)
-        return StreamPiece(live.seq_id, text, token_ids, output, logprobs, sample.index)
+        return StreamPiece(
+            live.seq_id,
+            text,
+            token_ids,
+            output,
+            logprobs,
+            sample.index,
+            request_id=live.request_id,
+        )
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer with skip_tokenizer_init=True")
+        return self.tokenizer
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Tokenise text. Safe in any thread."""

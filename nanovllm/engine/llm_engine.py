@@ -74,10 +74,11 @@ class LLMEngine:
         cache_salt: str | None = None,
         is_streaming: bool = False,
         pooling: Pooling | None = None,
+        request_id: str | None = None,
     ) -> Live:
         """Check and tokenise a prompt; `submit` queues what this returns. Safe in any thread."""
         self.raise_if_closed()
-        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling)
+        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling, request_id)
         self.core.check(live.samples[0].request)
         return live
 

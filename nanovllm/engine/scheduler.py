@@ -313,7 +313,7 @@ class Scheduler:
             return
         seq.token_ids.append(token_id)
         num_tokens = len(seq.token_ids)
-        if num_tokens == seq.num_prompt_tokens + 1 and seq.request.params.max_tokens:
+        if num_tokens == seq.num_prompt_tokens + 1 and seq.request.params.max_tokens != 0:
             seq.first_token_time = time.perf_counter()
         if seq.num_computed >= seq.next_full_len:
             self.blocks.register(seq)

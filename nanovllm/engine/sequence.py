@@ -63,7 +63,7 @@ class Sequence:
         self.stop_token_ids, self.priority = request.stop_token_ids, request.params.priority
         self.token_ids = array("i", request.token_ids)
         self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
-        num_new = request.params.max_tokens if request.pooling is None else 1
+        num_new = request.params.max_new_tokens if request.pooling is None else 1
         self.max_len = self.num_prompt_tokens + max(num_new, 1)
         self.num_logits = 1 if request.pooling is None else 0
         # The cache has neither logits nor hidden states of the tokens that it spares.
@@ -79,4 +79,4 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """Without the one that is sampled, for want of a shorter way, where none is asked for."""
         ids = self.token_ids[self.num_prompt_tokens :].tolist()
-        return ids if self.request.params.max_tokens else []
+        return ids if self.request.params.max_tokens != 0 else []

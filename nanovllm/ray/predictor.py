@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from nanovllm.config import EngineConfig
+from nanovllm.engine_options import engine_config
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.jobs.answers import RowError
 from nanovllm.jobs.engine import RowEngine, RowOptions
@@ -74,7 +74,7 @@ class Predictor:
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
         )
-        self._engine = RowEngine(RowOptions(EngineConfig(str(model), **options), server))
+        self._engine = RowEngine(RowOptions(engine_config(model, options), server))
 
     def __call__(self, batch: Any) -> pa.Table:
         """Take a batch in any of Ray Data's formats."""

@@ -24,7 +24,7 @@ class Call:
     @property
     def num_tokens(self) -> int:
         """Those of the prompt, and what its answers may have."""
-        return len(self.token_ids) + self.params.n * min(self.params.max_tokens, GUESSED_TOKENS)
+        return len(self.token_ids) + self.params.n * min(self.params.max_new_tokens, GUESSED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,18 +69,4 @@ def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any
         written["reasoning"] = written["reasoning_content"] = reasoning
     for call in written.get("tool_calls", ()):
         call["function"].pop("parsed_arguments", None)
-        call["function"]["arguments"] = _as_object(call["function"]["arguments"])
     return written
-
-
-def _as_object(arguments: str | dict[str, Any]) -> Any:
-    """Templates write the arguments of calls as JSON themselves."""
-    if isinstance(arguments, dict):
-        return arguments
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"a tool call's arguments are not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise RequestError(f"a tool call's arguments must be a JSON object, got {arguments!r:.80}")
-    return value

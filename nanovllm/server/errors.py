@@ -147,9 +147,10 @@ def invalid(problems: Any) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(f"the body is not valid JSON: {first['ctx']['error']}")
     param = _place(first)
-    if first["type"] == "extra_forbidden":
-        param = ".".join(map(str, first["loc"][1:]))
-        return ApiError(f"{param} is not supported", param=param)
+    if first["type"] == "unknown_field":
+        name, hint = first["ctx"]["name"], first["ctx"]["hint"]
+        param = f"{param}.{name}" if param else name
+        return ApiError(f"{param} is not supported{hint}", param=param)
     if not param and first["type"] != "value_error":
         return ApiError('the body must be a JSON object, sent as "application/json"')
     # A field that may be of several types has a problem with each of them.

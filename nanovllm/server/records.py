@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import invalid
+from nanovllm.validation import suggestion
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -32,6 +34,11 @@ class ApiRecord(BaseModel):
         for name in cls.NOT_BUILT:
             if fields.get(name) is not None:
                 raise ValueError(f"{name} is not supported by this server")
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in fields:
+            if name not in known and name not in cls.NOT_BUILT:
+                context = {"name": name, "hint": suggestion(name, known)}
+                raise PydanticCustomError("unknown_field", "{name} is not supported{hint}", context)
         return {name: value for name, value in fields.items() if name not in cls.NOT_BUILT}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
+from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.llm_engine import find_model, start_core
@@ -53,17 +54,26 @@ def serve(channel: Channel) -> None:
         channel.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
 
     take_share(start.config, start.replica)
-    found = find_model(start.config)
-    send(found)  # the parent loads the tokenizer while the model is loaded here
+    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
+    run_core(start.config, inbox, send)
+
+
+def run_core(
+    config: EngineConfig, inbox: SimpleQueue[Command | None], send: Callable[[object], None]
+) -> None:
+    """Start a core and follow commands until there is a None among them."""
+    found = find_model(config)
+    send(found)  # the front loads the tokenizer while the model is loaded here
     started = start_core(found, make_grammars(found))
     clock = StepClock(started.info)
     core = started.core
     core.executor = WatchedExecutor(core.executor, clock, send)
-    send(CoreReady(started.info, core.max_len))
-    inbox: SimpleQueue[Command | None] = SimpleQueue()
-    threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
-    CoreLoop(core, clock, inbox, send).run()
-    core.executor.close()
+    try:
+        send(CoreReady(started.info, core.max_len))
+        CoreLoop(core, clock, inbox, send).run()
+    finally:
+        core.executor.close()
 
 
 def _receive_all(channel: Channel, inbox: SimpleQueue[Command | None]) -> None:

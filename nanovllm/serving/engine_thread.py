@@ -23,6 +23,7 @@ from nanovllm.engine.front import Live
 from nanovllm.engine.llm_engine import CLOSED, LLMEngine
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.serving.speeds import Speeds
 
 MAX_AHEAD = 2  # steps that a stream is ahead of its reader before it asks for no more of them
 LOOK_SECONDS = 0.1  # between a waiting caller's looks around
@@ -72,7 +73,7 @@ class Job(Promise[None]):
         self.places = {live.seq_id: i for i, live in requests.items()}  # unfinished ones
         self.outputs: dict[int, RequestOutput] = {}  # by place
         self.steps: SimpleQueue[StepOutput | None] = SimpleQueue()  # for a stream; None: the end
-        self.num_prefill_tokens = self.num_decode_tokens = 0
+        self.speeds = Speeds()
 
     @property
     def wants_step(self) -> bool:
@@ -96,7 +97,7 @@ class EngineThread:
         self._jobs: dict[Job, None] = {}
         self._owners: dict[int, Job] = {}  # by seq_id; others' outputs go to whoever steps
         self._tickets: deque[Ticket] = deque()
-        self._unclaimed: list[RequestOutput] = []
+        self._unclaimed: list[StreamPiece] = []  # of requests that no job owns
         self._is_stopped = False
         self._process = os.getpid()
         self._commands: SimpleQueue[tuple[Callable[[Any], None], Any]] = SimpleQueue()
@@ -137,7 +138,7 @@ class EngineThread:
         self._commands.put((self._extend, (job, requests, is_open)))
 
     def add(self, live: Live) -> None:
-        """Queue a request whose output `step` will return."""
+        """Queue a streaming request whose pieces `step` will return."""
         post, add, drop = self._commands.put, (self._add, live), (self._drop, live)
         try:
             post(add)
@@ -171,11 +172,14 @@ class EngineThread:
     def is_finished(self) -> bool:
         return self.engine.is_finished() and not self._unclaimed
 
-    def abort(self, seq_id: int) -> RequestOutput | None:
-        self._unclaimed = [output for output in self._unclaimed if output.seq_id != seq_id]
-        output = self.engine.abort(seq_id)
-        self._deliver_aborted([] if output is None else [output])
-        return output
+    def abort(self, request_id: int | str) -> RequestOutput | None:
+        self._unclaimed = [
+            piece for piece in self._unclaimed if request_id not in (piece.seq_id, piece.request_id)
+        ]
+        ended = [self.engine.abort(seq_id) for seq_id in self.engine.front.seq_ids_of(request_id)]
+        outputs = [output for output in ended if output is not None]
+        self._deliver_aborted(outputs)
+        return outputs[0] if outputs else None
 
     def abort_all(self) -> list[RequestOutput]:
         self._unclaimed = []
@@ -256,26 +260,27 @@ class EngineThread:
         step = self.engine.step()
         self._deliver(step)
         if self._tickets:
-            finished, self._unclaimed = self._unclaimed, []
-            self._tickets.popleft().set(replace(step, finished=finished, pieces=[]))
+            pieces, self._unclaimed = self._unclaimed, []
+            finished = [piece.output for piece in pieces if piece.output is not None]
+            self._tickets.popleft().set(replace(step, finished=finished, pieces=pieces))
 
     def _deliver(self, step: StepOutput) -> None:
         """Hand each result to the job that waits for it."""
         pieces: dict[Job, list[StreamPiece]] = {job: [] for job in self._jobs}
         finished: dict[Job, list[RequestOutput]] = {job: [] for job in self._jobs}
         for piece in step.pieces:
-            job = self._owners[piece.seq_id]
-            pieces[job].append(replace(piece, index=job.places[piece.seq_id]))
+            job = self._owners.get(piece.seq_id)
+            if job is None:
+                self._unclaimed.append(piece)
+            else:
+                pieces[job].append(replace(piece, index=job.places[piece.seq_id]))
         for output in step.finished:
             owner = self._owners.pop(output.seq_id, None)
-            if owner is None:
-                self._unclaimed.append(output)
-            else:
+            if owner is not None:
                 finished[owner].append(output)
                 owner.outputs[owner.places.pop(output.seq_id)] = output
         for job in list(self._jobs):
-            job.num_prefill_tokens += step.num_prefill_tokens
-            job.num_decode_tokens += step.num_decode_tokens
+            job.speeds.add_step(step)
             if job.is_streaming:
                 job.steps.put(replace(step, finished=finished[job], pieces=pieces[job]))
             self._end_if_over(job)
@@ -284,7 +289,7 @@ class EngineThread:
         """Jobs get what another caller aborted of theirs; of other requests nothing more is due."""
         owned = [output for output in outputs if output.seq_id in self._owners]
         pieces = [
-            StreamPiece(output.seq_id, "", [], output)
+            StreamPiece(output.seq_id, "", [], output, request_id=output.request_id)
             for output in owned
             if self._owners[output.seq_id].is_streaming
         ]
@@ -359,7 +364,7 @@ class EngineThread:
         if ticket in self._tickets:
             self._tickets.remove(ticket)
         elif ticket.value is not None and not ticket.is_taken:
-            self._unclaimed = [*ticket.value.finished, *self._unclaimed]
+            self._unclaimed = [*ticket.value.pieces, *self._unclaimed]
 
     def _answer(self, argument: tuple[Callable[[], T], Promise[T]]) -> None:
         function, promise = argument

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep
@@ -15,6 +16,11 @@ from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreReady, CoreStats, CoreUpdate
 from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
 from nanovllm.serving.viewers import Viewers
+
+if TYPE_CHECKING:
+    from nanovllm.serving.core_thread import CoreThread
+
+Core: TypeAlias = "CoreClient | CoreThread"
 
 STARTED_ANEW = "it is started anew"
 GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
@@ -33,6 +39,7 @@ class Replica:
         on_step: Callable[[Replica, CoreStep], None],
         on_lost: Callable[[Replica, NanovllmError], None],
         on_back: Callable[[Replica], None],
+        make_core: Callable[..., Core] = CoreClient,
     ) -> None:
         self.number = number
         self.stats = CoreStats()
@@ -41,6 +48,7 @@ class Replica:
         self.viewers = Viewers(lambda is_on: self.core.watch(is_on))
         self._config, self._lock = config, lock
         self._on_step, self._on_lost, self._on_back = on_step, on_lost, on_back
+        self._make_core = make_core
         self._closing = threading.Event()
         self._restarts: Restarts | None = None
         self._start()
@@ -77,7 +85,7 @@ class Replica:
         core.close()
 
     def _start(self) -> None:
-        self.core = CoreClient(self._config, self._update, self._fail, self.number)
+        self.core = self._make_core(self._config, self._update, self._fail, self.number)
         self._at_exit = weakref.finalize(self, _close, self._closing, self.core)
 
     def _update(self, update: CoreUpdate) -> None:
@@ -135,6 +143,6 @@ class Replica:
         logger.warning("%s was started anew (process %d)", core.name, core.pid)
 
 
-def _close(closing: threading.Event, core: CoreClient) -> None:
+def _close(closing: threading.Event, core: Core) -> None:
     closing.set()  # nothing takes its place
     core.close()

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.bench.models import model_path
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf_file import open_gguf
@@ -77,7 +77,7 @@ with LLM("org/tiny", revision="old", skip_tokenizer_init=True, **sizes) as llm:
 
 START = """
 import json, sys
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.errors import NanovllmError
 from nanovllm.platforms import cpu
 cpu.available_memory = cpu.total_memory = lambda: 8 << 30
@@ -407,6 +407,15 @@ def test_a_local_path_has_no_revisions(tmp_path: Path) -> None:
             LLM("org/name", revision=revision)
 
 
-def test_code_from_a_hub_is_never_run() -> None:
-    with pytest.raises(TypeError, match="trust_remote_code"):
-        LLM("org/name", trust_remote_code=True)
+def test_code_from_a_hub_is_never_run(
+    tiny: Callable[[str], TinyCheckpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("qwen3").path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text("raise AssertionError")
+    with LLM(folder, trust_remote_code=True, skip_tokenizer_init=True, device="cpu") as llm:
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert "trust_remote_code changes nothing: code from a repository is never run" in caplog.text

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,14 @@ def test_certificates_are_read_before_a_model_is(
 class ServeProcess:
     """The command in a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "nanovllm", "serve", *arguments, "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    def __init__(
+        self, *arguments: str, program: Sequence[str] = ("-m", "nanovllm", "serve")
+    ) -> None:
+        command = [sys.executable, *program, *arguments, "--port", "0"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT
+        )
         assert self.process.stderr is not None
         self.lines: list[str] = []
         for line in self.process.stderr:
@@ -234,6 +240,50 @@ class ServeProcess:
         thread = threading.Thread(target=read)
         thread.start()
         return thread
+
+
+PAUSED = """
+import sys
+from nanovllm.cli import main
+from nanovllm.engine.core import EngineCore
+
+step = EngineCore.step
+
+def paused_step(core):
+    EngineCore.step = step
+    breakpoint()
+    return step(core)
+
+EngineCore.step = paused_step
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_breakpoint_under_in_process_reads_the_terminal(tmp_path: Path) -> None:
+    model = str(make_byte_file(tmp_path))
+    server = ServeProcess(model, *ENGINE, "--in-process", program=["-c", PAUSED])
+    process, lines = server.process, []
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        answer = server.stream(lines, prompt="x", max_tokens=3, ignore_eos=True)
+        process.stdin.write("p 6 * 7, core.has_unfinished\n")
+        process.stdin.flush()
+        shown = ""
+        while "(42, True)" not in shown:
+            shown += (character := process.stdout.read(1))
+            assert character, shown
+        assert httpx.get(f"{server.url}/health", timeout=240).status_code == 200
+        assert not any(line.startswith("data: ") for line in lines)
+        process.stdin.write("c\n")
+        process.stdin.flush()
+        answer.join()
+        assert lines[-2:] == ["data: [DONE]", ""]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=240)
+    assert process.returncode == 0
 
 
 @pytest.mark.slow

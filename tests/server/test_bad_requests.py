@@ -161,6 +161,23 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {"prompt": "x", "temprature": 1}, "did you mean temperature?"),
+        ("/v1/chat/completions", {**CHAT, "max_token": 3}, "did you mean max_tokens?"),
+        ("/v1/chat/completions", said("x", nme="y"), "messages.0.nme is not supported; did you "),
+        ("/v1/embeddings", {"input": "x", "xyzzy": 1}, "xyzzy is not supported"),
+    ],
+)
+def test_unknown_fields_have_suggestions(
+    server: Running, path: str, body: dict[str, Any], message: str
+) -> None:
+    response = server.http.post(path, json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("content", "content_type"),
     [
         (b"", "application/json"),

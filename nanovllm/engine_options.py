@@ -1,0 +1,111 @@
+"""The keyword arguments of `LLM` and `AsyncLLM`: their types, and what vLLM's others mean here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# What is so in any case, or concerns what this engine does not have: said once and left aside.
+NOT_NEEDED = {
+    "trust_remote_code": "code from a repository is never run",
+    "enable_auto_tool_choice": "tool calls are read wherever a request has tools",
+    "enable_chunked_prefill": "long prompts are always read in chunks",
+    "async_scheduling": "steps are planned ahead where that helps",
+    "disable_log_requests": "prompts are never logged",
+    "no_enable_log_requests": "prompts are never logged",
+    "disable_log_stats": "statistics are in /metrics alone",
+    "disable_uvicorn_access_log": "requests are logged with --verbose",
+    "disable_frontend_multiprocessing": "the engine has a process of its own",
+    "enable_server_load_tracking": "/load is always there",
+    "enable_prompt_tokens_details": "usage always has the cached tokens",
+    "enable_force_include_usage": "streams have usage where a request asks for it",
+    "disable_custom_all_reduce": "there is no such kernel",
+    "enable_expert_parallel": "experts are split with the other weights",
+}
+NOT_NEEDED_WITH_VALUE = {
+    "swap_space": "there is no swap space",
+    "uvicorn_log_level": "logs are shown with --verbose",
+    "max_log_len": "prompts are never logged",
+    "tokenizer_mode": "the model's own tokenizer is used",
+    "compilation_config": "graphs are on unless --enforce-eager",
+    "max_seq_len_to_capture": "graphs do not depend on lengths",
+    "guided_decoding_backend": "structured output has one backend",
+    "structured_outputs_config": "structured output has one backend",
+    "scheduling_policy": "requests are served by priority, then in order",
+    "limit_mm_per_prompt": "models read text only",
+    "response_role": "answers are the assistant's",
+}
+# What would change the answers or the speed, with the values that ask for nothing.
+NOT_BUILT = {
+    "speculative_config": ("none",),
+    "pipeline_parallel_size": ("1",),
+    "cpu_offload_gb": ("0", "0.0"),
+    "lora_modules": (),
+    "hf_overrides": (),
+    "rope_scaling": (),
+    "tokenizer": (),
+}
+
+FOREIGN = (*NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *NOT_BUILT)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig, for completion in editors and for type checkers."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    enforce_eager: bool
+    kvcache_block_size: int
+    block_size: int  # vLLM's name of kvcache_block_size
+    num_kvcache_blocks: int
+    device: str
+    dtype: str | torch.dtype
+    seed: int
+    enable_prefix_caching: bool
+    load_format: str
+    skip_tokenizer_init: bool
+    attention_backend: str
+    depth: int | None
+    target_inter_token_ms: float | None
+    revision: str | None
+    distributed_executor_backend: str
+    data_parallel_size: int
+    kv_cache_dtype: str
+    quantization: str | None
+
+
+def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
+    """Check the options of an engine; warn of those that only vLLM needs, and leave them out."""
+    for note in foreign_notes(options):
+        logger.warning("%s", note)
+    own = {name: value for name, value in options.items() if name not in FOREIGN}
+    if "block_size" in own:
+        if "kvcache_block_size" in own:
+            raise TypeError("block_size is another name of kvcache_block_size; give one of them")
+        own["kvcache_block_size"] = own.pop("block_size")
+    return EngineConfig(str(model), **own)
+
+
+def foreign_notes(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> Iterator[str]:
+    """Name vLLM's options that are given and change nothing; refuse what is not built."""
+    for name, reason in (NOT_NEEDED | NOT_NEEDED_WITH_VALUE).items():
+        if options.get(name):
+            yield f"{spell(name)} changes nothing: {reason}"
+    for name, harmless in NOT_BUILT.items():
+        value = options.get(name)
+        if value is not None:
+            if str(value).lower() not in harmless:
+                raise ConfigError(f"{spell(name)} {value} is not supported")
+            yield f"{spell(name)} {value} changes nothing"
