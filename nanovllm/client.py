@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, PromptTooLongError, RequestError
 
 MAX_LINE = 2**20
 
@@ -121,7 +121,8 @@ async def _answer(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
             yield piece
         return
     text = b"".join([piece async for piece in body]).decode(errors="replace")
-    raise RequestError(f"the server answered {status}: {_message(text)}")
+    kind = PromptTooLongError if _code(text) == "context_length_exceeded" else RequestError
+    raise kind(f"the server answered {status}: {_message(text)}")
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
@@ -182,6 +183,13 @@ def _event(data: bytes) -> dict[str, Any]:
             return event | {"choices": choices}
     text = data[:200].decode(errors="replace")
     raise EngineError(f"the server sent what is no event of OpenAI's API: {text}")
+
+
+def _code(text: str) -> object:
+    """The code of an error in OpenAI's format; None if there is none."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return json.loads(text)["error"]["code"]
+    return None
 
 
 def _message(text: str) -> str:

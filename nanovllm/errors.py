@@ -13,6 +13,10 @@ class RequestError(NanovllmError, ValueError):
     """A prompt cannot be served; other requests are unaffected."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt does not fit into the context."""
+
+
 class CheckpointError(NanovllmError):
     """A model folder, file or hub id cannot be loaded."""
 

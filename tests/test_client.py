@@ -15,7 +15,7 @@ from nanovllm import SamplingParams
 from nanovllm.bench.load import Load, run_load
 from nanovllm.cli.remote import RemoteLLM
 from nanovllm.client import OpenAIClient
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, PromptTooLongError, RequestError
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 
@@ -48,6 +48,8 @@ def test_what_the_server_refuses_is_said(fake: Running) -> None:
         asyncio.run(OpenAIClient(fake.url).model())
     with pytest.raises(RequestError, match=r"404: .*the model 'other' does not exist"):
         asyncio.run(answer(OpenAIClient(fake.url, "secret"), model="other"))
+    with pytest.raises(PromptTooLongError, match="400: the prompt is too long"):
+        asyncio.run(answer(OpenAIClient(fake.url, "secret"), max_tokens=10**6))
     with pytest.raises(ConfigError, match="begins with http"):
         asyncio.run(OpenAIClient("localhost:8000").model())
 

@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nanovllm import LLM
 from nanovllm.bench.floors import Rates, model_cost
 from nanovllm.bench.models import model_names, model_path
 from nanovllm.bench.report import check_writable, keep, number, versions_text
-from nanovllm.bench.runner import measure
+from nanovllm.bench.runner import run_once
 from nanovllm.bench.workloads import Workload, mixed, uniform
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
@@ -69,7 +70,8 @@ def report(args: argparse.Namespace, name: str, bits: float, case: str, llm: LLM
     """Measure one case; print it, and keep it if asked."""
     config = llm.engine.model_config
     workload = workload_of(case, config.vocab_size)
-    timings = measure(llm, workload, args.repeats)
+    passes = range(args.repeats + 1)  # the first one warms up
+    timings = [run_once(llm, workload, uuid.uuid4().hex) for _ in passes][1:]
     unit = UNITS.get(case, "ms/step")
     if case == "nano":
         runs = [workload.num_new_tokens / timing.seconds for timing in timings]

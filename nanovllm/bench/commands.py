@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nanovllm.bench.floors import Rates, decode_floor, model_cost, prefill_floor
 from nanovllm.bench.report import Result
-from nanovllm.bench.runner import Timing, measure, run_arrivals, run_once
+from nanovllm.bench.runner import Count, Passes, Timing, run_arrivals, run_once
 from nanovllm.bench.workloads import Workload, mixed, mixed_name, shared_prefix, uniform
 from nanovllm.errors import ConfigError
 
@@ -21,15 +20,20 @@ if TYPE_CHECKING:
 class Bench:
     """An engine, and what its floors are counted from."""
 
-    def __init__(self, llm: LLM, rates: Rates | None) -> None:
+    def __init__(self, llm: LLM, rates: Rates | None, passes: Passes) -> None:
         config = llm.engine.model_config
-        self.llm = llm
+        self.llm, self.passes = llm, passes
         self.vocab_size = config.vocab_size
         is_quantised = llm.engine.config.quantization is not None  # floors count plain weights
         self._has_floors = rates is not None and not is_quantised
         self._rates = rates or Rates()
         itemsize = 4 if llm.engine.info.dtype == "float32" else 2
         self._cost = model_cost(config, itemsize, llm.engine.config.kv_cache_dtype)
+
+    def measure(self, workload: Workload) -> list[Timing]:
+        return self.passes.run(
+            [workload], lambda salt, count: run_once(self.llm, workload, salt, count)
+        )
 
     def prefill_floor(self, workload: Workload, num_cached: int = 0) -> float:
         return prefill_floor(self._cost, self._rates, workload.prompt_lens, num_cached)
@@ -60,7 +64,7 @@ def throughput(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
         name = f"samples-{args.num_seqs}-{args.samples_of}-{args.max_len}"
     num_tokens = workload.num_new_tokens
     print(f"{'prompts':<14}{args.num_seqs}, {workload.num_prompt_tokens:,} tokens", flush=True)
-    timings = measure(bench.llm, workload, args.repeats)
+    timings = bench.measure(workload)
     seconds = statistics.median(timing.seconds for timing in timings)
     speed = num_tokens / seconds
     print(f"Total: {num_tokens}tok, Time: {seconds:.2f}s, Throughput: {speed:.2f}tok/s")
@@ -79,7 +83,7 @@ def latency(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     for num_seqs in args.batch:
         new_tokens = args.new_tokens or (512 if num_seqs == 1 else 256)
         workload = uniform(bench.vocab_size, num_seqs, args.prompt_len, new_tokens)
-        timings = measure(bench.llm, workload, args.repeats)
+        timings = bench.measure(workload)
         name = f"bs{num_seqs}" if is_usual else f"bs{num_seqs}-{args.prompt_len}-{new_tokens}"
         steps = [1000 * timing.decode_seconds / timing.num_decode_steps for timing in timings]
         floor = 1000 * bench.decode_floor(workload) / (new_tokens - 1)
@@ -89,7 +93,7 @@ def latency(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
 def prefill(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     """Prompt tokens per second: one new token each."""
     workload = uniform(bench.vocab_size, args.num_seqs, args.prompt_len, 1)
-    timings = measure(bench.llm, workload, args.repeats)
+    timings = bench.measure(workload)
     is_usual = (args.num_seqs, args.prompt_len) == (64, 2048)
     name = "prefill" if is_usual else f"prefill-{args.num_seqs}-{args.prompt_len}"
     num_tokens = workload.num_prompt_tokens
@@ -101,11 +105,13 @@ def prefix(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     """Time to the first token of a prompt, and of one that shares its first tokens with it."""
     for prefix_len in args.prefix_len:
         pair = shared_prefix(bench.vocab_size, prefix_len)
-        passes = []
-        for _ in range(args.repeats + 1):
-            salt = uuid.uuid4().hex  # the second prompt of a pass finds the first, and no other
-            passes.append([run_once(bench.llm, workload, salt) for workload in pair])
-        for name, timings in zip(("cold", "cached"), zip(*passes[1:], strict=True), strict=True):
+
+        def both(salt: str, count: Count, pair: tuple[Workload, ...] = pair) -> list[Timing]:
+            """The second prompt of a pass finds the first, and no other."""
+            return [run_once(bench.llm, workload, salt, count) for workload in pair]
+
+        passes = bench.passes.run(pair, both)
+        for name, timings in zip(("cold", "cached"), zip(*passes, strict=True), strict=True):
             runs = [1000 * timing.first_token_seconds for timing in timings]
             floor = 1000 * bench.prefill_floor(pair[0], timings[0].num_cached_tokens)
             yield bench.result(f"{name}-{prefix_len}", "ms", runs, floor, timings)
@@ -116,8 +122,9 @@ def arrivals(args: argparse.Namespace, bench: Bench) -> Iterator[Result]:
     import numpy as np  # which --help does without
 
     workload = uniform(bench.vocab_size, args.num_seqs, args.prompt_len, args.new_tokens)
-    salts = [uuid.uuid4().hex for _ in range(args.repeats + 1)]
-    passes = [run_arrivals(bench.llm, workload, args.rate, salt) for salt in salts][1:]
+    passes = bench.passes.run(
+        [workload], lambda salt, count: run_arrivals(bench.llm, workload, args.rate, salt, count)
+    )
     if not all(waits.next for waits in passes):
         raise ConfigError("no answer got two tokens before the last request: raise --num-seqs")
     first_token = 1000 * statistics.median(passes[0].first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -92,9 +93,13 @@ async def run_load(
     model: str,
     prompts: Sequence[Any],
     load: Load,
-    on_done: Callable[[Measured], None] = lambda _: None,
+    on_done: Callable[[Measured], object] = lambda _: None,
+    max_seconds: float = math.inf,
 ) -> list[Measured]:
-    """Send every prompt once; return what each took, in their order."""
+    """Send every prompt once; return what each took, in their order.
+
+    After `max_seconds` no more are sent, and those under way are waited for.
+    """
     rng = random.Random(load.seed)
     room = asyncio.Semaphore(load.concurrency or len(prompts))
     begin = time.perf_counter()
@@ -114,6 +119,8 @@ async def run_load(
             due += rng.expovariate(load.rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
         await room.acquire()
+        if time.perf_counter() - begin > max_seconds:
+            break
         tasks.append(asyncio.create_task(one(prompt)))
     return await asyncio.gather(*tasks)
 

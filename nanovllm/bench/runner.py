@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.bench.workloads import Workload
 from nanovllm.errors import ConfigError
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 TEMPERATURE = 0.6
+Pass = TypeVar("Pass")
+Count = Callable[[int], object]  # told how many tokens a step ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,42 @@ class Timing:
     num_cached_tokens: int  # prompt tokens that an earlier prompt had left in the cache
 
 
-def measure(llm: LLM, workload: Workload, repeats: int) -> list[Timing]:
-    """Time `repeats` passes after one that warms up; none finds another's prompts in the cache."""
-    return [run_once(llm, workload, uuid.uuid4().hex) for _ in range(repeats + 1)][1:]
+@dataclass(slots=True)
+class Passes:
+    """Repeats a measurement with a progress bar; Ctrl-C ends it with the passes done so far."""
+
+    repeats: int
+    deadline: float = math.inf  # of time.perf_counter: afterwards one pass is enough
+    is_interrupted: bool = False
+
+    def run(self, workloads: Sequence[Workload], one: Callable[[str, Count], Pass]) -> list[Pass]:
+        """Return up to `repeats` passes after one that warms up.
+
+        None finds another's prompts in the cache: each has a salt of its own.
+        """
+        from tqdm import tqdm
+
+        if self.is_interrupted:  # in the measurement before this one
+            raise KeyboardInterrupt
+        passes: list[Pass] = []
+        num_tokens = sum(sum(workload.total_lens) for workload in workloads)
+        total = num_tokens * (self.repeats + 1)
+        with tqdm(total=total, unit="tok", disable=None, leave=False) as bar:
+            try:
+                for number in range(self.repeats + 1):
+                    if number < 2 or time.perf_counter() < self.deadline:
+                        passes.append(one(uuid.uuid4().hex, bar.update))
+            except KeyboardInterrupt:
+                bar.leave = True  # the rate so far
+                self.is_interrupted = True
+                if len(passes) < 2:
+                    raise
+        return passes[1:]
 
 
-def run_once(llm: LLM, workload: Workload, cache_salt: str, **asked: Any) -> Timing:
+def run_once(
+    llm: LLM, workload: Workload, cache_salt: str, count: Count = lambda _: None, **asked: Any
+) -> Timing:
     """Time a pass; `asked` is what every request asks for beside the usual."""
     check_fits(llm, workload)
     start = time.perf_counter()
@@ -44,6 +78,7 @@ def run_once(llm: LLM, workload: Workload, cache_salt: str, **asked: Any) -> Tim
     engine = llm.engine  # itself: what passes between threads is not to be measured
     while not engine.is_finished():
         step = engine.step()
+        count(step.num_prefill_tokens + step.num_decode_tokens)
         outputs += step.finished
         if num_left > 0:  # a prompt still waits for its first token
             num_left -= step.num_prefill_tokens
@@ -66,7 +101,9 @@ class Waits:
     next: list[float] = field(default_factory=list)
 
 
-def run_arrivals(llm: LLM, workload: Workload, rate: float, cache_salt: str) -> Waits:
+def run_arrivals(
+    llm: LLM, workload: Workload, rate: float, cache_salt: str, count: Count = lambda _: None
+) -> Waits:
     """Let `rate` requests a second arrive at random, and answer them all.
 
     What comes after the last arrival does not count: by then fewer and fewer answers run.
@@ -85,7 +122,9 @@ def run_arrivals(llm: LLM, workload: Workload, rate: float, cache_salt: str) -> 
         if engine.is_finished():
             time.sleep(due[len(arrived)] - now)
             continue
-        pieces = engine.step().pieces
+        step = engine.step()
+        count(step.num_prefill_tokens + step.num_decode_tokens)
+        pieces = step.pieces
         now = time.perf_counter() - start
         for seq_id in (piece.seq_id for piece in pieces if now <= due[-1]):
             times = waits.next if seq_id in newest else waits.first

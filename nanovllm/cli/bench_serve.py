@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +41,8 @@ examples:
   nanovllm bench serve --shared-words 1000 --prompt-words 1100 --json result.json --plot result.svg
   nanovllm bench serve --url https://example.com/v1 --api-key KEY --prompts chats.jsonl"""
 
+SENDING_SECONDS = 20.0  # unless it is said how many requests to send
+
 
 def add_parser(names: Commands) -> None:
     about, usage = "measure a server with OpenAI's API under load", "nanovllm bench serve [options]"
@@ -55,10 +59,13 @@ def add_parser(names: Commands) -> None:
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument_group("load").add_argument, at_least(1)
-    add("--rate", type=float, metavar="X", help="requests a second (default: as fast as they end)")
+    text = "requests a second (default: as fast as they end)"
+    add("--rate", "--request-rate", type=float, metavar="X", help=text)
     text = "most under way at once (default: 16 without --rate, else any number)"
-    add("--concurrency", type=count, metavar="N", help=text)
-    add("--num-requests", type=count, metavar="N", help="(default: 128, or all of --prompts)")
+    add("--concurrency", "--max-concurrency", type=count, metavar="N", help=text)
+    text = "how many to send (default: all of --prompts, or 128, or as many as a slow server takes"
+    text += f" in {SENDING_SECONDS:.0f} seconds)"
+    add("--num-requests", "--num-prompts", type=count, metavar="N", help=text)
     add("--max-tokens", type=count, default=128, metavar="N", help="of an answer (default: 128)")
     text = "words of a random prompt (default: %(default)s)"
     add("--prompt-words", type=count, default=256, metavar="N", help=text)
@@ -85,7 +92,12 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.plot)
     concurrency = args.concurrency or (16 if args.rate is None else None)
     load = Load(args.rate, concurrency, args.max_tokens, args.seed)
-    measured = asyncio.run(_run(args, load))
+    measured: list[Measured] = []
+    is_interrupted = False
+    try:
+        asyncio.run(_run(args, load, measured.append))
+    except KeyboardInterrupt:
+        is_interrupted = True  # the requests that have ended are reported
     in_seconds = [
         None if each is None else each / 1000
         for each in (
@@ -97,18 +109,21 @@ def run(args: argparse.Namespace) -> int:
     result = summary(measured, Limits(*in_seconds))
     print(table(result))
     if args.json is not None:
-        requests = [asdict(one) for one in measured]
+        requests = [asdict(one) for one in sorted(measured, key=lambda one: one.sent)]
         record = {"load": asdict(load), "limits": in_seconds, **result, "requests": requests}
         Path(args.json).write_text(json.dumps(record) + "\n", encoding="utf-8")
     if args.plot is not None:
         Path(args.plot).write_text(draw(waits(measured)), encoding="utf-8")
+    if is_interrupted:
+        raise KeyboardInterrupt
     return 1 if result["num_failed"] else 0
 
 
-async def _run(args: argparse.Namespace, load: Load) -> list[Measured]:
+async def _run(args: argparse.Namespace, load: Load, on_done: Callable[[Measured], object]) -> None:
     client = OpenAIClient(args.url, args.api_key)
     prompts = read_prompts(args.prompts) if args.prompts else []
     number = args.num_requests or len(prompts) or 128
+    seconds = math.inf if args.num_requests or prompts else SENDING_SECONDS
     if prompts:
         prompts = [prompts[index % len(prompts)] for index in range(number)]
     else:
@@ -116,14 +131,15 @@ async def _run(args: argparse.Namespace, load: Load) -> list[Measured]:
     model = args.model or await client.model()
     num_done = 0
 
-    def count(_: Measured) -> None:
+    def count(measured: Measured) -> None:
         nonlocal num_done
+        on_done(measured)
         num_done += 1
         if sys.stderr.isatty():
             print(f"\r{num_done} of {number}", end="", file=sys.stderr, flush=True)
 
     try:
-        return await run_load(client, model, prompts, load, count)
+        await run_load(client, model, prompts, load, count, seconds)
     finally:
         if sys.stderr.isatty():
             print(file=sys.stderr)

@@ -16,13 +16,15 @@ from nanovllm.cli.options import (
     Commands,
     add_command,
     add_engine_options,
+    add_model_argument,
     add_sampling_options,
     add_server_options,
+    model_of,
     sampling_params,
 )
 from nanovllm.cli.remote import has_chat_template, open_model
 from nanovllm.cli.run_stats import why_empty
-from nanovllm.cli.terminal import printable
+from nanovllm.cli.terminal import WrappedText
 from nanovllm.errors import RequestError
 from nanovllm.outputs import RequestOutput
 
@@ -36,21 +38,22 @@ while it runs:
 
 examples:
   nanovllm chat --system "You answer in one sentence."
-  nanovllm chat --model Qwen/Qwen3-0.6B --max-tokens 2048
+  nanovllm chat Qwen/Qwen3-0.6B --max-tokens 2048 --max-model-len 8k
   nanovllm chat --url http://127.0.0.1:8000
   printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat"""
 
+RETRY = "/retry"
 QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
 SECONDS_TO_AN_INTERRUPT = 0.2
 
 
 def add_parser(commands: Commands) -> None:
-    usage = "nanovllm chat [options]"
+    usage = "nanovllm chat [MODEL] [options]"
     parser = add_command(commands, "chat", "talk to a model", usage, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--system", metavar="TEXT", help="instructions the model is given first (default: its own)"
-    )
+    add_model_argument(parser)
+    text = "instructions the model is given first (default: its own)"
+    parser.add_argument("--system", "--system-prompt", metavar="TEXT", help=text)
     add_server_options(parser)
     # Short steps: after Ctrl-C the engine ends its step before it takes the next question.
     add_engine_options(parser, max_num_batched_tokens=1024)
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     with open_model(args) as llm:
         if not has_chat_template(llm):
-            raise RequestError(f"{args.model} has no chat template; use nanovllm generate")
+            raise RequestError(f"{model_of(args)} has no chat template; use nanovllm generate")
         conversation = Conversation(llm, params, args.system)
         if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
             talk(conversation)
@@ -78,10 +81,10 @@ def talk(conversation: Conversation) -> None:
         sys.stdin.reconfigure(errors="replace")
     print("Type a message. /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.")
     for turn in read_turns(_typed_line):
-        if turn.is_command:
+        if turn.is_command and turn.text != RETRY:
             obey(turn.text, conversation)
         else:
-            _answer(turn.text, conversation)
+            _answer(turn, conversation)
 
 
 def answer_pipe(conversation: Conversation) -> None:
@@ -90,12 +93,12 @@ def answer_pipe(conversation: Conversation) -> None:
         return
     with open(0, encoding="utf-8", errors="replace", closefd=False) as lines:
         for turn in read_turns(lambda prompt: next(lines, None)):
-            if turn.is_command:
+            if turn.is_command and turn.text != RETRY:
                 obey(turn.text, conversation)
                 continue
-            output = conversation.ask(turn.text, _show)
+            output = _ask(turn, conversation, _show)
             _show("\n")
-            _explain(output)
+            _explain(output, conversation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +173,38 @@ def _alarm_clock() -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def _answer(question: str, conversation: Conversation) -> None:
+def _answer(turn: Turn, conversation: Conversation) -> None:
     try:
-        output = conversation.ask(question, lambda text: _show(printable(text)))
+        output = _ask(turn, conversation, WrappedText(sys.stdout).write)
         print("\n")
-        _explain(output)
+        _explain(output, conversation)
     except KeyboardInterrupt:
         print("\n[stopped]\n")
     except RequestError as error:
         print(f"{error}. /reset starts a new conversation.", file=sys.stderr)
 
 
-def _explain(output: RequestOutput | None) -> None:
-    """Say why an answer is none."""
-    if output is not None and (output.error is not None or not output.text.strip()):
+def _ask(
+    turn: Turn, conversation: Conversation, show: Callable[[str], None]
+) -> RequestOutput | None:
+    return conversation.retry(show) if turn.is_command else conversation.ask(turn.text, show)
+
+
+def _explain(output: RequestOutput | None, conversation: Conversation) -> None:
+    """Print why an answer is empty or cut, and how many turns were dropped for it."""
+    if output is None:
+        return
+    if conversation.num_dropped:
+        text = f"[the context is full: the oldest {conversation.num_dropped} messages are dropped]"
+        print(text, file=sys.stderr)
+    if output.error is not None or not output.text.strip():
         print(why_empty(output), file=sys.stderr)
+    elif output.finish_reason == "length":
+        most = conversation.params.max_tokens
+        why = f"max_tokens is {most}; /set max_tokens {2 * most} allows more"
+        if len(output.token_ids) < most:
+            why = "the context is full"
+        print(f"[cut after {len(output.token_ids)} tokens: {why}]", file=sys.stderr)
 
 
 def _show(text: str) -> None:

@@ -17,6 +17,7 @@ COMMANDS = """\
 /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone show them
 /save FILE        write the conversation to a file
 /load FILE        go on with one that was saved
+/retry            answer the last question again
 /reset            forget the conversation
 /stats            show what it took so far
 /help             show this

@@ -17,6 +17,7 @@ from nanovllm.cli.options import (
     add_engine_options,
     add_sampling_options,
     add_server_options,
+    model_of,
     read_text,
     sampling_params,
 )
@@ -41,14 +42,14 @@ examples:
   nanovllm generate --raw "The capital of France is"
   nanovllm generate "Summarise this:" < report.txt
   nanovllm generate --system "You are a poet." --temperature 0.8 --seed 1 "Write about the sea."
-  nanovllm generate --model Qwen/Qwen3-0.6B --max-tokens 512 --raw "def quicksort(items):"
+  nanovllm generate Qwen/Qwen3-0.6B "Why is the sky blue?" --max-tokens 512
   nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
   nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
   nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt"""
 
 
 def add_parser(commands: Commands) -> None:
-    usage = "nanovllm generate [PROMPT ...] [options]"
+    usage = "nanovllm generate [MODEL] [PROMPT ...] [options]"
     parser = add_command(
         commands, "generate", "answer prompts as one batch", usage, DESCRIPTION, EXAMPLES
     )
@@ -58,13 +59,13 @@ def add_parser(commands: Commands) -> None:
         nargs="*",
         metavar="PROMPT",
         help="a text; - is what stdin holds. Text that is piped in is appended to every prompt, or "
-        "is the prompt if there is no other",
+        "is the prompt if there is no other. The first of several is the model if it names one",
     )
     add("--file", metavar="PATH", help="one more prompt, from a file (default: none)")
     text = "take each line of the file or of stdin on its own (default: the whole text is one)"
     add("--lines", action="store_true", help=text)
     text = "instructions the model is given with every prompt (default: its own)"
-    add("--system", metavar="TEXT", help=text)
+    add("--system", "--system-prompt", metavar="TEXT", help=text)
     text = "continue the text, without the chat template (default: where the model has none)"
     add("--raw", action="store_true", help=text)
     text = "answer the others when a prompt cannot be (default: none is answered)"
@@ -87,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
         params = replace(params, structured_outputs={"json": read_text(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
+    if args.model is None and len(args.prompts) + (args.file is not None) > 1:
+        from nanovllm.checkpoint.find import is_model_name  # brings numpy
+
+        if is_model_name(args.prompts[0]):
+            args.model_tag = args.prompts.pop(0)
     prompts = read_prompts(args.prompts, args.file, args.lines)
     with open_model(args) as llm:
         questions = Questions(llm, prompts, params, args)
@@ -115,7 +121,7 @@ class Questions:
         self._program = args.parser.prog
         self._is_chat = not args.raw and has_chat_template(llm)
         if args.system is not None and not self._is_chat:
-            raise ConfigError(f"--system needs a chat template, and {args.model} has none")
+            raise ConfigError(f"--system needs a chat template, and {model_of(args)} has none")
         self._system = args.system
 
     def show_live(self) -> None:

@@ -10,7 +10,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nanovllm.config import EngineConfig
+from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 
@@ -23,12 +24,12 @@ HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_p
 _MODEL_HELP = {
     "device": "where to run: 'auto' picks the best there is, 'cpu' is always there",
     "dtype": "float32, bfloat16, float16, or 'auto': what suits the model and the device",
-    "max_model_len": "longest prompt plus answer, in tokens; the model's own limit also holds",
+    "max_model_len": "longest prompt plus answer, in tokens: 32768, 32K (32768) or 32k (32000)",
     "load_format": "'dummy' makes random weights from the config alone, to measure speed",
 }
 _ENGINE_HELP = {
-    "max_num_seqs": "most prompts running at once; the others wait",
-    "max_num_batched_tokens": "most tokens in one step; longer prompts are read in chunks",
+    "max_num_seqs": "most requests running at once; the others wait",
+    "max_num_batched_tokens": "most tokens in one step; longer prompts are prefilled in chunks",
     "kvcache_block_size": "tokens per block of the KV cache, a multiple of 16",
     "num_kvcache_blocks": "blocks in the KV cache; -1 takes what memory allows",
     "kv_cache_dtype": "'fp8' keeps keys and values in eight bits, nearly twice as many; 'auto': as "
@@ -37,6 +38,13 @@ _ENGINE_HELP = {
     "attention_backend": "triton, flash_attn, sdpa (a slow reference), or 'auto': what is fastest",
     "tensor_parallel_size": "devices to split the model over",
 }
+# vLLM's flags come first where the field has another name.
+_FLAGS = {
+    "kvcache_block_size": ("--block-size", "--kvcache-block-size"),
+    "num_kvcache_blocks": ("--num-gpu-blocks-override", "--num-kvcache-blocks"),
+    "tensor_parallel_size": ("-tp", "--tensor-parallel-size"),
+}
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _SAMPLING_HELP = {
     "max_tokens": "most tokens to generate per answer",
     "temperature": "0 always takes the likeliest token; higher is more varied",
@@ -81,6 +89,29 @@ def seconds(may_be_0: bool) -> Callable[[str], float]:
     return number
 
 
+def length(text: str) -> int:
+    """Parse a length as vLLM does: 1k is 1000 and 1K is 1024 tokens.
+
+    argparse shows the name of this function in its error message.
+    """
+    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
+    if text == "auto":
+        return WHOLE_CONTEXT
+    if text[-1:] not in factors:
+        return int(text)
+    number = float(text[:-1])
+    if math.isinf(number):
+        raise ValueError
+    return round(number * factors[text[-1]])
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "dtype": lambda text: DTYPE_NAMES.get(text, text),
+    "max_model_len": length,
+    "max_num_batched_tokens": length,
+}
+
+
 def add_command(
     commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
@@ -107,65 +138,78 @@ def add_quantization(add: Callable[..., object]) -> None:
     )
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+
+
 def add_engine_options(
-    parser: argparse.ArgumentParser, default_model: str = "smollm2", **own_defaults: int | str
+    parser: argparse.ArgumentParser,
+    default_model: str | None = "smollm2",
+    **own_defaults: int | str,
 ) -> None:
+    """Add the options of EngineConfig, with the names that they have in vLLM.
+
+    A command whose default model depends on the device passes None and sets it later.
+    """
+    defaults = {**_defaults(EngineConfig), **own_defaults}
+    parser.set_defaults(model_tag=None, default_model=default_model)
     parser.add_argument(
         "-v",
         "--verbose",
         action="store_true",
-        help="tell what the engine does (default: at a terminal)",
+        help="log what the engine does, and a server's requests (default: at a terminal)",
     )
-    defaults = {**_defaults(EngineConfig), **own_defaults}
-    model = parser.add_argument_group("model")
-    model.add_argument(
+    add_model = parser.add_argument_group("model").add_argument
+    shown = default_model or "qwen3-0.6b, on a CPU smollm2"
+    add_model(
         "--model",
-        default=default_model,
         help="a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the "
-        "short name smollm2 or qwen3 (default: %(default)s)",
+        f"short name smollm2 or qwen3 (default: {shown})",
     )
-    model.add_argument(
+    add_model(
         "--revision",
         metavar="NAME",
         help="a branch, tag or commit of a model on the hub (default: its main branch)",
     )
-    add_quantization(model.add_argument)
+    add_quantization(add_model)
     for name, text in _MODEL_HELP.items():
-        _add_option(model, name, text, defaults[name])
-    engine = parser.add_argument_group("engine")
+        _add_option(add_model, name, text, defaults[name])
+    add = parser.add_argument_group("engine").add_argument
     for name, text in _ENGINE_HELP.items():
-        _add_option(engine, name, text, defaults[name])
-    engine.add_argument(
+        _add_option(add, name, text, defaults[name])
+    add(
         "--target-inter-token-ms",
         type=float,
         metavar="X",
         help="read prompts in pieces, so that the tokens of the answers beside them come no more "
         "than this apart (default: read them at once)",
     )
-    engine.add_argument(
+    add(
         "--threads",
         type=at_least(1),
         metavar="N",
         help="CPU threads to compute with (default: torch's choice, one per core)",
     )
-    engine.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="compute every prompt afresh (default: what prompts share is computed once)",
+    add(
+        "--enable-prefix-caching",
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute what prompts share once (default: on)",
     )
-    engine.add_argument(
+    add(
         "--enforce-eager",
         action="store_true",
         help="run without recorded steps or graphs, for debugging (default: with)",
     )
+    add_foreign_flags(parser)
 
 
 def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) -> None:
     """Which server to ask, and how to get in; without a default for it the engine runs here."""
     add = parser.add_argument_group("server").add_argument
     text = "%(default)s" if url else "none: the model runs here"
-    add("--url", default=url, help=f"a server with OpenAI's API (default: {text})")
+    add("--url", "--base-url", default=url, help=f"a server with OpenAI's API (default: {text})")
     add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
 
 
@@ -176,7 +220,7 @@ def add_sampling_options(
     defaults.update(max_tokens=max_tokens, temperature=temperature)
     group = parser.add_argument_group("sampling")
     for name, text in _SAMPLING_HELP.items():
-        _add_option(group, name, text, defaults[name])
+        _add_option(group.add_argument, name, text, defaults[name])
     group.add_argument(
         "--seed",
         type=int,
@@ -198,15 +242,24 @@ def add_sampling_options(
     )
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
+def model_of(args: argparse.Namespace) -> str:
+    """Return the model that MODEL or --model names, or else the command's default."""
+    if args.model_tag is not None and args.model is not None:
+        raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
+    return str(args.model_tag or args.model or args.default_model)
+
+
+def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
     """Check the engine options before anything slow is started."""
-    options = fields_in(args, EngineConfig)
-    options.pop("seed", None)  # which is for sampling
-    return EngineConfig(**options)
+    check_foreign_flags(args)
+    options = fields_in(args, EngineConfig) | {"model": model_of(args)}
+    options.pop("seed", None)  # that of sampling, unless a command says otherwise
+    return EngineConfig(**options | others)
 
 
 def check_no_engine_options(args: argparse.Namespace) -> None:
     """With a URL the engine is another's: refuse options that would change this one."""
+    check_foreign_flags(args)
     names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
     for name in (*names, "quantization", "enable_prefix_caching", "enforce_eager"):
         if getattr(args, name) != args.parser.get_default(name):
@@ -238,13 +291,15 @@ def _defaults(record: Record) -> dict[str, Any]:
 
 
 def _add_option(
-    group: argparse._ArgumentGroup, name: str, text: str, default: str | int | float
+    add: Callable[..., object], name: str, text: str, default: str | int | float
 ) -> None:
     metavars: dict[type, str] = {str: "NAME", int: "N", float: "X"}
-    group.add_argument(
-        "--" + name.replace("_", "-"),
-        type=type(default),
+    shown = "the model's own" if default == WHOLE_CONTEXT else "%(default)s"
+    add(
+        *_FLAGS.get(name, ["--" + name.replace("_", "-")]),
+        dest=name,
+        type=_TYPES.get(name, type(default)),
         default=default,
         metavar=metavars[type(default)],
-        help=f"{text} (default: %(default)s)",
+        help=f"{text} (default: {shown})",
     )

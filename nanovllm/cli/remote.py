@@ -34,8 +34,7 @@ def open_model(args: argparse.Namespace) -> Iterator[LLM | RemoteLLM]:
         return
     check_no_engine_options(args)
     client = OpenAIClient(args.url, args.api_key)
-    is_named = args.model != args.parser.get_default("model")
-    yield RemoteLLM(client, args.model if is_named else asyncio.run(client.model()))
+    yield RemoteLLM(client, args.model_tag or args.model or asyncio.run(client.model()))
 
 
 def has_chat_template(llm: LLM | RemoteLLM) -> bool:

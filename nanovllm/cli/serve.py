@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
+from nanovllm.cli import options as shared
 from nanovllm.cli.options import (
     Commands,
     add_command,
-    add_quantization,
+    add_engine_options,
+    add_model_argument,
     at_least,
-    fields_in,
     read_text,
     seconds,
 )
-from nanovllm.config import DTYPE_NAMES, DTYPES, WHOLE_CONTEXT, EngineConfig
+from nanovllm.cli.start import set_child_threads
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError, RequestError
+from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.server.options import ServerOptions
@@ -46,20 +47,17 @@ def add_parser(commands: Commands) -> None:
         commands, "serve", "answer requests over HTTP", usage, DESCRIPTION, EXAMPLES
     )
     add = parser.add_argument
-    add("model_tag", nargs="?", metavar="MODEL", help="as for --model")
+    add_model_argument(parser)
     add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
-    add("-v", "--verbose", action="store_true", help="log every request (default: at a terminal)")
     add_model_options(parser)
-    add_engine_options(parser)
     _add_api_options(parser)
     _add_operating_options(parser)
-    add_foreign_flags(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    check_foreign_flags(args)
     config = engine_config(args)
+    set_child_threads(args.threads, config)
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.server.options import sampling_in
     from nanovllm.server.run import check_certificate, listen, make_server
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         llm = AsyncLLM(**asdict(config), **how)
         try:
             if args.generation_config == "auto":  # which only the model tells
-                defaults = sampling_in(llm.generation_config)
+                defaults = sampling_in(llm.generation_config) | args.override_generation_config
                 options = replace(options, sampling_defaults=defaults)
             server = make_server(llm, options, args.ssl_keyfile, args.ssl_certfile)
             scheme = "https" if args.ssl_certfile else "http"
@@ -91,9 +89,9 @@ def with_config_file(arguments: list[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if name == "--config" and (equals or len(arguments) > position + 1):
             path = value if equals else arguments[position + 1]
-            first = 2 if len(arguments) > 1 and not arguments[1].startswith("-") else 1
+            first = next(i for i, each in enumerate(arguments) if each.startswith("-"))
             options = _options_in_file(path)
-            if arguments[0] == "serve" and first == 2:
+            if first == (2 if arguments[0] == "serve" else 3):
                 options.pop("model", None)  # MODEL is given
             return [*arguments[:first], *as_arguments(options), *arguments[first:]]
     return arguments
@@ -107,10 +105,7 @@ def is_off(flag: str, args: argparse.Namespace) -> bool:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    if args.model_tag is not None and args.model is not None:
-        raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
-    model = args.model_tag or args.model or "smollm2"
-    return EngineConfig(**fields_in(args, EngineConfig) | {"model": model})
+    return shared.engine_config(args, seed=args.seed)
 
 
 def server_options(
@@ -128,7 +123,8 @@ def server_options(
         chat_template=read_chat_template(args.chat_template),
         tool_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
-        sampling_defaults=read_sampling_defaults(args.generation_config, generation_config),
+        sampling_defaults=read_sampling_defaults(args.generation_config, generation_config)
+        | args.override_generation_config,
         metrics_prefix=args.metrics_prefix,
         root_path=f"/{args.root_path.strip('/')}" if args.root_path.strip("/") else "",
     )
@@ -153,21 +149,17 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
-    add("--model", help="a folder, a .gguf file, a hub id or a short name (default: smollm2)")
-    add("--revision", metavar="NAME", help="a branch, tag or commit of a model on the hub")
-    add_quantization(add)
-    add("--dtype", type=_dtype, default="auto", help="float32, bfloat16, float16 or auto")
-    add("--load-format", default="auto", metavar="NAME", help="'dummy' makes random weights")
-    add(
-        "--max-model-len",
-        type=length,
-        default=WHOLE_CONTEXT,
-        metavar="N",
-        help="longest prompt plus answer, in tokens, as in 32768 or 32K; 32k is 32000 "
-        "(default: the model's own)",
-    )
+    """Add what `serve` and `batch` have beside the options of every command."""
+    add_engine_options(parser, max_model_len=WHOLE_CONTEXT)
+    add = parser.add_argument_group("engines").add_argument
+    add("--distributed-executor-backend", choices=("mp", "uni", "ray"), default="mp",
+        help="who starts the processes of these devices: mp, this machine; ray, a Ray cluster, "
+        "on several (default: %(default)s)")  # fmt: skip
+    add("-dp", "--data-parallel-size", type=at_least(1), default=1, metavar="N",
+        help="engines that share the requests, each with the whole model on devices of its own "
+        "(default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of requests that have none of their own")
+    add = parser.add_argument_group("requests").add_argument
     add(
         "--served-model-name",
         nargs="+",
@@ -184,41 +176,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="defaults for sampling: 'auto' for the model's own, 'vllm' for none, or a folder with "
         "a generation_config.json (default: %(default)s)",
     )
+    add(
+        "--override-generation-config",
+        type=_sampling_override,
+        default={},
+        metavar="JSON",
+        help="defaults for sampling that replace those of --generation-config, as in "
+        "'{\"temperature\": 0.5}' (default: none)",
+    )
     add("--tool-call-parser", metavar="NAME", help="how tool calls are written (default: by the "
         "chat template)")  # fmt: skip
     add("--reasoning-parser", metavar="NAME", help="how reasoning is written (default: likewise)")
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    add("--device", default="auto", help="cuda, cpu, or auto: what there is")
-    add("-tp", "--tensor-parallel-size", type=at_least(1), default=1, metavar="N",
-        help="devices to split the model over")  # fmt: skip
-    add("--distributed-executor-backend", choices=("mp", "uni", "ray"), default="mp",
-        help="who starts the processes of these devices: mp, this machine; ray, a Ray cluster, "
-        "on several (default: %(default)s)")  # fmt: skip
-    add("-dp", "--data-parallel-size", type=at_least(1), default=1, metavar="N",
-        help="engines that share the requests, each with the whole model on devices of its own "
-        "(default: %(default)s)")  # fmt: skip
-    add("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
-        help="share of a GPU's memory to use (default: %(default)s)")  # fmt: skip
-    add("--max-num-seqs", type=at_least(1), default=512, metavar="N",
-        help="most answers under way at once; others wait (default: %(default)s)")  # fmt: skip
-    add("--max-num-batched-tokens", type=length, default=16384, metavar="N",
-        help="most tokens in one step (default: %(default)s)")  # fmt: skip
-    add("--block-size", "--kvcache-block-size", dest="kvcache_block_size", type=int, default=64,
-        metavar="N", help="tokens of a block of the KV cache (default: %(default)s)")  # fmt: skip
-    add("--num-gpu-blocks-override", "--num-kvcache-blocks", dest="num_kvcache_blocks", type=int,
-        default=-1, metavar="N", help="blocks of the KV cache (default: by memory)")  # fmt: skip
-    add("--kv-cache-dtype", default="auto", metavar="NAME",
-        help="'fp8' (or fp8_e4m3) keeps keys and values in eight bits, nearly twice as many tokens "
-        "(default: as the model computes them)")  # fmt: skip
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
-        help="compute what prompts share once (default: on)")  # fmt: skip
-    add("--enforce-eager", action="store_true", help="run without recorded steps or graphs")
-    add("--attention-backend", default="auto", metavar="NAME", help="auto: what is fastest")
-    add("--target-inter-token-ms", type=float, metavar="X",
-        help="read prompts in pieces, so that tokens come no more than this apart")  # fmt: skip
 
 
 def _add_api_options(parser: argparse.ArgumentParser) -> None:
@@ -259,24 +227,19 @@ def _key(text: str) -> str:
     return text
 
 
-def _dtype(text: str) -> str:
-    name = DTYPE_NAMES.get(text, text)
-    if name not in ("auto", *DTYPES):
-        raise argparse.ArgumentTypeError(f"must be auto or one of {', '.join(DTYPES)}, got {text}")
-    return name
+def _sampling_override(text: str) -> dict[str, Any]:
+    from nanovllm.server.options import SAMPLING_NAMES
 
-
-def length(text: str) -> int:
-    """As vLLM takes it: 1k is 1000 and 1K is 1024 tokens. Its name is in the parser's message."""
-    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
-    if text == "auto":
-        return WHOLE_CONTEXT
-    if text[-1:] not in factors:
-        return int(text)
-    number = float(text[:-1])
-    if math.isinf(number):
-        raise ValueError
-    return round(number * factors[text[-1]])
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("it must be a JSON object")
+        if unknown := given.keys() - set(SAMPLING_NAMES):
+            raise ValueError(f"{min(unknown)!r} is not one of {', '.join(SAMPLING_NAMES)}")
+        SamplingParams(**given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return given
 
 
 def read_chat_template(option: str | None) -> str | None:

@@ -55,9 +55,20 @@ def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[L
         llm.close()
 
 
-def _make_llm(config: EngineConfig, num_threads: int | None) -> LLM:
+def set_child_threads(num_threads: int | None, config: EngineConfig) -> None:
+    """Set the CPU threads of engines that are started as child processes."""
+    _check_threads(num_threads, config)
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
+
+def _check_threads(num_threads: int | None, config: EngineConfig) -> None:
     if num_threads is not None and config.tensor_parallel_size > 1:
         raise ConfigError("--threads is for one process; several share the cores among them")
+
+
+def _make_llm(config: EngineConfig, num_threads: int | None) -> LLM:
+    _check_threads(num_threads, config)
     if sys.stderr.isatty():
         print(f"Loading {config.model} ...", file=sys.stderr)
     if num_threads is not None:

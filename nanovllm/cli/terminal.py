@@ -89,6 +89,23 @@ class TerminalScreen:
         self._lines.clear()
 
 
+class WrappedText:
+    """Text that grows on a terminal; a word that does not fit moves to the next line."""
+
+    def __init__(self, out: TextIO, width: Callable[[], int] | None = None) -> None:
+        self._out, self._open_line = out, ""
+        self._width = width or (lambda: terminal_width(out))
+
+    def write(self, text: str) -> None:
+        text = printable(text)
+        *lines, last = wrap(self._open_line + text, self._width() - 1)
+        if lines:
+            text = "\r\x1b[J" + "\n".join([*lines, last])  # rewrites the open line
+        self._out.write(text)
+        self._out.flush()
+        self._open_line = last
+
+
 def open_screen(out: TextIO) -> Screen:
     """Choose by what `out` is connected to."""
     return TerminalScreen(out) if out.isatty() else PlainScreen(out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from nanovllm.engine.step import Pooling, Vector
-from nanovllm.errors import RequestError
+from nanovllm.errors import PromptTooLongError
 from nanovllm.grammar.matching import Grammar
 from nanovllm.sampling_params import SamplingParams
 
@@ -34,12 +34,12 @@ class Request:
 
 
 def check_length(request: Request, max_len: int) -> None:
-    """Raise RequestError for a prompt that can never run where sequences end at `max_len`."""
+    """Raise PromptTooLongError for a prompt that can never run where sequences end at `max_len`."""
     num_tokens, most, why = len(request.token_ids), max_len, ""
     if request.pooling is None:
         most, why = max_len - 1, " (one must be left to generate)"
     if num_tokens > most:
-        raise RequestError(
+        raise PromptTooLongError(
             f"the prompt has {num_tokens} tokens, but only {most} fit{why}; shorten it, or "
             "raise max_model_len or num_kvcache_blocks"
         )

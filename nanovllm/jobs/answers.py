@@ -28,6 +28,7 @@ ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answ
     "/v1/embeddings": (EmbeddingRequest, answer_embeddings),
     "/v1/responses": (ResponsesRequest, answer_response),
 }
+TEXT_FIELDS = ("add_special_tokens", "best_of", "echo")  # no fields of a chat
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 ASKED_FOR = ("logprobs", "token_ids", *OF_PROMPT)
 ANSWERED = ("text", "reasoning", "tool_calls", *ASKED_FOR, "finish_reason")  # of a plain row
@@ -43,8 +44,9 @@ class RowError(Exception):
 
 
 class Answers:
-    def __init__(self, service: Service, seed: int, max_tokens: int | None) -> None:
+    def __init__(self, service: Service, seed: int, max_tokens: int | None, is_raw: bool) -> None:
         self._service, self._seed, self._max_tokens = service, seed, max_tokens
+        self._is_raw = is_raw or not service.chat_template
 
     async def __call__(self, row: Row) -> dict[str, Any]:
         """Return the line of a row; raises RowError for a bad one."""
@@ -84,12 +86,18 @@ class Answers:
         return {"id": row_id, "custom_id": row.custom_id, "response": response, "error": None}
 
     async def _plain_line(self, row: Row) -> dict[str, Any]:
-        is_chat = row.fields.get("messages") is not None
-        if is_chat == (row.fields.get("prompt") is not None):
+        fields, prompt = row.fields, row.fields.get("prompt")
+        is_chat = fields.get("messages") is not None
+        if is_chat == (prompt is not None):
             raise RowError("invalid_row", "a row has a prompt, or messages, or a batch's body")
+        if isinstance(prompt, str) and not self._is_raw:
+            is_chat = True
+            fields = {**fields, "messages": [{"role": "user", "content": prompt}]}
+            if unfit := [name for name in TEXT_FIELDS if fields.get(name) is not None]:
+                raise RowError("invalid_row", f"{unfit[0]} needs --raw: the prompt is a chat")
         url = "/v1/chat/completions" if is_chat else "/v1/completions"
         names = ROUTES[url][0].model_fields.keys() - {"model", "stream", "stream_options"}
-        body = {name: value for name, value in row.fields.items() if name in names}
+        body = {name: value for name, value in fields.items() if name in names}
         body.pop("prompt" if is_chat else "messages", None)
         prompt = body.get("prompt", "")
         types = {*map(type, prompt)} if isinstance(prompt, list) else set()  # of thousands of ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -19,7 +19,9 @@ class RowOptions:
     config: EngineConfig
     server: ServerOptions
     sampling_defaults: Mapping[str, Any] | None = None  # None: the model's own
+    sampling_override: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None  # of answers to rows that do not say
+    is_raw: bool = False  # whether the text of a "prompt" is continued without the chat template
 
     @property
     def num_at_once(self) -> int:
@@ -35,8 +37,10 @@ class RowEngine:
         defaults = options.sampling_defaults
         if defaults is None:
             defaults = sampling_in(self.llm.generation_config)
+        defaults = {**defaults, **options.sampling_override}
         service = Service(self.llm, replace(options.server, sampling_defaults=defaults))
-        self._answers = Answers(service, options.config.seed, options.max_tokens)
+        seed, max_tokens = options.config.seed, options.max_tokens
+        self._answers = Answers(service, seed, max_tokens, options.is_raw)
 
     async def __call__(self, row: Row) -> dict[str, Any]:
         return await self._answers(row)

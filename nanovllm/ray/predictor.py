@@ -74,7 +74,8 @@ class Predictor:
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
         )
-        self._engine = RowEngine(RowOptions(engine_config(model, options), server))
+        config = engine_config(model, options)
+        self._engine = RowEngine(RowOptions(config, server, is_raw=True))
 
     def __call__(self, batch: Any) -> pa.Table:
         """Take a batch in any of Ray Data's formats."""

@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import parse
-from nanovllm.cli.foreign_flags import check_foreign_flags
 from nanovllm.cli.serve import as_arguments, engine_config, server_options
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import FoundModel
@@ -50,7 +49,7 @@ ONE_LOOP = {
 }
 SERVES_OWN = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
-    "restart_engine", "in_process", "data_parallel_size", "config", "verbose",
+    "restart_engine", "in_process", "data_parallel_size", "config", "verbose", "threads",
 )  # fmt: skip
 
 
@@ -189,11 +188,9 @@ def _parse(arguments: list[str]) -> Namespace:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            args = parse(["serve", *arguments])
+            return parse(["serve", *arguments])
     except SystemExit:
         raise ConfigError(complaint.getvalue().strip().rsplit("\n", 1)[-1]) from None
-    check_foreign_flags(args)
-    return args
 
 
 def _autoscaling(scaling: dict[str, Any], config: EngineConfig) -> AutoscalingConfig:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nanovllm.bench.runner import run_once
+from nanovllm.bench.runner import Passes, run_once
 from nanovllm.bench.workloads import uniform
 from nanovllm.cli import build_parser
+from nanovllm.cli.bench import _set_defaults
+from nanovllm.cli.options import model_of
 from nanovllm.errors import ConfigError
 from nanovllm.llm import LLM
+from nanovllm.outputs import StepOutput
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -115,6 +119,61 @@ def test_decode_steps_are_counted_after_the_last_first_token(folder: Path, depth
         assert run_once(llm, workload, "b").num_cached_tokens == 0
         with pytest.raises(ConfigError, match="257 tokens, but the engine ends them at 256"):
             run_once(llm, uniform(512, 1, 256, 1), "c")
+
+
+class Interrupted:
+    """An engine that is interrupted in one of its steps."""
+
+    def __init__(self, llm: LLM, num_steps: int) -> None:
+        self._engine, self._num_left = llm.engine, num_steps
+
+    def step(self) -> StepOutput:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise KeyboardInterrupt
+        return self._engine.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def test_an_interrupt_leaves_the_passes_that_are_done(folder: Path) -> None:
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    with LLM(folder, max_model_len=256, depth=0, **options) as llm:
+        workload = uniform(512, num_prompts=1, prompt_len=8, max_tokens=4)
+
+        def run(repeats: int, num_steps: int) -> Passes:
+            fake: Any = SimpleNamespace(engine=Interrupted(llm, num_steps))
+            passes = Passes(repeats)
+            done = passes.run([workload], lambda salt, count: run_once(fake, workload, salt, count))
+            assert len(done) == min(repeats, num_steps // 4 - 1)
+            llm.abort_all()
+            return passes
+
+        assert not run(repeats=2, num_steps=12).is_interrupted
+        late = Passes(repeats=3, deadline=0.0)
+        assert len(late.run([workload], lambda salt, count: run_once(llm, workload, salt))) == 1
+        passes = run(repeats=3, num_steps=11)
+        assert passes.is_interrupted
+        with pytest.raises(KeyboardInterrupt):
+            passes.run([workload], lambda salt, count: None)
+        with pytest.raises(KeyboardInterrupt):
+            run(repeats=3, num_steps=6)  # of the second, which is the first that counts
+
+
+def test_defaults_for_a_cpu() -> None:
+    """Less than a minute on two cores, as the sizes tell: time would depend on the machine."""
+    for name in ("throughput", "latency", "prefill", "prefix", "arrivals"):
+        args = build_parser().parse_args(["bench", name, "--device", "cpu"])
+        _set_defaults(args)
+        assert model_of(args) == "smollm2"
+        largest = max(args.batch) if name == "latency" else getattr(args, "num_seqs", 2)
+        lengths = [getattr(args, each, 0) for each in ("prompt_len", "new_tokens", "max_len")]
+        lengths += getattr(args, "prefix_len", [])
+        assert largest * sum(lengths) <= 2048, name
+    args = build_parser().parse_args(["bench", "latency", "--device", "cpu", "--batch", "64"])
+    _set_defaults(args)
+    assert (args.batch, args.prompt_len) == ([64], 64)
 
 
 def test_results_that_cannot_be_written_stop_the_run_before_it_starts(folder: Path) -> None:

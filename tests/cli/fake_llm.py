@@ -21,7 +21,7 @@ class FakeLLM:
         self.prompts: list[Any] = []
         self.params: SamplingParams | None = None
         tokenizer = SimpleNamespace(chat_template="a template" if has_template else None)
-        self.engine = SimpleNamespace(tokenizer=tokenizer)
+        self.engine = SimpleNamespace(tokenizer=tokenizer, core=SimpleNamespace(max_len=10**6))
 
     def __enter__(self) -> FakeLLM:
         return self

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanovllm.cli.chat import read_turns
+from nanovllm.cli.chat import _explain, answer_pipe, read_turns
 from nanovllm.cli.chat_commands import obey
 from nanovllm.cli.conversation import Conversation
-from nanovllm.errors import RequestError
+from nanovllm.errors import PromptTooLongError, RequestError
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.terminal_process import TerminalProcess
@@ -210,6 +211,75 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     obey(f"/save {path}", conversation)
     assert "surrogates not allowed" in capsys.readouterr().err
     assert path.read_text() == "kept"
+
+
+class SmallContext(FakeLLM):
+    """Prompts are all contents of a conversation; a token is a character."""
+
+    def __init__(self, max_len: int, is_refusing: bool) -> None:
+        super().__init__("yes")
+        self._max_len = max_len
+        if not is_refusing:
+            self.engine.core.max_len = max_len
+
+    def apply_chat_template(self, messages: list[Any]) -> list[str]:
+        return ["".join(message["content"] for message in messages)]
+
+    def stream(self, prompts: Any, *args: Any, **options: Any) -> Iterator[Any]:
+        if len(prompts) >= self._max_len:
+            raise PromptTooLongError("the prompt is too long")
+        yield from super().stream(prompts, *args, **options)
+
+
+@pytest.mark.parametrize("is_refusing", [False, True], ids=["no room", "refused"])
+def test_the_oldest_turns_make_room(is_refusing: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = SmallContext(60, is_refusing)
+    conversation = converse(llm, system="S" * 10)
+    for letter in "abcdef":
+        output = conversation.ask(letter * 15, lambda text: None)
+        _explain(output, conversation)
+    kept = [message["content"][:1] for message in conversation.messages]
+    assert kept[:1] + kept[-2:] == ["S", "f", "y"]
+    assert "b" not in kept
+    assert "[the context is full: the oldest 2 messages are dropped]" in capsys.readouterr().err
+    before = conversation.messages
+    with pytest.raises(PromptTooLongError):
+        ask(conversation, "z" * 60)
+    assert conversation.messages == before
+
+
+def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = converse(FakeLLM("one"))
+    output = RequestOutput(0, None, [1, 2], "one", [1] * 64, "length", 0, 0.1, 0.2)
+    _explain(output, conversation)
+    expected = "[cut after 64 tokens: max_tokens is 64; /set max_tokens 128 allows more]\n"
+    assert capsys.readouterr().err == expected
+    conversation.params = SamplingParams(max_tokens=65)
+    _explain(output, conversation)
+    assert capsys.readouterr().err == "[cut after 64 tokens: the context is full]\n"
+
+
+def test_retry_answers_the_last_question_again(
+    pipe: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = FakeLLM("yes")
+    conversation = converse(llm)
+    pipe("One?\nTwo?\n/retry\n")
+    answer_pipe(conversation)
+    assert capsys.readouterr().out == "yes\n" * 3
+    assert [message["content"] for message in llm.conversations[0]] == ["One?", "yes", "Two?"]
+    assert roles(conversation) == ["user", "assistant"] * 2
+    before = conversation.messages
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    conversation.stats.add_step = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        conversation.retry(lambda text: None)
+    assert conversation.messages == before
+    with pytest.raises(RequestError, match="no answer to try again"):
+        converse(llm).retry(lambda text: None)
 
 
 NO_CONVERSATIONS = ["{", "[]", '[{"role": "user"}]', '"x"', "[[[]]]", "\xff", "[" * 99_999]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,9 +15,11 @@ import torch
 
 from nanovllm import __version__
 from nanovllm.checkpoint.find import ALIASES
-from nanovllm.cli import build_parser, main
+from nanovllm.cli import build_parser, main, parse
 from nanovllm.cli.options import dashed, engine_config, sampling_params
+from nanovllm.cli.start import set_child_threads
 from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
 from nanovllm.models.registry import FAMILIES
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.terminal_process import ROOT, TerminalProcess, run_program
@@ -90,6 +93,49 @@ def test_options_reach_the_engine() -> None:
     assert sampling_params(args) == SamplingParams(
         temperature=0.0, max_tokens=9, top_k=5, stop=["A_B", "c"], ignore_eos=True, seed=-1
     )
+
+
+@pytest.mark.parametrize(
+    "command", ["generate x", "chat", "serve", "batch in -o out", "bench latency"]
+)
+def test_every_command_has_the_engine_options_of_vllm(command: str) -> None:
+    options = "--model m -tp 2 --max-model-len 8k --max-num-batched-tokens 2K --dtype half"
+    options += " --block-size 32 --num-gpu-blocks-override 7 --no-enable-prefix-caching"
+    args = parse(f"{command} {options} --kv-cache-dtype fp8 --trust-remote-code".split())
+    config = engine_config(args)
+    assert (config.model, config.tensor_parallel_size) == ("m", 2)
+    assert (config.max_model_len, config.max_num_batched_tokens) == (8000, 2048)
+    assert (config.dtype, config.kv_cache_dtype) == ("float16", "fp8")
+    assert (config.kvcache_block_size, config.num_kvcache_blocks) == (32, 7)
+    assert not config.enable_prefix_caching
+    assert parse([*command.split(), "--threads", "3"]).threads == 3
+
+
+@pytest.mark.parametrize(
+    "command", ["chat m", "serve m", "batch m in -o out", "bench latency m", "bench prefill m"]
+)
+def test_the_model_is_the_first_argument(command: str) -> None:
+    assert engine_config(parse(command.split())).model == "m"
+    with pytest.raises(ConfigError, match="give the model once, not as m and other"):
+        engine_config(parse([*command.split(), "--model", "other"]))
+
+
+def test_a_file_of_options_may_follow_the_model_and_the_input(tmp_path: Path) -> None:
+    file = tmp_path / "batch.yaml"
+    file.write_text("model: m\nserved-model-name: [a, b]\n")
+    for command, model in (("batch in", "m"), ("batch other in", "other")):
+        args = parse(f"{command} -o out --config {file}".split())
+        assert (engine_config(args).model, str(args.input)) == (model, "in")
+
+
+def test_threads_of_engines_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    set_child_threads(None, EngineConfig("m"))
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    set_child_threads(3, EngineConfig("m"))
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    with pytest.raises(ConfigError, match="--threads is for one process"):
+        set_child_threads(3, EngineConfig("m", tensor_parallel_size=2))
 
 
 def test_underscores_are_dashes_in_names_only() -> None:

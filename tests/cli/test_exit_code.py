@@ -139,7 +139,7 @@ def test_errors_are_one_line(
         ("generate --no-such-option", "nanovllm generate"),
         ("generate x --threads 0", "nanovllm generate"),
         ("fly", "nanovllm"),
-        ("chat x", "nanovllm chat"),
+        ("chat x y", "nanovllm chat"),
         ("bench", "nanovllm bench"),
         ("bench latency --batch 0", "nanovllm bench latency"),
         ("bench latency --no-such-option", "nanovllm bench latency"),

@@ -34,6 +34,30 @@ def test_instruct_models_are_asked_through_their_template(
     assert output.err.startswith("\nprompts       1, ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "model", "prompts"),
+    [
+        (["Qwen/Qwen3-0.6B", "Why?"], "Qwen/Qwen3-0.6B", ["Why?"]),
+        (["SmolLM2", "Why?", "How?"], "SmolLM2", ["Why?", "How?"]),
+        (["smollm2"], "smollm2", ["smollm2"]),  # the only one is a prompt
+        (["Why?", "smollm2"], "smollm2", ["Why?", "smollm2"]),
+        (["--model", "m.gguf", "qwen3", "Why?"], "m.gguf", ["qwen3", "Why?"]),
+    ],
+)
+def test_the_first_argument_may_be_the_model(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], model: str, prompts: list[str]
+) -> None:
+    llm, models = FakeLLM("yes"), []
+
+    def load(config: Any, num_threads: int | None) -> FakeLLM:
+        models.append(config.model)
+        return llm
+
+    monkeypatch.setattr(remote, "load_llm", load)
+    assert main(["generate", *arguments, "--raw"]) == 0
+    assert (models, llm.prompts) == ([model], prompts)
+
+
 def test_a_system_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = FakeLLM("yes")
     run(monkeypatch, llm, "--system", "Be brief.", "Why?")

@@ -10,7 +10,14 @@ import pytest
 
 from nanovllm.cli.live import LiveView
 from nanovllm.cli.run_stats import RunStats
-from nanovllm.cli.terminal import PlainScreen, TerminalScreen, char_width, printable, wrap
+from nanovllm.cli.terminal import (
+    PlainScreen,
+    TerminalScreen,
+    WrappedText,
+    char_width,
+    printable,
+    wrap,
+)
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from tests.cli.virtual_screen import VirtualScreen
 
@@ -195,3 +202,18 @@ def random_pieces(rng: random.Random, text: str) -> list[str]:
 
 def expected_rows(text: str, width: int) -> list[str]:
     return [cast(str, line).rstrip() for line in wrap(text, width - 1)]
+
+
+def test_text_of_a_chat_breaks_between_words() -> None:
+    screen = VirtualScreen(20)
+    text = "A word at the edge goes\nto the next line as a whole. 漢字漢字 漢字漢字"
+    shown = WrappedText(screen, lambda: 20)  # type: ignore[arg-type]
+    for start in range(0, len(text), 3):
+        shown.write(text[start : start + 3] + "\x1b")
+    assert screen.rows == [
+        "A word at the edge",
+        "goes",
+        "to the next line as",
+        "a whole. 漢字漢字",
+        "漢字漢字",
+    ]

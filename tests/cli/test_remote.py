@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from nanovllm.bench import load
 from nanovllm.bench.load import (
     Limits,
     Measured,
@@ -20,7 +24,7 @@ from nanovllm.bench.load import (
     waits,
 )
 from nanovllm.bench.plot import draw
-from nanovllm.cli import main
+from nanovllm.cli import bench_serve, main
 from nanovllm.errors import ConfigError
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
@@ -128,12 +132,12 @@ def test_a_load_without_a_rate_is_refused(
     assert "--rate must be more than 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "200"]])
+@pytest.mark.parametrize("rule", [["--concurrency", "3"], ["--rate", "200"]])
 def test_a_load_is_measured(
-    fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, load: list[str]
+    fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, rule: list[str]
 ) -> None:
     path, picture = tmp_path / "result.json", tmp_path / "result.svg"
-    command = ["bench", "serve", *options(fake), *load, "--num-requests", "12", "--json", str(path)]
+    command = ["bench", "serve", *options(fake), *rule, "--num-requests", "12", "--json", str(path)]
     command += ["--plot", str(picture)]
     assert main([*command, "--prompt-words", "20", "--shared-words", "5"]) == 0
     assert picture.read_text().count("<polyline") == 3
@@ -144,6 +148,36 @@ def test_a_load_is_measured(
     times = result["first_token_ms"]
     assert 0 < times["p50"] <= times["p90"] <= times["p99"]
     assert "first token" in capsys.readouterr().out
+
+
+def test_an_interrupt_shows_the_requests_that_have_ended(
+    fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*given: Any) -> None:
+        on_done = given[4]
+        for _ in range(3):
+            on_done(Measured(0.0, 0.1, (0.02, 0.02), 1.0, 10, 20))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_serve, "run_load", interrupted)
+    assert main(["bench", "serve", *options(fake)]) == 130
+    assert "requests        3, 0 failed" in capsys.readouterr().out
+
+
+def test_no_requests_are_sent_after_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a slow server, as on a CPU, less is asked by default."""
+    clock = [0.0]
+    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class SlowClient:
+        async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
+            clock[0] += 8.0
+            yield {"choices": [{"text": "x"}]}
+
+    client: Any = SlowClient()
+    one_by_one = load.Load(rate=None, concurrency=1, max_tokens=1)
+    measured = asyncio.run(load.run_load(client, "m", ["x"] * 9, one_by_one, max_seconds=20.0))
+    assert [one.sent for one in measured] == [0.0, 8.0, 16.0]
 
 
 def test_a_load_from_a_file_counts_errors(

@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import main, parse
-from nanovllm.cli.serve import engine_config, read_sampling_defaults
+from nanovllm.cli.serve import engine_config, read_sampling_defaults, server_options
 from nanovllm.config import WHOLE_CONTEXT
 from nanovllm.errors import ConfigError
 from tests.server.byte_model import make_byte_file, make_byte_model
@@ -170,9 +171,37 @@ def test_sampling_defaults_that_no_request_could_have(tmp_path: Path) -> None:
         read_sampling_defaults(str(tmp_path), {})
 
 
+def test_overrides_replace_sampling_defaults(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    command = ["serve", "--override-generation-config", '{"temperature": 0.1, "min_p": 0.2}']
+    args = parse([*command, "--generation-config", str(tmp_path)])
+    own = {"temperature": 0.1, "min_p": 0.2}
+    assert server_options(args, "m", {}).sampling_defaults == {"top_k": 20, **own}
+    args = parse([*command, "--generation-config", "vllm"])
+    assert server_options(args, "m", {"top_p": 0.5}).sampling_defaults == own
+    assert server_options(parse(command), "m", {"top_p": 0.5}).sampling_defaults == {
+        "top_p": 0.5,
+        **own,
+    }
+    file = tmp_path / "server.yaml"
+    file.write_text("override-generation-config: {temperature: 0.1, min_p: 0.2}\n")
+    assert parse(["serve", "--config", str(file)]).override_generation_config == own
+
+
+def test_the_built_in_model_has_a_temperature_that_makes_sense() -> None:
+    """At 1.0, the default of the API, a model of this size writes gibberish."""
+    built_in = find_checkpoint("smollm2", need_weights=False)
+    assert read_sampling_defaults("auto", built_in.generation_config) == {"temperature": 0.3}
+    by_path = find_checkpoint(str(built_in.path), need_weights=False)
+    assert read_sampling_defaults("auto", by_path.generation_config) == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--override-generation-config", "[1]"], "it must be a JSON object"),
+        (["--override-generation-config", '{"heat": 1}'], "'heat' is not one of temperature, "),
+        (["--override-generation-config", '{"top_p": 2}'], "top_p must be in (0, 1]; "),
         (["--api-key", "secret", ""], "argument --api-key: a key must not be empty"),
         (["--request-timeout", "0"], "--request-timeout: must be more than 0 seconds, got 0"),
         (["--request-timeout", "nan"], "--request-timeout: must be more than 0 seconds, got nan"),

@@ -62,7 +62,7 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     ]
     path, output = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     result = batch(model, path, output, "--max-tokens", "6")
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr
     assert "5 of 10 rows answered" in result.stderr
     lines = by_id(output)
     assert lines[0]["input_text"] == "mine"
@@ -91,10 +91,10 @@ def test_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     assert changed.returncode == 2
     assert "begun with another max_tokens; give --overwrite" in changed.stderr
     done = batch(model, path, output, "--max-tokens", "6", "--max-num-seqs", "8")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert by_id(output) == lines
     shared = batch(model, path, tmp_path / "shared.jsonl", "--max-tokens", "6", "-dp", "2")
-    assert shared.returncode == 0, shared.stderr
+    assert shared.returncode == 1, shared.stderr
     others = by_id(tmp_path / "shared.jsonl")
     vectors = [
         each.pop("e")["response"]["body"]["data"][0]["embedding"] for each in (others, lines)

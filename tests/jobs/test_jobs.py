@@ -17,6 +17,7 @@ import pytest
 
 from nanovllm.cli import main
 from nanovllm.errors import ConfigError, EngineError, NanovllmError
+from nanovllm.jobs import engine
 from nanovllm.jobs.answers import Answers, RowError, row_seed
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, scan, windows
@@ -199,6 +200,46 @@ def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> N
     assert "another chat_template and another generation_config" in capsys.readouterr().err
 
 
+class EchoEngine:
+    """Fails rows that say so."""
+
+    def __init__(self, options: Any) -> None:
+        pass
+
+    async def __call__(self, row: Row) -> dict[str, Any]:
+        if "bad" in row.fields["prompt"]:
+            raise RowError("invalid_row", "it is bad")
+        return {**await echo(row), "usage": {"prompt_tokens": 1}}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("prompts", "status"), [(["a", "b"], 0), (["a", "bad"], 1), (["bad", "bad"], 2), ([], 0)]
+)
+def test_the_exit_status_says_whether_rows_failed(
+    prompts: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "RowEngine", EchoEngine)
+    path = write_rows(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl")]
+    assert main(command) == status
+    assert main(command) == status  # nothing is left to do
+
+
+def test_a_job_of_before_prompts_were_messages_goes_on_with_raw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "RowEngine", EchoEngine)
+    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl")]
+    assert main([*command, "--raw"]) == 0
+    assert "raw" not in json.loads((tmp_path / "out.jsonl.job.json").read_text())
+    assert main(command) == 2
+    assert "begun with another raw" in capsys.readouterr().err
+
+
 # A limit on the size of files is a disk that is full: the write that crosses it is cut short.
 FULL = """\
 import resource, signal, sys
@@ -315,7 +356,7 @@ class FailingLLM(FakeLLM):
 
 def test_a_row_that_fails_in_every_engine_is_an_error_of_its_own() -> None:
     llm = FailingLLM(others=[FakeLLM()])
-    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None)
+    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None, is_raw=True)
     with pytest.raises(RowError, match="not finite"):
         asyncio.run(answers(Row(0, {"prompt": "x"})))
     assert llm.num_tries == 2

@@ -27,9 +27,29 @@ from tests.server.fake_llm import FakeLLM
 CHAT = [{"role": "user", "content": "Hello"}]
 
 
-def answer(fields: dict[str, Any], llm: FakeLLM, index: int = 3) -> dict[str, Any]:
-    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, max_tokens=7)
+def answer(
+    fields: dict[str, Any], llm: FakeLLM, index: int = 3, is_raw: bool = True
+) -> dict[str, Any]:
+    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, max_tokens=7, is_raw=is_raw)
     return asyncio.run(answers(Row(index, fields)))
+
+
+def test_a_prompt_is_a_message_for_a_model_with_a_chat_template() -> None:
+    chat = answer({"messages": CHAT}, FakeLLM())
+    asked = answer({"prompt": "Hello", "echo": None}, FakeLLM(), is_raw=False)
+    assert asked["usage"] == chat["usage"]
+    assert (asked["prompt"], "messages" in asked) == ("Hello", False)
+    raw = answer({"prompt": "Hello"}, FakeLLM())
+    assert raw["usage"]["prompt_tokens"] < chat["usage"]["prompt_tokens"]
+    base = FakeLLM()
+    base.front.tokenizer.chat_template = None
+    for same in (
+        answer({"prompt": "Hello"}, base, is_raw=False),
+        answer({"prompt": [1] * raw["usage"]["prompt_tokens"]}, FakeLLM(), is_raw=False),
+    ):
+        assert same["usage"] == raw["usage"]
+    with pytest.raises(RowError, match="echo needs --raw"):
+        answer({"prompt": "Hello", "echo": True}, FakeLLM(), is_raw=False)
 
 
 @pytest.mark.parametrize(

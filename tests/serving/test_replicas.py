@@ -192,7 +192,7 @@ def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -
         for i in range(60)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
-    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None)
+    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None, is_raw=True)
 
     def run(name: str, on_line: OnLine) -> list[Any]:
         found = scan(path)
