@@ -44,7 +44,6 @@ _FLAGS = {
     "num_kvcache_blocks": ("--num-gpu-blocks-override", "--num-kvcache-blocks"),
     "tensor_parallel_size": ("-tp", "--tensor-parallel-size"),
 }
-DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _SAMPLING_HELP = {
     "max_tokens": "most tokens to generate per answer",
     "temperature": "0 always takes the likeliest token; higher is more varied",
@@ -106,7 +105,6 @@ def length(text: str) -> int:
 
 
 _TYPES: dict[str, Callable[[str], Any]] = {
-    "dtype": lambda text: DTYPE_NAMES.get(text, text),
     "max_model_len": length,
     "max_num_batched_tokens": length,
 }
