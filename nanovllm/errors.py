@@ -13,6 +13,10 @@ class RequestError(NanovllmError, ValueError):
     """A prompt cannot be served; other requests are unaffected."""
 
 
+class GrammarError(RequestError):
+    """`structured_outputs`, with which the message begins, cannot be enforced."""
+
+
 class CheckpointError(NanovllmError):
     """A model folder, file or hub id cannot be loaded."""
 

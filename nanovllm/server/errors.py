@@ -13,7 +13,8 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from nanovllm.errors import ConfigError, NanovllmError, RequestError
+from nanovllm.errors import ConfigError, GrammarError, NanovllmError, RequestError
+from nanovllm.structured_outputs import KINDS
 
 MESSAGES_PATH = "/v1/messages"  # Anthropic's
 OPENAI_TYPES = {
@@ -88,10 +89,17 @@ def as_api_error(error: NanovllmError | ApiError | TimeoutError) -> ApiError:
         return error
     if isinstance(error, TimeoutError):
         return ApiError("the answer took longer than this server allows", 504)
+    if isinstance(error, GrammarError):
+        return about("structured_outputs", error)
     if isinstance(error, (RequestError, ConfigError)):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named.group(1) if named else None)
     return ApiError(first_line(error), 503)
+
+
+def about(param: str, error: GrammarError) -> ApiError:
+    """Name the field of the request that the grammar came from."""
+    return ApiError(str(error).replace("structured_outputs", param, 1), param=param)
 
 
 def first_line(error: NanovllmError) -> str:
@@ -149,7 +157,9 @@ def invalid(problems: Any) -> ApiError:
     param = _place(first)
     if first["type"] == "extra_forbidden":
         param = ".".join(map(str, first["loc"][1:]))
-        return ApiError(f"{param} is not supported", param=param)
+        kind = param.removeprefix("guided_")  # as older versions of vLLM have it
+        hint = f'; use structured_outputs={{"{kind}": ...}}' if kind in KINDS else ""
+        return ApiError(f"{param} is not supported{hint}", param=param)
     if not param and first["type"] != "value_error":
         return ApiError('the body must be a JSON object, sent as "application/json"')
     # A field that may be of several types has a problem with each of them.
