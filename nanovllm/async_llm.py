@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ class AsyncLLM:
     ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
+        # Grammars that are slow to compile only delay requests that have one too.
+        self._compiling = ThreadPoolExecutor(4, "nanovllm-prepare")
         self._in_process = in_process
         given = engine_config(model, options)
         if in_process and given.data_parallel_size > 1:
@@ -202,6 +205,7 @@ class AsyncLLM:
 
     def close(self, reason: NanovllmError | None = None) -> None:
         """End the processes of all cores; whoever waits gets an error. Once is enough."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         for replica in self.replicas:
             replica.close(reason)
 
@@ -254,7 +258,12 @@ class AsyncLLM:
         one = as_prompt(prompt, cache_salt)
         given = one.content, params, one.cache_salt, is_streaming, pooling, request_id
         prepare = partial(self.front.prepare, *given)
-        live = prepare() if _is_quick(one.content, params) else await asyncio.to_thread(prepare)
+        if _is_quick(one.content, params):
+            live = prepare()
+        elif isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            live = await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)
+        else:
+            live = await asyncio.to_thread(prepare)
         check_length(live.samples[0].request, self.max_len)
         return live
 

@@ -17,6 +17,10 @@ class PromptTooLongError(RequestError):
     """A prompt does not fit into the context."""
 
 
+class GrammarError(RequestError):
+    """`structured_outputs`, with which the message begins, cannot be enforced."""
+
+
 class CheckpointError(NanovllmError):
     """A model folder, file or hub id cannot be loaded."""
 

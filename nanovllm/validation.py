@@ -65,7 +65,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """What to add to an error about an unknown name: the known one that it resembles, if any."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
-    if name.startswith("guided_") and "structured_outputs" in names:
+    if name.startswith("guided_") and "structured_outputs" in names:  # vLLM's older names
         close = ["structured_outputs"]
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -58,6 +58,7 @@ HOST = (
     "grammar.matching",
     "grammar.forms",
     "grammar.json_schema",
+    "grammar.limits",
     "grammar.json_disjoint",
     "grammar.json_formats",
     "grammar.json_keywords",

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import GrammarError
 from nanovllm.grammar.json_schema import Schema, enforceable
+from nanovllm.grammar.limits import check_schema, check_text
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -24,6 +25,8 @@ JSON_OPTIONS = {
 
 def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
     """Return a request in llguidance's own form: a list of grammars, the first of which counts."""
+    for key in ("after", "opened_by"):
+        check_text(asked.get(key, ""))
     grammars = [_answer(asked)]
     if "after" in asked:
         before = "before GAP?" if "json_schema" in grammars[0] else "before"
@@ -38,6 +41,7 @@ def grammar_text(asked: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
 
 def enforced_json(schema: Schema) -> dict[str, Any]:
     """Return a schema that llguidance enforces whole, with the options that this takes."""
+    check_schema(schema)
     return {**enforceable(schema), "x-guidance": JSON_OPTIONS}
 
 
@@ -66,6 +70,7 @@ def _literal(text: str, tokenizer: LLTokenizer) -> str:
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     if "json" in asked or "json_object" in asked:
         return {"json_schema": enforced_json(asked.get("json", {"type": "object"}))}
+    check_text("".join(asked.get("choice", ())) + asked.get("grammar", asked.get("regex", "")))
     if "grammar" in asked:
         return {"lark_grammar": asked["grammar"]}
     if "choice" in asked:
@@ -75,7 +80,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     regex = asked["regex"]
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance drops the last one
-        raise RequestError("structured_outputs cannot be enforced: the regex ends in a backslash")
+        raise GrammarError("structured_outputs cannot be enforced: the regex ends in a backslash")
     return {"lark_grammar": f"start: /{regex_to_lark(regex, '')}/"}
 
 

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import GrammarError
 from nanovllm.grammar.json_disjoint import are_disjoint, kinds_of
 from nanovllm.grammar.json_keywords import (
     APPLICATORS,
@@ -56,11 +56,11 @@ REFUSED: dict[str, tuple[frozenset[str], tuple[Any, ...]]] = {
 
 
 def enforceable(schema: Schema) -> dict[str, Any]:
-    """Return a schema that allows nothing but what the given one does, or raise RequestError."""
+    """Return a schema that allows nothing but what the given one does, or raise GrammarError."""
     try:
         return _Rewriter(schema).rewrite()
     except RecursionError as error:
-        raise RequestError("structured_outputs: the JSON schema is nested too deeply") from error
+        raise GrammarError("structured_outputs: the JSON schema is nested too deeply") from error
 
 
 @dataclass(slots=True)
@@ -263,11 +263,9 @@ class _Rewriter:
         listed = schema.get("properties", {})
         if listed and others not in (True, {}, False):
             raise refused("propertyNames", path, "other properties have a schema of their own")
-        wrong = [name for name in listed if not re.search(pattern, name)]
-        demand(out, {"properties": dict.fromkeys(wrong, False)})
-        if others is not False:
-            found = self._part(others, path)
-            demand(out, {"patternProperties": {pattern: found}, "additionalProperties": False})
+        # llguidance matches the names of listed properties too, in linear time.
+        found = True if others is False else self._part(others, path)
+        demand(out, {"patternProperties": {pattern: found}, "additionalProperties": False})
 
     def _sibling_reference(
         self, out: dict[str, Any], value: Any, schema: dict[str, Any], path: str
@@ -283,7 +281,11 @@ class _Rewriter:
         root_id = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
         own = root_id.partition("#")[0] if isinstance(root_id, str) else ""
         base, _, fragment = target.partition("#")
-        if base and urljoin(own, base) != own:
+        try:
+            is_own = not base or urljoin(own, base) == own
+        except ValueError as error:
+            raise refused("$id", path, f"{own!r:.80} is no address ({error})") from error
+        if not is_own:
             raise refused("$ref", path, f"{target!r:.80} is no path within the schema")
         if fragment and not fragment.startswith("/"):
             raise refused("$ref", path, f"{target!r:.80} is no path")

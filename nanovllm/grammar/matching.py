@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.engine.step import IntColumn
-from nanovllm.errors import RequestError
+from nanovllm.errors import GrammarError, RequestError
 from nanovllm.grammar.forms import grammar_text
+from nanovllm.grammar.limits import run_bounded, try_compiling
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -119,6 +120,7 @@ class Tools:
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
     num_threads: int
+    described: Mapping[str, Any]  # how another process makes the tokenizer
     executor: LLExecutor  # computes many masks at a time, in as many threads
     # Slow grammars have threads of their own, so that they never keep the others from one.
     thread: ThreadPoolExecutor = field(
@@ -145,7 +147,10 @@ class Grammars:
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
-        text = grammar_text(asked, self._get_tools().tokenizer)
+        tokenizer = self._get_tools().tokenizer
+        text = run_bounded(grammar_text, asked, tokenizer)
+        if text not in self._cache:
+            try_compiling(text, self._get_tools().described)
         return Grammar(text, self._compiled(text))
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
@@ -222,7 +227,7 @@ class Grammars:
     def _add_start(self, compiled: Compiled, text: str) -> None:
         """Have one more, if there are threads for it; only one thread calls this."""
         if len(compiled.starts) < self._get_tools().num_threads:
-            compiled.starts.append(self._parse(text))
+            compiled.starts.append(run_bounded(self._parse, text))
 
     def _compiled(self, text: str) -> Compiled:
         with self._lock:
@@ -230,7 +235,7 @@ class Grammars:
             if compiled is not None:
                 self._cache.move_to_end(text)
                 return compiled
-        compiled = self._compile(text)
+        compiled = run_bounded(self._compile, text)
         with self._lock:
             self._cache[text] = compiled
             if len(self._cache) > NUM_CACHED:
@@ -336,7 +341,9 @@ class Grammars:
             ) from error
         num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
-        return Tools(tokenizer, eos, limits, num_threads, LLExecutor(num_threads))
+        described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
+        described["eos"] = sorted(eos) or None
+        return Tools(tokenizer, eos, limits, num_threads, described, LLExecutor(num_threads))
 
 
 def _side_by_side(rows: list[tuple[int, Matcher]]) -> list[tuple[LLMatcher, int]]:
@@ -380,7 +387,9 @@ def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
         words[token_id // 32] |= bit
 
 
-def refusal(reason: str) -> RequestError:
+def refusal(reason: str) -> GrammarError:
     if "coerce_one_of" in reason:  # an option of llguidance's, which is not offered
         reason = "the options of 'oneOf' are not plainly disjoint"
-    return RequestError(f"structured_outputs cannot be enforced: {reason.strip()}")
+    if reason.startswith("regex parse error"):
+        reason = f"a 'pattern' is no regular expression: {reason}"
+    return GrammarError(f"structured_outputs cannot be enforced: {reason.strip()}")

@@ -7,10 +7,13 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nanovllm.engine.front import check_text
+from nanovllm.errors import GrammarError
 from nanovllm.server.chat_prompt import render_chat
+from nanovllm.server.errors import about
 from nanovllm.server.generation import Job, Update, generate
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.server.parsing.events import Event
@@ -66,16 +69,23 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
         given["logprobs"] = request.top_logprobs or 0
     reasoning = service.formats.reasoning
     is_open = reasoning is not None and reasoning.is_open(prompt.text, request.continued)
-    given["structured_outputs"] = answer_constraint(
-        service, request, prompt.tools, prompt.text, is_open
-    )
+    constrain = partial(answer_constraint, service, request, prompt.tools, prompt.text, is_open)
+    grammar_param = request.grammar_param
+    if prompt.tools:
+        grammar_param = "tools" if request.constraint() is None else grammar_param
+        try:
+            given["structured_outputs"] = await asyncio.to_thread(constrain)
+        except GrammarError as error:
+            raise about("tools", error) from error
+    else:
+        given["structured_outputs"] = constrain()
     hidden: Mapping[int, str] = {}
     if service.has_special_markers and request.skip_special_tokens is None:
         given["skip_special_tokens"] = False
         hidden = service.hidden_tokens
     params = request.sampling_params(service.options.sampling_defaults, **given)
     is_streaming = bool(request.stream) and params.prompt_logprobs is None
-    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming)
+    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
 
     def new_parser() -> OutputParser:
         found = prompt.tools, service.formats.tools, reasoning, is_open

@@ -45,9 +45,8 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
         params.append(request.sampling_params(service.options.sampling_defaults, **given))
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
-    return CompletionAnswer(
-        service, Job(prompts, params, request.cache_salt, is_streaming), request
-    )
+    job = Job(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
+    return CompletionAnswer(service, job, request)
 
 
 class CompletionAnswer(OpenAIStream):

@@ -13,7 +13,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from nanovllm.errors import ConfigError, NanovllmError, RequestError
+from nanovllm.errors import ConfigError, GrammarError, NanovllmError, RequestError
 
 MESSAGES_PATH = "/v1/messages"  # Anthropic's
 OPENAI_TYPES = {
@@ -88,10 +88,17 @@ def as_api_error(error: NanovllmError | ApiError | TimeoutError) -> ApiError:
         return error
     if isinstance(error, TimeoutError):
         return ApiError("the answer took longer than this server allows", 504)
+    if isinstance(error, GrammarError):
+        return about("structured_outputs", error)
     if isinstance(error, (RequestError, ConfigError)):
         named = _PARAM.match(str(error))
         return ApiError(str(error), param=named.group(1) if named else None)
     return ApiError(first_line(error), 503)
+
+
+def about(param: str, error: GrammarError) -> ApiError:
+    """Name the field of the request that the grammar came from."""
+    return ApiError(str(error).replace("structured_outputs", param, 1), param=param)
 
 
 def first_line(error: NanovllmError) -> str:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.front import BROKEN
+from nanovllm.errors import GrammarError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import ApiError, about
 from nanovllm.server.service import Service
 
 Logprobs = Sequence[dict[int, Logprob]]
@@ -26,6 +27,7 @@ class Job:
     params: Sequence[SamplingParams]  # of each prompt
     cache_salt: str | None = None
     is_streaming: bool = False
+    grammar_param: str = "structured_outputs"  # the field of the request that has the grammar
 
     @property
     def num_choices(self) -> int:
@@ -110,6 +112,15 @@ def _finish(answer: RequestOutput, output: CompletionOutput) -> Finish:
 
 async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
     """Pieces of all prompts, each with the number of its prompt."""
+    try:
+        async with contextlib.aclosing(_all_pieces(service, job)) as pieces:
+            async for piece in pieces:
+                yield piece
+    except GrammarError as error:
+        raise about(job.grammar_param, error) from error
+
+
+async def _all_pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
     streams = [
         service.metrics.observed(
             service.llm.generate(

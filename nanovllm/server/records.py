@@ -134,6 +134,11 @@ class SamplingFields(Harmless):
         own = {name: value for name, value in own.items() if value is not None}
         return SamplingParams(**{**defaults, **own, **given})
 
+    @property
+    def grammar_param(self) -> str:
+        """The field that `constraint` comes from."""
+        return "structured_outputs" if self.response_format is None else "response_format"
+
     def constraint(self) -> dict[str, Any] | None:
         """What the answer must be; None when it may be anything."""
         if self.response_format is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.grammar.forms import enforced_json
+from nanovllm.grammar.limits import run_bounded
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import AllowedTools, ChatRequest, NamedTool
 from nanovllm.server.parsing.formats import ReasoningFormat
@@ -27,6 +28,12 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
             "format with --tool-call-parser, or leave out tools",
             param="tools",
         )
+    if "tools" not in service.template_text:
+        raise ApiError(
+            "this model's chat template does not show tools to the model; give one that does with "
+            "--chat-template, or leave out tools",
+            param="tools",
+        )
     tools = read_tools(request.tools)
     if isinstance(choice, str):
         return tools
@@ -43,7 +50,7 @@ def answer_constraint(
 ) -> Mapping[str, Any] | None:
     """What the answer must be, as `structured_outputs` has it: the calls, or what was asked for.
 
-    An answer that `is_open` begins inside reasoning.
+    An answer that `is_open` begins inside reasoning. Takes a while: not for the event loop.
     """
     reasoning = service.formats.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
@@ -61,7 +68,11 @@ def answer_constraint(
         return {**opening, "after": reasoning.end, **asked}
     if asked is not None:
         raise ApiError("an answer cannot be held to a format and to calls of tools at once")
-    return {"grammar": _call_grammar(service, tools, reasoning, is_open, must_call, is_parallel)}
+    return {
+        "grammar": run_bounded(
+            _call_grammar, service, tools, reasoning, is_open, must_call, is_parallel
+        )
+    }
 
 
 def _call_grammar(

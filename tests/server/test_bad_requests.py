@@ -17,6 +17,11 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True, "paramet
 NAMED = {"type": "function", "function": {"name": "g"}}
 REGEX = {"regex": "x"}
 SCHEMA = {"json_schema": {"schema": {"const": 1}}}
+BAD_ID = {"$id": "http://[::1", "properties": {"x": {"$ref": "a.json#/b"}}}
+# Each overflowed the stack of the compiler.
+CHAINED_RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'
+LINKS = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
+CHAINED = {"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**LINKS, "3000": {}}}
 NESTED: Any = "x"
 for _ in range(300):
     NESTED = [NESTED]
@@ -24,6 +29,14 @@ for _ in range(300):
 
 def said(content: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content, **fields}]}
+
+
+def response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def tool(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema, **fields}}
 
 
 COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
@@ -77,6 +90,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "x", "no_such_field": None}, "no_such_field"),
     ({"prompt": "x", "logits_processors": ["os:system"]}, "logits_processors"),
     ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt": "x", "response_format": response_format(UNIQUE)}, "response_format"),
 ]
 CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({}, "messages"),
@@ -113,15 +127,21 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
         {**CHAT, "structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
         "structured_outputs",
     ),
-    ({**CHAT, "structured_outputs": {"regex": "("}}, None),
+    ({**CHAT, "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({**CHAT, "structured_outputs": {"xml": "x"}}, "structured_outputs"),
     ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
     ({**CHAT, "response_format": {"type": "json_object", **SCHEMA}}, "response_format"),
     ({**CHAT, "response_format": {"type": "text", **SCHEMA}}, "response_format"),
+    ({**CHAT, "response_format": response_format(UNIQUE)}, "response_format"),
+    ({**CHAT, "response_format": response_format(BAD_ID)}, "response_format"),
+    ({**CHAT, "response_format": response_format(CHAINED)}, "response_format"),
+    ({**CHAT, "structured_outputs": {"json": CHAINED}}, "structured_outputs"),
+    ({**CHAT, "structured_outputs": {"grammar": CHAINED_RULES}}, "structured_outputs"),
+    ({**CHAT, "tools": [tool(BAD_ID, strict=True)]}, "tools"),
     ({**CHAT, "response_format": {"type": "text"}, "structured_outputs": {"regex": "x"}}, None),
     ({**CHAT, "tools": [TOOL], "tool_choice": NAMED}, "tool_choice"),
     ({**CHAT, "tools": [TOOL], "tool_choice": "required", "structured_outputs": REGEX}, None),
-    ({**CHAT, "tools": [STRICT]}, "structured_outputs"),
+    ({**CHAT, "tools": [STRICT]}, "tools"),
 ]
 OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
     ("/v1/embeddings", {"input": ""}, "input"),
@@ -208,6 +228,13 @@ def test_what_is_no_json_object_is_refused(
     response = server.http.post(path, content=content, headers={"content-type": content_type})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_older_names_of_structured_outputs_are_explained(server: Running, kind: str) -> None:
+    response = server.post("/v1/chat/completions", **CHAT, **{f"guided_{kind}": "x"})
+    assert response.status_code == 400
+    assert "did you mean structured_outputs?" in response.json()["error"]["message"]
 
 
 def test_unknown_paths_and_methods_have_bodies_too(server: Running) -> None:

@@ -228,6 +228,34 @@ def test_streams_have_the_ids_of_tokens_whose_text_is_held_back(server: Running)
     assert ids == whole.token_ids == [162] * 4
 
 
+CHAIN = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": {**CHAIN, "3000": {}}}, "at most"),
+        ({"propertyNames": {"pattern": "[" * 60_000}}, "propertyNames"),
+    ],
+    ids=["chain", "pattern"],
+)
+def test_schemas_of_tools_have_limits(schema: dict[str, Any], reason: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    refused = pytest.raises(BadRequestError, match=reason)
+    with running(FakeLLM(max_len=10**6)) as server, refused as caught:
+        ask(server, tools=[tool], tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+def test_tools_that_the_template_cannot_show_are_refused() -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with running(FakeLLM(), chat_template=template, tool_parser="hermes") as server:
+        with pytest.raises(BadRequestError, match="does not show tools") as caught:
+            ask(server, tools=[TOOL])
+        assert caught.value.param == "tools"
+        assert ask(server).choices[0].message.content == "Hello!"
+
+
 class WithMarkers(FakeLLM):
     """One whose marker of calls is a special token, as Llama's is."""
 

@@ -57,6 +57,31 @@ def test_completions_have_constraints_too(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "properties", "pattern"),
+    [
+        ("response_format", {"a" * 40 + "!": {}}, "^(a+)+$"),
+        ("tools", {"a" * 40 + "!": {}}, "^(a+)+$"),
+        ("structured_outputs", {"a" * 40 + "!": {}}, "^(a+)+$"),
+        ("response_format", {}, "[" * 60_000),
+        ("structured_outputs", {}, "[" * 60_000),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_no_pattern_backtracks(
+    server: Running, field: str, properties: dict[str, Any], pattern: str
+) -> None:
+    """Python's `re` would take for ever, and keep its lock."""
+    schema = {"properties": properties, "propertyNames": {"pattern": pattern}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"response_format": form, "tools": [tool], "structured_outputs": {"json": schema}}
+    body = {"messages": MESSAGES, "max_tokens": 1, **NO_THOUGHTS, field: asked[field]}
+    response = server.post("/v1/chat/completions", **body)
+    assert response.status_code == (200 if properties else 400), response.text
+    assert properties or response.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
     ("choice", "names"),
     [
         ("required", ("one", "two")),

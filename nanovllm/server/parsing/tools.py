@@ -13,7 +13,7 @@ from nanovllm.errors import RequestError
 Schema = Mapping[str, Any]
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
-MAX_REFERENCES = 16  # followed from one schema to the next
+MAX_DEPTH = 16  # of schemas within schemas, or referred to by them
 JSON_TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
@@ -36,16 +36,17 @@ class Tool:
         """Return the JSON types that the schema allows; none when it does not say."""
         properties = self.parameters.get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return frozenset(_types(schema, self.parameters, MAX_REFERENCES))
+        return frozenset(_types(schema, self.parameters, set()))
 
 
 def read_tools(entries: Sequence[Any]) -> list[Tool]:
     """Read a request's `tools`, in the form of the OpenAI API."""
     tools = [_read_tool(entry, f"tools[{i}]") for i, entry in enumerate(entries)]
-    names = [tool.name for tool in tools]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise RequestError(f"tools[{i}]: there is another tool named {name!r}")
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.name in names:
+            raise RequestError(f"tools[{i}]: there is another tool named {tool.name!r}")
+        names.add(tool.name)
     return tools
 
 
@@ -90,8 +91,9 @@ def _read_tool(entry: Any, where: str) -> Tool:
     return Tool(name, parameters, function.get("strict") is True)
 
 
-def _types(schema: Any, root: Schema, num_references: int) -> Iterator[str]:
-    if not isinstance(schema, Mapping) or not num_references:
+def _types(schema: Any, root: Schema, followed: set[str], depth: int = 0) -> Iterator[str]:
+    """Follow each reference once: a schema may refer to itself in many places."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
     yield from [schema["type"]] if isinstance(schema.get("type"), str) else listed(schema, "type")
     if "type" not in schema:
@@ -99,12 +101,14 @@ def _types(schema: Any, root: Schema, num_references: int) -> Iterator[str]:
         yield from (JSON_TYPES[type(value)][0] for value in values)
     for keyword in ("anyOf", "oneOf", "allOf"):
         for option in listed(schema, keyword):
-            yield from _types(option, root, num_references - 1)
-    if isinstance(reference := schema.get("$ref"), str):
+            yield from _types(option, root, followed, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        followed.add(reference)
         target: Any = root
         for step in reference.removeprefix("#").split("/")[1:]:
             target = target.get(step) if isinstance(target, Mapping) else None
-        yield from _types(target, root, num_references - 1)
+        yield from _types(target, root, followed, depth + 1)
 
 
 def listed(schema: Schema, key: str) -> list[Any]:

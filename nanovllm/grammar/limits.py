@@ -1,0 +1,137 @@
+"""Limits on the grammars of requests: their size, and the time and stack of compiling them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from nanovllm.errors import GrammarError
+
+T = TypeVar("T")
+
+MAX_CHARS = 64 * 1024  # of a schema, grammar, regular expression or list of choices
+MAX_RULES = 1_000
+MAX_REFERENCES = 1_000
+MAX_DEPTH = 100  # of JSON; llguidance limits how deep grammars and regular expressions nest
+MAX_SECONDS = 5.0
+START_SECONDS = 5.0  # of a process
+MAX_THREADS = 8  # that compile at a time, those out of time included
+STACK_SIZE = 256 * 2**20  # virtual: llguidance takes 10 kB or more for each step of a chain
+TOO_SLOW = (
+    "structured_outputs cannot be enforced: it takes too long to compile; simplify the grammar or "
+    "schema"
+)
+# Intersections of many expressions, and large multiples, may take hours and all memory.
+_RISKY = re.compile(r"\bpattern\b|&")
+_MAX_RISKY = 8
+_LARGE_MULTIPLE = re.compile(r"multipleOf\W+[\d.]{0,20}(?:\d{5}|[eE])")
+_TRIAL = """
+import json, sys, threading
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+def compile():
+    tokenizer = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=given["eos"])
+    limits = LLParserLimits(**given["limits"])
+    LLMatcher(tokenizer, given["grammar"], log_level=0, limits=limits).compute_bitmask()
+
+given = json.load(sys.stdin)
+threading.stack_size(given["stack_size"])
+threading.Thread(target=compile).start()
+"""
+
+_RULE = re.compile(r'^[ \t]*[?!]?\w[^:"\n/]*:', re.MULTILINE)
+_starting = threading.Lock()  # the size of new stacks is a setting of the whole process
+_slots = threading.BoundedSemaphore(MAX_THREADS)
+
+
+def check_text(text: str) -> None:
+    """Raise GrammarError for a grammar, or another text to compile, that is too large."""
+    _check("characters", len(text), MAX_CHARS)
+    _check("rules", len(_RULE.findall(text)), MAX_RULES)
+    _check("references", text.count('"$ref"'), MAX_REFERENCES)
+
+
+def check_schema(schema: Any) -> None:
+    """Raise GrammarError for a JSON schema that is too large or nested too deeply."""
+    level, depth = [schema], 0
+    while level := [each for part in level for each in _children(part)]:
+        depth += 1
+        _check("levels of nesting", depth, MAX_DEPTH, "the JSON schema is nested too deeply: ")
+    check_text(json.dumps(schema, ensure_ascii=False))
+
+
+def try_compiling(text: str, tokenizer: Mapping[str, Any]) -> None:
+    """Compile what may take very long in a process first: unlike a thread it can be killed."""
+    if len(_RISKY.findall(text)) <= _MAX_RISKY and not _LARGE_MULTIPLE.search(text):
+        return
+    given = json.dumps({**tokenizer, "grammar": text, "stack_size": STACK_SIZE}).encode()
+    command, seconds = [sys.executable, "-c", _TRIAL], START_SECONDS + MAX_SECONDS
+    try:
+        trial = subprocess.run(command, input=given, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise GrammarError(TOO_SLOW) from error
+    if trial.returncode < 0:
+        raise GrammarError("structured_outputs cannot be enforced: llguidance crashes")
+
+
+def run_bounded(function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a thread with a large stack; raise GrammarError if it takes too long."""
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function(*args))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="nanovllm-compile", daemon=True)
+    if not _slots.acquire(timeout=MAX_SECONDS):
+        raise GrammarError("structured_outputs: too many grammars are being compiled; try later")
+    try:
+        with _starting:
+            size_before = threading.stack_size(STACK_SIZE)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(size_before)
+        thread.join(MAX_SECONDS)
+    finally:
+        if is_late := thread.is_alive():
+            threading.Thread(target=_end, args=(thread,), daemon=True).start()
+        else:
+            _slots.release()
+    if is_late:
+        raise GrammarError(TOO_SLOW)
+    return outcome.result()
+
+
+def _children(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else value if type(value) is list else []
+
+
+def _check(what: str, number: int, limit: int, reason: str = "") -> None:
+    if number > limit:
+        raise GrammarError(
+            f"structured_outputs: {reason}there are {number:,} {what}, at most {limit:,} are "
+            "allowed"
+        )
+
+
+def _end(thread: threading.Thread) -> None:
+    """End a thread at its next line of Python; until then it gets only idle time."""
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+    if sys.platform == "linux" and thread.native_id is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, 19)
+    thread.join()
+    _slots.release()
