@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import SERVING_TARGET_MS, EngineConfig
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
@@ -47,12 +47,23 @@ class AsyncLLM:
     A request goes where its prefix is cached, or to the least loaded, and stays there; when one
     process dies or hangs, only its own callers get an error.
 
+    Prompts are read in chunks that leave streams a token every `target_inter_token_ms`, and CUDA
+    graphs are captured before the engine is ready. None puts throughput first, as `LLM` does.
+
     Other options are the fields of `nanovllm.config.EngineConfig`; more raise TypeError.
     """
 
-    def __init__(self, model: str | Path, *, restart_core: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        restart_core: bool = False,
+        target_inter_token_ms: float | None = SERVING_TARGET_MS,
+        **options: Any,
+    ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
+        options["target_inter_token_ms"] = target_inter_token_ms
         given = EngineConfig(str(model), **options)
         self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
         self.replicas = [self._start(0, given)]

@@ -63,6 +63,7 @@ def add_parser(commands: Commands) -> None:
     _add_ray_options(parser)
     add_model_options(parser)
     add_engine_options(parser)
+    parser.set_defaults(target_inter_token_ms=None)  # throughput comes first
     parser.set_defaults(run=run, parser=parser, model_tag=None)
 
 

@@ -21,7 +21,7 @@ from nanovllm.cli.options import (
     read_text,
     seconds,
 )
-from nanovllm.config import DTYPES, WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import DTYPES, SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -217,8 +217,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="compute what prompts share once (default: on)")  # fmt: skip
     add("--enforce-eager", action="store_true", help="run without recorded steps or graphs")
     add("--attention-backend", default="auto", metavar="NAME", help="auto: what is fastest")
-    add("--target-inter-token-ms", type=float, metavar="X",
-        help="read prompts in pieces, so that tokens come no more than this apart")  # fmt: skip
+    add("--target-inter-token-ms", type=float, default=SERVING_TARGET_MS, metavar="X",
+        help="read prompts in chunks, so that the tokens of streams beside them come no more than "
+        "this apart (default: %(default)s)")  # fmt: skip
 
 
 def _add_api_options(parser: argparse.ArgumentParser) -> None:
