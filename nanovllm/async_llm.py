@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import SERVING_TARGET_MS, EngineConfig
 from nanovllm.conversations import prompts_of, template_options
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
@@ -53,6 +53,9 @@ class AsyncLLM:
     A request goes where its prefix is cached, or to the least loaded, and stays there; when one
     process dies or hangs, only its own callers get an error.
 
+    Prompts are read in chunks that leave streams a token every `target_inter_token_ms`, and CUDA
+    graphs are captured before the engine is ready. None puts throughput first, as `LLM` does.
+
     With `in_process` the engine core is a thread of this process instead, so that `breakpoint()`
     works in it: nothing watches it, and it may pause for as long as you like.
 
@@ -72,6 +75,7 @@ class AsyncLLM:
         # Grammars that are slow to compile only delay requests that have one too.
         self._compiling = ThreadPoolExecutor(4, "nanovllm-prepare")
         self._in_process = in_process
+        options.setdefault("target_inter_token_ms", SERVING_TARGET_MS)
         given = engine_config(model, options)
         if in_process and given.data_parallel_size > 1:
             raise ConfigError("in_process runs one engine; leave out data_parallel_size")

@@ -14,6 +14,7 @@ WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
+SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
 
 
@@ -39,7 +40,9 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     attention_backend: str = "auto"  # on CUDA "triton"; on a CPU what its kernels bring
     depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
-    target_inter_token_ms: float | None = None  # prompts make way for answers; None: they do not
+    # Streams get a token at least this often, and nothing is captured or compiled while they wait;
+    # None: throughput comes first.
+    target_inter_token_ms: float | None = None
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
     distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
@@ -72,6 +75,11 @@ class EngineConfig:
         is_time = target is None or 0 < target < math.inf
         self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
+
+    @property
+    def is_for_streams(self) -> bool:
+        """Whether requests must not wait for graphs, so that these are captured before them."""
+        return self.target_inter_token_ms is not None
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:

@@ -179,8 +179,8 @@ def add_engine_options(
         "--target-inter-token-ms",
         type=float,
         metavar="X",
-        help="read prompts in pieces, so that the tokens of the answers beside them come no more "
-        "than this apart (default: read them at once)",
+        help="prefill in chunks, so that the tokens of streams beside them come no more than this "
+        "apart (default: 25 in serve; other commands put throughput first)",
     )
     add(
         "--threads",

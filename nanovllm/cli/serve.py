@@ -21,7 +21,7 @@ from nanovllm.cli.options import (
     seconds,
 )
 from nanovllm.cli.start import set_child_threads
-from nanovllm.config import WHOLE_CONTEXT, EngineConfig
+from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
@@ -52,7 +52,7 @@ def add_parser(commands: Commands) -> None:
     add_model_options(parser)
     _add_api_options(parser)
     _add_operating_options(parser)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, target_inter_token_ms=SERVING_TARGET_MS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import FoundModel, clamp_model_len, make_front
 from nanovllm.engine.front import Live
-from nanovllm.engine.pacing import Pacer
+from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import ExecutorInfo, Pooling
 from nanovllm.errors import EngineError
@@ -175,7 +175,8 @@ def make_core(
 ) -> EngineCore:
     blocks = BlockManager(info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
     target = config.target_inter_token_ms
-    pacer = None if target is None else Pacer(target / 1000)
-    scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, pacer)
+    prompt_budget = None if target is None else PromptBudget(target / 1000)
+    max_tokens = config.max_num_batched_tokens
+    scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
     depth = info.depth if config.depth is None else config.depth
     return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)

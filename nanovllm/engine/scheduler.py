@@ -10,8 +10,8 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.pacing import Pacer, StepTime
 from nanovllm.engine.packed_logprobs import add_logprobs, add_prompt_logprobs
+from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
@@ -32,14 +32,14 @@ class Scheduler:
         blocks: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        pacer: Pacer | None = None,
+        prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
         self.num_cache_queries = self.num_cache_hits = 0  # prompt tokens looked up, and found
         self.blocks = blocks
-        self.pacer = pacer
+        self.prompt_budget = prompt_budget  # None: prompts may take whole steps
         self.waiting = Waiting()
         self.postponed: dict[int, Sequence] = {}  # wait for the mask of their next token
         # By priority, oldest first; the last is preempted first.
@@ -71,14 +71,14 @@ class Scheduler:
         plan = draft.to_plan(self._released)
         self._released = []
         self._in_flight.append(draft.rows)
-        if self.pacer is not None:
-            self.pacer.begin()
+        if self.prompt_budget is not None:
+            self.prompt_budget.begin()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Append the sampled tokens; return the sequences that finished or that stream."""
-        if self.pacer is not None:
-            self.pacer.end(plan)
+        if self.prompt_budget is not None:
+            self.prompt_budget.end(plan.num_prefill_tokens, plan.num_decode_tokens)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         add_prompt_logprobs(rows, plan, result)
@@ -143,8 +143,18 @@ class Scheduler:
     def _schedule_running(self, draft: _Draft) -> None:
         # A row takes at least one token, so no more than the budget's worth need be looked at.
         rows = list(islice(self.running.values(), draft.budget))
-        if self.pacer is not None:  # answers first, whatever the priorities; prompts never grow
-            rows.sort(key=lambda seq: seq.num_tokens - seq.num_computed > 1)
+        if self.prompt_budget is None:
+            self._schedule_rows(rows, draft)
+            return
+        # Decode rows first, whatever the priorities: they never wait for a prompt.
+        prompts = [seq for seq in rows if seq.num_tokens - seq.num_computed > 1]
+        self._schedule_rows([seq for seq in rows if seq.num_tokens - seq.num_computed == 1], draft)
+        if draft.num_decode_tokens:
+            most = self.prompt_budget.num_prompt_tokens(draft.num_decode_tokens)
+            draft.budget = min(draft.budget, most)
+        self._schedule_rows(prompts, draft)
+
+    def _schedule_rows(self, rows: list[Sequence], draft: _Draft) -> None:
         for seq in rows:
             if draft.budget == 0:
                 return
@@ -153,9 +163,7 @@ class Scheduler:
                 continue  # preempted by a row of this step, or its last token is in flight
             if seq.is_serial and seq.num_pending:
                 continue
-            end = seq.num_computed + 1  # an answer's row, as most are
-            if end < num_tokens:
-                end = self._row_end(draft, seq)
+            end = min(num_tokens, seq.num_computed + draft.budget)
             if end > seq.capacity and not self._grow(seq, end, draft):
                 continue
             self._add_row(draft, seq, end)
@@ -244,25 +252,9 @@ class Scheduler:
                 seq.request.pooling,
             )
         )
-        self._add_row(draft, seq, self._row_end(draft, seq))
+        # A prompt that is cut short takes the rest of the budget: no sequence enters behind it.
+        self._add_row(draft, seq, min(seq.num_tokens, seq.num_computed + draft.budget))
         seq.row_start = 0
-
-    def _row_end(self, draft: _Draft, seq: Sequence) -> int:
-        """How far a row gets in this step.
-
-        Answers come first: a prompt that is cut short takes the rest of the budget, so no sequence
-        enters behind it, and it is the last of the running ones until it is read.
-        """
-        start = seq.num_computed
-        count = min(seq.num_tokens - start, draft.budget)
-        if self.pacer is None or count == 1 or draft.num_decode_tokens == 0:
-            return start + count
-        if draft.time is None:
-            draft.time = self.pacer.time_beside(draft.starts)
-        wanted, count = count, draft.time.take(start, count)
-        is_cut = count < wanted
-        draft.budget = min(draft.budget, count + (0 if is_cut else draft.time.num_tokens(0)))
-        return start + count
 
     def _add_row(self, draft: _Draft, seq: Sequence, end: int) -> None:
         """Run `seq` up to `end`; reaching its last token brings the next, pending until commit."""
@@ -350,7 +342,6 @@ class _Draft:
     """A plan while it is being made: plain lists, which are fastest to append to."""
 
     budget: int
-    time: StepTime | None = None  # for prompts; None: they have not come up, or need not hurry
     num_decode_tokens: int = 0
     rows: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)

@@ -23,5 +23,8 @@ class Executor(Protocol):
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         """Return memory for masks; `sample` has read it once the step's result is there."""
 
+    def capture_one(self) -> bool:
+        """While idle: capture a graph that later requests may replay; False if none is missing."""
+
     def close(self) -> None:
         """Free everything; a second call does nothing."""

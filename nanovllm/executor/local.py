@@ -27,6 +27,10 @@ class LocalExecutor:
         assert self.worker is not None, "mask_memory after close"
         return self.worker.platform.host_memory((num_rows, num_words))
 
+    def capture_one(self) -> bool:
+        assert self.worker is not None, "capture_one after close"
+        return self.worker.capture_one()
+
     def close(self) -> None:
         if self.worker is not None:
             platform, self.worker = self.worker.platform, None

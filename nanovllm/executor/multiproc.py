@@ -88,6 +88,9 @@ class MultiprocExecutor:
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)
 
+    def capture_one(self) -> bool:
+        return False  # workers captured all of them at their start
+
     def close(self) -> None:
         self._workers.close()
 

@@ -239,13 +239,17 @@ class CudaPlatform:
         torch._C._cuda_clearCublasWorkspaces()  # one per stream, and the capture stream is gone
         torch.cuda.empty_cache()
 
-    def record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(
+        self, run: Callable[[], Tensor], is_loaded: bool = False
+    ) -> tuple[Callable[[], None], Tensor]:
         """Capture work that uses fixed buffers; return what repeats it, and its output.
 
-        All graphs share a pool: memory that the output gives up when it goes out of use serves the
-        graphs that are recorded later. The pool lasts as long as any of its graphs.
+        It runs once before, unless its kernels are loaded. All graphs share a pool: memory that
+        the output gives up when it goes out of use serves the graphs that are recorded later. The
+        pool lasts as long as any of its graphs.
         """
-        run()  # compile and allocate what is made on first use
+        if not is_loaded:
+            run()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which empties the allocator's caches before each of many captures.

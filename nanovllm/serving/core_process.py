@@ -106,6 +106,9 @@ class WatchedExecutor:
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return self.executor.mask_memory(num_rows, num_words)
 
+    def capture_one(self) -> bool:
+        return self.executor.capture_one()
+
     def close(self) -> None:
         self.executor.close()
 
@@ -132,7 +135,7 @@ class CoreLoop:
         self.core, self.clock, self.inbox, self.send = core, clock, inbox, send
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # while somebody watches
-        self._is_at_rest = self._is_over = False
+        self._is_at_rest = self._is_capturing = self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
@@ -153,13 +156,13 @@ class CoreLoop:
             try:
                 command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
-                if is_idle and seconds == IDLE_SECONDS:
+                if is_idle and (self._is_capturing or seconds == IDLE_SECONDS):
                     self._rest()
                 return endings
             if command is None:  # the parent closed its end
                 self._is_over = True
             elif isinstance(command, Add):
-                self._is_at_rest = False
+                self._is_at_rest = self._is_capturing = False
                 for request in command.requests:
                     self.core.add(request)
             elif isinstance(command, Watch):
@@ -175,10 +178,13 @@ class CoreLoop:
         return endings
 
     def _rest(self) -> None:
-        """Give back the memory that work took, once after it."""
-        if not self._is_at_rest:
+        """After work: capture missing graphs, one per call, then give back memory, once."""
+        if self._is_at_rest:
+            return
+        self._is_capturing = self.core.executor.capture_one()
+        if not self._is_capturing:
             give_back()
-        self._is_at_rest = True
+            self._is_at_rest = True
 
     def _step(self) -> CoreStep:
         observer = self._observer
@@ -203,6 +209,8 @@ class CoreLoop:
             core.executor = TimedExecutor(core.executor, self._observer.timer)
 
     def _idle_seconds(self) -> float:
+        if self._is_capturing:
+            return 0.0
         if self._observer is None:
             return IDLE_SECONDS
         return self._observer.seconds_to_news(at_most=IDLE_SECONDS)

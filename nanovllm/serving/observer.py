@@ -281,6 +281,9 @@ class TimedExecutor:
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return self.executor.mask_memory(num_rows, num_words)
 
+    def capture_one(self) -> bool:
+        return self.executor.capture_one()
+
     def close(self) -> None:
         self.executor.close()
 

@@ -45,6 +45,7 @@ class ModelRunner:
     score: TokenScorer = token_logprobs
     mask: TokenMasker = keep_allowed
     replay_masked: Replay | None = None
+    capture_one: Callable[[], bool] | None = None  # see Executor
 
     def __post_init__(self) -> None:
         self.tables = self.eager.tables

@@ -66,6 +66,12 @@ class Worker:
         with torch.inference_mode(), self.platform.in_order():
             self.runner.sample(masks)
 
+    def capture_one(self) -> bool:
+        if self.runner.capture_one is None:
+            return False
+        with torch.inference_mode(), self.platform.in_order():
+            return self.runner.capture_one()
+
     def _start(self) -> ExecutorInfo:
         config, platform, group, backend = self.config, self.platform, self.group, self.backend
         dtype = backend.dtype

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.pacing import Pacer
+from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
@@ -21,8 +21,9 @@ BLOCK_SIZE = 4
 def build_core(
     *, num_blocks: int, num_slots: int, budget: int, caching: bool, depth: int, is_paced: bool
 ) -> EngineCore:
-    pacer = Pacer(1e-9) if is_paced else None  # prompts get the least there is
-    scheduler = Scheduler(BlockManager(num_blocks, BLOCK_SIZE, caching), num_slots, budget, pacer)
+    prompt_budget = PromptBudget(1e-9) if is_paced else None  # prompts get the least there is
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, caching)
+    scheduler = Scheduler(blocks, num_slots, budget, prompt_budget)
     return EngineCore(scheduler, FakeExecutor(num_blocks, BLOCK_SIZE), depth, max_model_len=1000)
 
 
@@ -100,7 +101,7 @@ def make_samples(rng: random.Random, requests: list[tuple[list[int], int]]) -> d
 def test_any_schedule_gives_the_reference_tokens(
     depth: int, caching: bool, monkeypatch: pytest.MonkeyPatch, count: Callable[[int], int]
 ) -> None:
-    monkeypatch.setattr("nanovllm.engine.pacing.MIN_PROMPT_TOKENS", 3)
+    monkeypatch.setattr("nanovllm.engine.prompt_budget.MIN_PROMPT_TOKENS", 3)
     num_preemptions = num_hits = num_copies = 0
     for seed in range(count(1000)):
         rng = random.Random(seed)

@@ -12,11 +12,13 @@ import torch
 
 pytest.importorskip("numba")
 pytest.importorskip("gguf")
+from numba.core import event
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
+from nanovllm.kernels.cpu import block_kernels, cache_kernels, interpreter
 from nanovllm.layers.build import Build
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.models.registry import read_config
@@ -192,3 +194,36 @@ def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
     assert memory.count_needs(config, model, build).weights == sum(kept) + norms
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_nothing_is_compiled_once_an_engine_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+) -> None:
+    """The kernels of a cache of eight bits and of a type that only embeddings have included."""
+    quants = {"embed_tokens": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", quant="Q4_0", other_quants=quants)
+    options = {"kv_cache_dtype": "fp8", "enforce_eager": enforce_eager}
+    compiled: list[str] = []
+
+    def note(function: Any, *args: Any, **options: Any) -> Any:
+        compiled.append(function.__name__)
+        return interpreter.compile_kept(function, *args, **options)
+
+    for module in (cache_kernels, block_kernels):
+        monkeypatch.setattr(module, "compile_kept", note)
+    with LLM(path, skip_tokenizer_init=True, **(SIZES | options)) as llm:
+        assert {"attend_codes", "product"} <= set(compiled)
+        compiled.clear()
+        with event.install_listener("numba:compile", CompilerFailure()):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert compiled == []
+
+
+class CompilerFailure(event.Listener):
+    """Fails the test if numba compiles anything."""
+
+    def on_start(self, event: Any) -> None:
+        raise AssertionError(f"compiled {event.data}")
+
+    def on_end(self, event: Any) -> None: ...

@@ -38,13 +38,16 @@ class CpuBackend:
     def runner(self, eager: EagerForward) -> ModelRunner:
         config, tables = self.config, eager.tables
         sampler = self.sampler(tables)
-        is_eager = config.enforce_eager or config.attention_backend != "auto"
-        # A recording holds kernels alone, and a group's sums stand between them.
-        if self.ops.launcher is None or is_eager or not self.group.is_alone:
+        if self.ops.launcher is None:
             return ModelRunner(eager, eager, sampler)
-        from nanovllm.backends.cpu.recorded_forward import RecordedForward
+        from nanovllm.backends.cpu.recorded_forward import RecordedForward, one_row
         from nanovllm.kernels.cpu.ops import NumbaOps  # needs numba
 
+        is_eager = config.enforce_eager or config.attention_backend != "auto"
+        # A recording holds kernels alone, and a group's sums stand between them.
+        if is_eager or not self.group.is_alone:
+            eager.model(eager.batch(one_row()))  # compiles what the first step would
+            return ModelRunner(eager, eager, sampler)
         assert isinstance(self.ops, NumbaOps)
         recorded = RecordedForward(eager, self.ops, config.max_model_len)
         recorded.prepare()

@@ -51,9 +51,7 @@ class RecordedForward:
 
     def prepare(self) -> None:
         """Record the step of one row now, so that no token of the first answer waits for it."""
-        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
-        plan = StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
-        self._try_to_record(self.eager.batch(plan))
+        self._try_to_record(self.eager.batch(one_row()))
 
     def _try_to_record(self, batch: ForwardBatch) -> RecordedStep | None:
         try:
@@ -82,6 +80,12 @@ class RecordedForward:
         )
         program, logits = self.launcher.record(lambda: self.eager.model(static))
         return RecordedStep(static, program.run, logits)
+
+
+def one_row() -> StepPlan:
+    """A decode step before there are sequences; it launches every kernel that steps have."""
+    one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+    return StepPlan(none, none, one, one, [], [], [], num_decode_tokens=1)
 
 
 def _copy(source: ForwardBatch, target: ForwardBatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -105,7 +106,10 @@ class CudaBackend:
         if attention is None:
             return ModelRunner(eager, eager, sampler, score=token_logprobs, mask=keep_allowed)
         graphed = self._graphed_steps(eager, attention, sampler)
-        graphed.capture_first()
+        if self.config.is_for_streams:
+            self.capture_all(graphed)
+        else:
+            graphed.capture_first()
         step = eager.model.step
         if step is not None and self.config.kv_cache_dtype != "auto":
             logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
@@ -119,7 +123,19 @@ class CudaBackend:
             score=token_logprobs,
             mask=keep_allowed,
             replay_masked=graphed.replay_masked,
+            capture_one=graphed.capture_one,
         )
+
+    def capture_all(self, graphed: GraphedSteps) -> None:
+        """Compile and load every kernel and capture the graphs, so that no request waits for it."""
+        logger.info("Capturing CUDA graphs, so that no request waits for one")
+        begin = time.perf_counter()
+        with one_of_each_layer(graphed.eager.model.model, self.model_config):
+            graphed.run_every_size()
+        loaded = time.perf_counter()
+        graphed.capture_all()
+        seconds = time.perf_counter() - loaded
+        logger.info("Kernels took %.1f s, CUDA graphs %.1f s", loaded - begin, seconds)
 
     def _every_step(self, eager: EagerForward) -> None:
         if (attention := self._graphed_attention()) is None:
@@ -134,7 +150,8 @@ class CudaBackend:
         platform, chunks = self.platform, None
         if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(eager, attention, platform, self.prefill_sizes)
-        return GraphedSteps(eager, attention, sampler, platform, chunks)
+        captures_ahead = self.config.is_for_streams
+        return GraphedSteps(eager, attention, sampler, platform, chunks, captures_ahead)
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

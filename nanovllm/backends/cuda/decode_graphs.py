@@ -19,6 +19,7 @@ from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.backends.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
+from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.masks import keep_allowed, keep_allowed_in_slots
 from nanovllm.kernels.cuda.step_inputs import gather_decode
 from nanovllm.kernels.ops import Sampling
@@ -88,8 +89,10 @@ class GraphedSteps:
         sampler: TritonSampler,
         platform: CudaPlatform,
         chunks: GraphedChunks | None,
+        captures_ahead: bool,
     ) -> None:
         self.eager = eager
+        self.captures_ahead = captures_ahead  # or when a step first needs a graph
         self.tables = eager.tables
         self.chunks = chunks
         self.attention = attention
@@ -122,8 +125,13 @@ class GraphedSteps:
         self._shared = SharedPrefixes(platform, num_slots, max_blocks, self.tables.block_size)
 
     def run_every_size(self) -> None:
-        """Launch every kernel that any size has, so that they can be compiled ahead."""
-        for size in self.sizes:
+        """Launch every kernel that a step may have, the largest sizes first: all share memory."""
+        logits = self._run_model(self.sizes[-1], self.max_context)
+        masks = self.platform.host_memory((len(logits), -(-logits.shape[1] // 32)))
+        keep_allowed(logits, None, self.platform.readable(masks))  # as after a step with prompts
+        keep_allowed_in_slots(logits, self.platform.readable(masks), self._slots, self._padding)
+        token_logprobs(logits, self._tokens, 1)
+        for size in reversed(self.sizes):
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_model(size, max_context)
             host = self.platform.pinned(self._tokens[:size])
@@ -135,11 +143,42 @@ class GraphedSteps:
                 self._run_whole(logits)
             if size >= MIN_ROWS and self._can_share:
                 self._run_model(size, self.max_context, self._shared.rows(size))
-        masks = self.platform.host_memory((size, -(-logits.shape[1] // 32)))
-        keep_allowed(logits, None, self.platform.readable(masks))  # as after a step with prompts
-        keep_allowed_in_slots(logits, self.platform.readable(masks), self._slots, self._padding)
         if self.chunks is not None:
             self.chunks.run_every_size()
+
+    def capture_all(self) -> None:
+        """Capture every graph that plain requests replay, the largest first: all share its memory.
+
+        `capture_one` adds those for bitmasks and shared prefixes while the engine is idle. Ranks of
+        a group have no such moment in common, so theirs are captured here.
+        """
+        for size in reversed(self.sizes):
+            for max_context in dict.fromkeys((self.max_context, self.bound_of(size, 1))):
+                graphs = self.graphs(size, max_context)
+                for sampling in RECORDED_SAMPLING:
+                    self.samplers(graphs, sampling)
+        if self.chunks is not None:
+            for chunk_size in reversed(self.chunks.sizes):
+                self.chunks.graph(chunk_size, is_loaded=True)
+        while not self._is_alone and self.capture_one():
+            pass
+
+    def capture_one(self) -> bool:
+        """Capture one of the graphs that few requests replay; False if none is left to capture."""
+        if not self.captures_ahead:
+            return False
+        self._send_slots(self._host_slots[:0])
+        for size in self.sizes:
+            if size >= MIN_ROWS and self._can_share and size not in self._shared_graphs:
+                self._shared.clear()
+                self._shared_graph(size)
+                return True
+        for graphs in self._graphs.values() if self._masks is not None else ():
+            for sampling in RECORDED_SAMPLING:
+                if (sampling, True) not in graphs.samplers:
+                    self.samplers(graphs, sampling, is_masked=True)
+                    return True
+        return False
 
     def capture_first(self) -> None:
         """Record the largest sizes, whose memory the others use, and some that are used most.
@@ -161,7 +200,9 @@ class GraphedSteps:
         self._shared.enter(plan.new_rows)
         num_rows = len(plan.slots)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
-        if num_rows >= MIN_ROWS and self._can_share and self._shared.find(plan.slots):
+        is_captured = size in self._shared_graphs or not self.captures_ahead
+        can_share = num_rows >= MIN_ROWS and self._can_share and is_captured
+        if can_share and self._shared.find(plan.slots):
             self._send_slots(plan.slots)
             run_shared, logits = self._shared_graph(size)
             run_shared()
@@ -196,6 +237,8 @@ class GraphedSteps:
             return None
         recorded = recorded_for(self.tables.sampling(plan))
         if recorded is None or not self._can_read(masks):
+            return None
+        if self.captures_ahead and (recorded, True) not in self._graphs[logits.graph].samplers:
             return None
         return self._replay(logits.graph, recorded, True, num_rows)
 
@@ -235,7 +278,7 @@ class GraphedSteps:
             masks = self._masks if is_masked else None
             hosts = [self.platform.pinned(tokens) for _ in range(2)]
             samples = [partial(self._sample, step, masks, sampling, tokens, each) for each in hosts]
-            replays = [self.platform.record(sample)[0] for sample in samples]
+            replays = [self._record(sample)[0] for sample in samples]
             graphs.samplers[key] = cycle(zip(replays, hosts, strict=True))
             self._send_slots(slots)
         return graphs.samplers[key]
@@ -262,18 +305,21 @@ class GraphedSteps:
         if size not in self._shared_graphs:
             rows = self._shared.rows(size)
             run = partial(self._run_model, size, self.max_context, rows)
-            replay, logits = self.platform.record(run)
+            replay, logits = self._record(run)
             self._shared_graphs[size] = replay, self.platform.borrow(logits)
         return self._shared_graphs[size]
 
     def _capture(self, size: int, max_context: int) -> StepGraphs:
-        run_model, logits = self.platform.record(partial(self._run_model, size, max_context))
+        run_model, logits = self._record(partial(self._run_model, size, max_context))
         run_whole = None
         if size == 1 and self.max_whole_context > 0:
-            run_whole, _ = self.platform.record(partial(self._run_whole, logits))
+            run_whole, _ = self._record(partial(self._run_whole, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
         return StepGraphs(run_model, run_whole, logits, {})
+
+    def _record(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        return self.platform.record(run, is_loaded=self.captures_ahead)  # by `run_every_size`
 
     def _step_logits(
         self, logits: Tensor, num_rows: int, graph: tuple[int, int] | None

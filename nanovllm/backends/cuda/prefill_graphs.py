@@ -130,7 +130,7 @@ class GraphedChunks:
 
     def run_every_size(self) -> None:
         """Launch every kernel that a step with prompts has, also one that is too large for us."""
-        for size in self.sizes:
+        for size in reversed(self.sizes):
             self._run_model(size)
         most = self.sizes[-1]
         for num_tokens in {min(most.num_tokens, OVERLAP_ROWS), most.num_tokens}:
@@ -138,14 +138,14 @@ class GraphedChunks:
                 if num_rows <= min(most.num_rows, num_tokens):
                     self._run_model(ChunkSize(num_tokens, num_rows, 1, num_rows, num_tokens))
 
-    def graph(self, size: ChunkSize) -> tuple[Callable[[], None], Tensor]:
+    def graph(self, size: ChunkSize, is_loaded: bool = False) -> tuple[Callable[[], None], Tensor]:
         """Return the graph of a size and its logits; it is recorded when it is first asked for.
 
         Recording runs what the columns say: a step, which may run twice, or, before any sequence is
         there, zeros, which harm none.
         """
         if size not in self._graphs:
-            replay, logits = self.platform.record(partial(self._run_model, size))
+            replay, logits = self.platform.record(partial(self._run_model, size), is_loaded)
             self._graphs[size] = replay, self.platform.borrow(logits)
         return self._graphs[size]
 

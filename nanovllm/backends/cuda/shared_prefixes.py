@@ -57,6 +57,11 @@ class SharedPrefixes:
                 self.platform.send(np.concatenate(columns), self._tables)
         return self._is_worth_it
 
+    def clear(self) -> None:
+        """Forget the latest batch: a graph for fewer rows is about to be captured."""
+        self._slots = None
+        self._tables.zero_()
+
     def rows(self, size: int) -> SharedRows:
         """What a graph of some batch size reads."""
         groups, tables = self._tables[: 4 * NUM_GROUPS], self._tables[4 * NUM_GROUPS :]

@@ -182,6 +182,51 @@ def check_masks(root: Path) -> None:
     assert [call.args[2:] for call in replay.mock_calls] == [(True, 3), (True, 2), (True, 1)]
 
 
+def check_captures_ahead(root: Path) -> None:
+    """Where streams have a target, a step captures nothing; rarer graphs follow while idle."""
+    checkpoint = make_checkpoint(root / "ahead", VARIANTS["qwen3"])
+    prefix = random.Random(0).choices(range(160), k=18)
+    prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
+    plain = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    masked = [
+        SamplingParams(temperature=0, max_tokens=3, structured_outputs={"regex": str(token)})
+        for token in (7, 31, 96)
+    ]
+    options = {**OPTIONS, "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    with (
+        mock.patch.object(decode_graphs, "MIN_ROWS", 3),
+        mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
+        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(RunAgain, "record", autospec=True, side_effect=RunAgain.record) as record,
+        LLM(checkpoint.path, target_inter_token_ms=25.0, **options) as llm,
+    ):
+        engine, graphed = llm.engine, runner_of(llm).forward
+        masks = np.zeros((3, 160 // 32), np.int32)  # one place, as long as rows fit
+        grammars: Any = OneToken(160)
+        engine.front.grammars = engine.core.grammars = grammars
+        engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
+        replay = mock.Mock(side_effect=graphed._replay)
+        shared = mock.Mock(side_effect=graphed._shared_graph)
+        graphed._replay, graphed._shared_graph = replay, shared
+        for num_rare in (0, 1 + 3):  # rows that share, and masks for each number of rows
+            record.reset_mock()
+            replay.reset_mock()
+            shared.reset_mock()
+            outputs = llm.generate(prompts, plain, use_tqdm=False)
+            want = [checkpoint.generate(prompt, 3) for prompt in prompts]
+            assert [output.token_ids for output in outputs] == want
+            outputs = llm.generate([[1, 2], [3], [4, 5, 6]], masked, use_tqdm=False)
+            assert [output.token_ids for output in outputs] == [[7] * 3, [31] * 3, [96] * 3]
+            assert record.call_count == 0
+            assert (shared.call_count > 0) == (num_rare > 0)
+            assert any(call.args[2] for call in replay.mock_calls) == (num_rare > 0)
+            captured = [engine.core.executor.capture_one() for _ in range(6)]
+            if num_rare == 0:
+                assert captured == [True] * 4 + [False] * 2
+            else:
+                assert captured == [False] * 6
+
+
 def check_cache_of_eight_bits(root: Path) -> None:
     """Prompts in chunks, alone and beside answers, and rows that share a block."""
     checkpoint = make_checkpoint(root / "fp8", VARIANTS["qwen3"])
@@ -299,6 +344,7 @@ def main() -> None:
             check_tokens(Path(folder))
             check_shared_prefixes(Path(folder))
             check_masks(Path(folder))
+            check_captures_ahead(Path(folder))
             check_cache_of_eight_bits(Path(folder))
         check_logits(Path(folder))
         check_whole_step(Path(folder))

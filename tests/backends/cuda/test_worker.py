@@ -17,6 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton import knobs
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cuda.decode_graphs import RECORDED_SAMPLING, GraphedSteps, graph_bytes
@@ -67,7 +68,8 @@ def listener(*, src, cache_hit, **_):
     if not cache_hit:
         misses.append(src.name)
 knobs.compilation.listener = listener
-with LLM(sys.argv[1], device="cuda", gpu_memory_utilization=0.2, skip_tokenizer_init=True,
+# The pool is given by number: what other processes hold of the device must not matter.
+with LLM(sys.argv[1], device="cuda", num_kvcache_blocks=64, skip_tokenizer_init=True,
          max_num_seqs=20, max_model_len=128, dtype=sys.argv[2]) as llm:
     llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=5), use_tqdm=False)
     prompts = [[1] * length for length in range(1, 120, 9)]
@@ -175,6 +177,43 @@ def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
     assert not is_alive(pid)
 
 
+def test_requests_wait_for_no_graph_and_no_kernel(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where streams have a target, all that requests need is there before they come.
+
+    Rarer graphs are captured one by one while the engine is idle.
+    """
+    path, prompts = tiny("qwen3").path, make_prompts()
+    params = [*mixed_params(len(prompts) - 1), SamplingParams(logprobs=2, max_tokens=9)]
+    many = [[1 + i % 3] * length for i, length in enumerate(range(1, 120, 3))]
+    shared = [[*range(48), i] for i in range(40)]
+    options = {**OPTIONS, "max_num_seqs": 40, "num_kvcache_blocks": 400}
+
+    def answers(llm: LLM) -> list[list[list[int]]]:
+        batches = ((prompts, params), (many, GREEDY), (shared, GREEDY))
+        return [generate(llm, batch, asked) for batch, asked in batches]
+
+    monkeypatch.setattr("nanovllm.backends.cuda.shared_prefixes.MIN_SAVED", 32 * 16)
+    with LLM(path, **options) as llm:
+        want = answers(llm)
+    loaded: list[str] = []
+    with LLM(path, **options, target_inter_token_ms=25.0) as llm:
+        monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: loaded.append(src))
+        graphed, executor = runner_of(llm).forward, llm.engine.core.executor
+        record = mock.Mock(side_effect=graphed.platform.record)
+        monkeypatch.setattr(graphed.platform, "record", record)
+        assert answers(llm) == want
+        assert record.call_count == 0
+        num_captured = 0
+        while executor.capture_one():
+            num_captured += 1
+        assert num_captured == record.call_count == len(graphed._shared_graphs) == 3
+        assert answers(llm)[2] == want[2]
+        assert record.call_count == num_captured
+    assert [src.name for src in loaded] == []
+
+
 def test_short_prompts_are_graphs_too(tiny: Any) -> None:
     checkpoint, prompts = tiny("qwen3"), make_prompts()
     want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
@@ -254,9 +293,18 @@ def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, An
     assert set(seen) == {(rows, VOCAB_SIZE) for rows in range(1, 25)}
 
 
-def test_eager_engines_reserve_nothing_for_graphs(many_logits: dict[str, Any]) -> None:
+def own_mem_get_info(device: object = None) -> tuple[int, int]:
+    """What `torch.cuda.mem_get_info` would say if no other process used the device."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    return total - torch.cuda.memory_reserved(), total
+
+
+def test_eager_engines_reserve_nothing_for_graphs(
+    many_logits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", own_mem_get_info)
     options = {**many_logits, "num_kvcache_blocks": -1, "max_model_len": 2048}
-    share = (used_bytes() + 4 * GIB) / torch.cuda.mem_get_info()[1]  # less than a pool could use
+    share = (used_bytes() + 4 * GIB) / own_mem_get_info()[1]  # less than a pool could use
     num_blocks, reserved = {}, {}
     for enforce_eager in (True, False, True):  # again, when both have compiled all they need
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}

@@ -1,0 +1,63 @@
+"""How many prompt tokens a step runs beside decode rows, so that no stream waits too long."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+MIN_PROMPT_TOKENS = 64  # in every step: prompts make progress, whatever the target
+FIRST_SECONDS_PER_TOKEN = 80e-6  # before any step was measured
+MARGIN = 0.8  # of the target: steps of one size do not all take the same time
+MAX_RATIO, WEIGHT = 2.0, 0.25  # of a measured step, after the first: outliers change little
+
+
+class PromptBudget:
+    """Estimates the seconds per token from measured steps, as an exponential moving average."""
+
+    def __init__(
+        self, target_seconds: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._seconds = MARGIN * target_seconds
+        self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
+        self._is_measured = False
+        self._clock = clock
+        self._submitted: deque[float] = deque()  # when, for each step in flight
+        self._last_end = -math.inf
+
+    def num_prompt_tokens(self, num_decode_rows: int) -> int:
+        """Prompt tokens that may run beside that many decode rows."""
+        num_tokens = int(self._seconds / self._seconds_per_token)
+        return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
+
+    def begin(self) -> None:
+        """A step is submitted; it runs behind those in flight."""
+        self._submitted.append(self._clock())
+
+    def end(self, num_prompt_tokens: int, num_decode_rows: int) -> None:
+        """The oldest step in flight is done."""
+        now = self._clock()
+        seconds = now - max(self._submitted.popleft(), self._last_end)
+        self._last_end = now
+        num_tokens = _round_up(num_prompt_tokens + num_decode_rows)
+        expected = num_tokens * self._seconds_per_token
+        # Small steps take longer per token, and say nothing of larger ones unless they are slow.
+        if not num_prompt_tokens or max(2 * expected, seconds) < self._seconds:
+            return
+        ratio = seconds / expected
+        if self._is_measured:
+            ratio = min(max(ratio, 1 / MAX_RATIO), MAX_RATIO) ** WEIGHT
+        self._seconds_per_token *= ratio
+        self._is_measured = True
+
+
+def _round_down(num_tokens: int) -> int:
+    """To a power of two or the middle between two: prefill graphs are padded to these sizes."""
+    power = 1 << (max(num_tokens, 1).bit_length() - 1)
+    return power + power // 2 if num_tokens >= power + power // 2 else power
+
+
+def _round_up(num_tokens: int) -> int:
+    size = _round_down(num_tokens)
+    return size if size == num_tokens else _round_down(size + size // 2)
