@@ -200,7 +200,7 @@ def _explain(output: RequestOutput | None, conversation: Conversation) -> None:
     if output.error is not None or not output.text.strip():
         print(why_empty(output), file=sys.stderr)
     elif output.finish_reason == "length":
-        most = conversation.params.max_tokens
+        most = conversation.params.max_new_tokens
         why = f"max_tokens is {most}; /set max_tokens {2 * most} allows more"
         if len(output.token_ids) < most:
             why = "the context is full"

@@ -97,7 +97,7 @@ class Conversation:
         if isinstance(self._llm, RemoteLLM):
             return True
         max_len = self._llm.engine.core.max_len
-        return len(prompt) + min(self.params.max_tokens, max_len // 4) <= max_len
+        return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len
 
     def save(self, path: str) -> None:
         try:
