@@ -117,7 +117,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=700, help="in megabytes (default: 600)")
+    parser.add_argument("--limit", type=float, default=700, help="in megabytes (default: 700)")
     return parser.parse_args()
 
 
