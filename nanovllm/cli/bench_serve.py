@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, load: Load) -> list[Measured]:
-    client = OpenAIClient(args.url, args.api_key)
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
     prompts = read_prompts(args.prompts) if args.prompts else []
     number = args.num_requests or len(prompts) or 128
     if prompts:

@@ -111,8 +111,7 @@ class CpuPlatform:
 
 def give_back() -> None:
     """Return freed memory that malloc still holds to the system."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):  # glibc
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
 
 
