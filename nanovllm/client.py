@@ -1,31 +1,43 @@
-"""A client of OpenAI's API, for whichever server speaks it."""
+"""A client for any server with OpenAI's API."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError, EngineError, PromptTooLongError, RequestError
 
-MAX_LINE = 2**20
+if TYPE_CHECKING:
+    import httpx
 
 
-@dataclass(frozen=True, slots=True)
 class OpenAIClient:
-    """Of the server at a URL as in http://127.0.0.1:8000, or with its path, as in .../v1."""
+    """Client of the server at a URL such as http://127.0.0.1:8000, with or without /v1."""
 
-    url: str
-    api_key: str | None = None
+    def __init__(
+        self, url: str, api_key: str | None = None, max_connections: int | None = 64
+    ) -> None:
+        try:
+            is_http = urlsplit(url).scheme in ("http", "https") and urlsplit(url).port != 0
+        except ValueError:  # a bad port or IPv6 address
+            is_http = False
+        if not is_http:
+            raise ConfigError(f"the URL must be as in http://127.0.0.1:8000, got {url!r}")
+        self.url = url
+        self._root = url.rstrip("/").removesuffix("/v1")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._max_connections = max_connections
+        self._http: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that _http belongs to
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
-        """Return what a path answers, which is JSON; one outside of /v1 begins with a slash."""
+        """Return the JSON body of a path; one outside of /v1 begins with a slash."""
         try:
-            body = await asyncio.wait_for(self._whole(path), timeout)
+            body = await asyncio.wait_for(self._body(path), timeout)
         except asyncio.TimeoutError as error:
             raise EngineError(f"{self.url} gave no answer within {timeout:g} s") from error
         try:
@@ -34,7 +46,7 @@ class OpenAIClient:
             raise EngineError(f"{self.url} answers {path} with something else than JSON") from error
 
     async def model(self) -> str:
-        """The first model that the server has."""
+        """Return the id of the server's first model."""
         listing = await self.get("models")
         try:
             return str(listing["data"][0]["id"])
@@ -42,12 +54,14 @@ class OpenAIClient:
             raise EngineError(f"{self.url} does not say which models it has") from error
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of an answer as they come; raise if it ends before it is complete."""
-        packed = json.dumps(body | {"stream": True}).encode()
+        """Yield the events of a streamed response; raise if it ends before it is complete."""
         is_complete = False
-        async with contextlib.aclosing(self._event_data(path, packed)) as sent:
-            async for data in sent:
-                if data == b"[DONE]":
+        async with self._response("POST", path, body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
                     return
                 event = _event(data)
                 is_complete |= any(choice.get("finish_reason") for choice in event["choices"])
@@ -55,122 +69,55 @@ class OpenAIClient:
         if not is_complete:
             raise EngineError(f"{self.url} broke off its answer: no event says that it is complete")
 
-    async def _event_data(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        rest = b""
-        async with contextlib.aclosing(self._pieces("POST", path, body)) as pieces:
-            async for piece in pieces:
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        yield line.removeprefix(b"data:").strip()
+    async def _body(self, path: str) -> bytes:
+        async with self._response("GET", path) as response:
+            return await response.aread()
 
-    async def _whole(self, path: str) -> bytes:
-        async with contextlib.aclosing(self._pieces("GET", path)) as pieces:
-            return b"".join([piece async for piece in pieces])
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """Open a streamed response with status 200; any other status raises RequestError."""
+        import httpx
 
-    async def _pieces(
-        self, method: str, path: str, body: bytes = b""
-    ) -> AsyncGenerator[bytes, None]:
+        target = self._root + (path if path.startswith("/") else f"/v1/{path}")
         try:
-            parts = urlsplit(self.url)
-            given_port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{self.url!r} is not a URL: {error}") from error
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConfigError(f"a URL begins with http:// or https://, unlike {self.url!r}")
-        is_tls = parts.scheme == "https"
-        port = given_port or (443 if is_tls else 80)
-        try:
-            reader, writer = await asyncio.open_connection(
-                parts.hostname, port, ssl=is_tls or None, limit=MAX_LINE
-            )
-        except OSError as error:
+            async with self._client().stream(method, target, json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    is_long = _code(text) == "context_length_exceeded"
+                    kind = PromptTooLongError if is_long else RequestError
+                    raise kind(f"the server answered {response.status_code}: {_message(text)}")
+                yield response
+        except httpx.ConnectError as error:
             raise EngineError(f"no server answers at {self.url}: {error}") from error
-        try:
-            writer.write(self._head(method, _target(parts.path, path), parts.netloc, len(body)))
-            writer.write(body)
-            async for piece in _answer(reader):
-                yield piece
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except httpx.HTTPError as error:
             raise EngineError(f"{self.url} broke off its answer: {error}") from error
-        finally:
-            writer.close()
 
-    def _head(self, method: str, target: str, host: str, num_bytes: int) -> bytes:
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Connection: close"]
-        lines += ["Content-Type: application/json", f"Content-Length: {num_bytes}"]
-        if self.api_key is not None:
-            lines.append(f"Authorization: Bearer {self.api_key}")
-        return "\r\n".join([*lines, "", ""]).encode()
+    def _client(self) -> httpx.AsyncClient:
+        """Return the HTTP client of the running event loop; it keeps no connection open."""
+        import ssl
 
+        import httpx
 
-def _target(base: str, path: str) -> str:
-    """Where a path is: beside the API if it begins with a slash, else within."""
-    root = base.rstrip("/").removesuffix("/v1")
-    return root + (path if path.startswith("/") else f"/v1/{path}")
-
-
-async def _answer(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Yield the body; raise what the server says instead."""
-    status, headers = await _head(reader)
-    while status < 200:  # more is to come
-        status, headers = await _head(reader)
-    body = _body(reader, headers)
-    if status == 200:
-        async for piece in body:
-            yield piece
-        return
-    text = b"".join([piece async for piece in body]).decode(errors="replace")
-    kind = PromptTooLongError if _code(text) == "context_length_exceeded" else RequestError
-    raise kind(f"the server answered {status}: {_message(text)}")
+        loop = asyncio.get_running_loop()
+        if self._http is None or self._loop is not loop:
+            limits = httpx.Limits(
+                max_connections=self._max_connections, max_keepalive_connections=0
+            )
+            self._loop = loop
+            self._http = httpx.AsyncClient(
+                headers=self._headers,
+                limits=limits,
+                timeout=httpx.Timeout(None, connect=60.0),
+                trust_env=False,
+                verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+            )
+        return self._http
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    words = (await _line(reader)).split()
-    status = _number(words[1] if len(words) > 1 else b"")
-    headers = {}
-    while line := await _line(reader):
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.lower()] = value.strip()
-    return status, headers
-
-
-async def _body(
-    reader: asyncio.StreamReader, headers: dict[str, str]
-) -> AsyncGenerator[bytes, None]:
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        while size := _number((await _line(reader)).split(b";")[0], 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    elif "content-length" in headers:
-        yield await reader.readexactly(_number(headers["content-length"].encode()))
-    else:
-        while piece := await reader.read(2**16):
-            yield piece
-
-
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    try:
-        line = await reader.readline()
-    except ValueError as error:
-        raise ConnectionError("a line of it is too long") from error
-    if not line.endswith(b"\n"):
-        raise ConnectionResetError("it closed the connection")
-    return line.strip()
-
-
-def _number(text: bytes, base: int = 10) -> int:
-    try:
-        number = int(text, base)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise ConnectionError("it is not in the form of HTTP")
-    return number
-
-
-def _event(data: bytes) -> dict[str, Any]:
-    """Read an event, which has a list of choices; raise the error that it may be instead."""
+def _event(data: str) -> dict[str, Any]:
+    """Parse an event with a list of choices; an error event raises RequestError."""
     try:
         event = json.loads(data)
     except ValueError:
@@ -181,8 +128,7 @@ def _event(data: bytes) -> dict[str, Any]:
         choices = event.get("choices") or []
         if isinstance(choices, list) and all(isinstance(each, dict) for each in choices):
             return event | {"choices": choices}
-    text = data[:200].decode(errors="replace")
-    raise EngineError(f"the server sent what is no event of OpenAI's API: {text}")
+    raise EngineError(f"the server sent an event that is not OpenAI's: {data[:200]}")
 
 
 def _code(text: str) -> object:
@@ -193,7 +139,7 @@ def _code(text: str) -> object:
 
 
 def _message(text: str) -> str:
-    """The message of an error, as most servers write it; else all they said."""
+    """Return the message of an error body, or the whole text if it has another form."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

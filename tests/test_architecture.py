@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,42 +104,6 @@ ONLY_IN = {
     "os.environ": ("config.py", "cli/start.py", "executor/child_process.py", "platforms/shares.py"),
     "os.getenv": ("config.py",),
 }
-# A function fits on a screen, and its arguments in a head; kernels have no records to pass.
-MAX_LINES, MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 65, 12, 20
-# From a prompt to a token, on any device, without what only some requests or callers ask for.
-CORE_FOLDERS = ("engine/", "worker/", "layers/")
-CORE_FILES = {
-    "config.py",
-    "sampling_params.py",
-    "llm.py",
-    "models/decoder.py",
-    "models/qwen3.py",
-}
-NOT_CORE = {
-    "engine/found_model.py",
-    "engine/logprobs.py",
-    "engine/packed_logprobs.py",
-    "engine/prompt_budget.py",
-    "engine/step_clock.py",
-    "worker/loader.py",
-    "worker/memory.py",
-    "worker/stored_weights.py",
-    "layers/code_format.py",
-    "layers/code_tensors.py",
-    "layers/gguf_format.py",
-    "layers/moe.py",
-    "layers/plain_experts.py",
-}
-MAX_CORE_LINES = 3000
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 ALLOWED_CHANGES = {
     # The one way to learn what Triton would launch, put back when that is known.
     "kernels/cuda/compile_ahead.py": "knobs.runtime.jit_cache_hook",
@@ -204,35 +166,6 @@ def test_no_module_state_changes_at_run_time(trees: dict[Path, ast.Module]) -> N
         allowed = ALLOWED_CHANGES.get(relative(path), "nothing")
         found = [change for change in state_changes(tree) if allowed not in change]
         assert found == [], relative(path)
-
-
-def test_functions_are_small(trees: dict[Path, ast.Module]) -> None:
-    found = {relative(path): set(large_functions(tree)) for path, tree in trees.items()}
-    assert {name: names for name, names in found.items() if names} == {}
-
-
-def test_the_core_path_is_short() -> None:
-    """What a reader follows from a prompt to a token; the rest is read when it is wanted."""
-    files = [path for path in sources() if is_core(relative(path))]
-    assert sum(map(num_code_lines, files)) <= MAX_CORE_LINES
-
-
-def is_core(name: str) -> bool:
-    return name in CORE_FILES or (name.startswith(CORE_FOLDERS) and name not in NOT_CORE)
-
-
-def num_code_lines(path: Path) -> int:
-    """Without blank lines, comments and docstrings."""
-    source = path.read_text()
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
-            first = node.body[0]
-            lines.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
-    return len(lines)
 
 
 def run_script(script: str, *arguments: str) -> str:
@@ -330,21 +263,6 @@ def test_the_import_check_sees_violations(name: str, source: str) -> None:
 )
 def test_the_state_check_sees_violations(source: str) -> None:
     assert state_changes(ast.parse(source))
-
-
-def test_the_size_check_sees_violations() -> None:
-    parameters = [f"p{i}" for i in range(21)]
-    body = "\n".join(["    x = 1"] * MAX_LINES)
-    sources = {
-        f"def f():\n{body}": ["f"],
-        f"def f():\n{body[10:]}": [],
-        f"class A:\n    async def f({', '.join(parameters[:13])}): ...": ["f"],
-        f"def f({', '.join(parameters[:12])}): ...": [],
-        f"@triton.jit(x=1)\ndef f({', '.join(parameters)}): ...": ["f"],
-        f"@gluon.jit\ndef f({', '.join(parameters[:20])}): ...": [],
-    }
-    for source, found in sources.items():
-        assert list(large_functions(ast.parse(source))) == found
 
 
 @pytest.mark.parametrize(
@@ -471,20 +389,6 @@ def state_changes(tree: ast.Module) -> list[str]:
             if isinstance(node, ast.Global) or any(r in shared for r in changed_roots(node)):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
-
-
-def large_functions(tree: ast.Module) -> Iterator[str]:
-    """Name the functions with too many lines or parameters."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-        arguments = node.args
-        num_parameters = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
-        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        most = MAX_KERNEL_PARAMETERS if is_kernel else MAX_PARAMETERS
-        if num_lines > MAX_LINES or num_parameters > most:
-            yield node.name
 
 
 def bound_names(body: list[ast.stmt]) -> set[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nanovllm.chat_template import MAX_LENGTH, MAX_ROUNDS, ChatTemplate, Program
+from nanovllm.chat_template import ChatTemplate, Program
 from nanovllm.errors import RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -136,11 +135,7 @@ def test_functions_are_described_as_tools() -> None:
         ChatTemplate(template, {}, tools=[lambda x: x])
 
 
-DOUBLING = (
-    "{%% set n = namespace(x='xxxxxxxx') %%}{%% for i in range(99) %%}"
-    "{%% set n.x = %s %%}{%% endfor %%}"
-)
-HOSTILE = {
+FAILING = {
     "refuses": "{{ raise_exception('roles must alternate') }}",
     "syntax": "{% for",
     "unknown tag": "{% fly %}",
@@ -163,79 +158,13 @@ HOSTILE = {
     "format reads attributes": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
     "mutation": "{{ messages.append(1) }}",
     "range": "{{ range(10**9) }}",
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loops over text": "{% for i in 'a' * 10**6 %}{% endfor %}",
-    "endless output": "{% for i in range(9999) %}{{ 'a' * 10**6 }}{% endfor %}",
-    "product": "{{ 'a' * 10**12 }}",
-    "product of lists": "{{ 10**10 * [1] }}",
-    "power": "{{ 9 ** (9 ** 9) }}",
-    "large numbers": "{% set n = namespace(x=7) %}{% for i in range(99) %}"
-    "{% set n.x = n.x * n.x %}{% endfor %}",
-    "sums": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
-    "{% endfor %}",
-    "joins": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
-    "{% endfor %}",
-    "padding": "{{ 'a'.ljust(10**11) }}",
-    "centering": "{{ 'a' | center(10**11) }}",
-    "indent": "{{ [1] | tojson(indent=10**11) }}",
-    "wide format": "{{ '%99999999999d' % 1 }}",
-    "wide format by number": "{{ '%*d' % (10**11, 1) }}",
-    "wide new format": "{{ '{:99999999999}'.format(1) }}",
-    "wide new format by number": "{{ '{:{}}'.format(1, 10**11) }}",
-    "wide filter": "{{ '%99999999999d' | format(1) }}",
-    "wide format by name": "{{ '%(x)99999999999d' % {'x': 1} }}",
-    "many wide formats": "{{ ('%9999999d' * 1000) % ((1,) * 1000) }}",
-    "doubling by %": DOUBLING % "'%s%s' % (n.x, n.x)",
-    "doubling by format": DOUBLING % "'{}{}'.format(n.x, n.x)",
-    "doubling by list": DOUBLING % "[n.x, n.x] | string",
-    "list of long texts joined": "{{ (['x' * 16000000] * 40) | join }}",
-    "joined by a method": "{{ ''.join(['x' * 16000000] * 40) }}",
-    "joined one by one": "{{ (['x' * 16000000] * 40) | map('upper') | join }}",
-    "long separator": "{{ range(9999) | join('x' * 9999999) }}",
-    "replace": "{{ ('x' * 50000) | replace('x', 'y' * 10000) }}",
-    "replace by a method": "{{ ('x' * 50000).replace('x', 'y' * 10000) }}",
-    "translate": "{{ ('x' * 50000).translate({120: 'y' * 10000}) }}",
-    "wide bytes": "{{ (1).to_bytes(10**11, 'big') }}",
-    "indented lines": "{{ ('\\n' * 50000) | indent(50000, blank=True) }}",
-    "nested lists as JSON": "{% set x = ['x' * 1000] * 800 %}{{ ([x] * 512) | tojson }}",
-    "deep indent": "{{ [[[1] * 9] * 999] | tojson(indent=999999) }}",
-    "printed list": "{{ ['x' * 16000000] * 40 }}",
-    "printed namespace": "{{ namespace(x=['x' * 16000000] * 40) }}",
-    "list with ~": "{{ 'x' ~ ['x' * 16000000] * 40 }}",
-    "kept slices": "{% set n = namespace(x=[]) %}{% set x = 'x' * 16000000 %}"
-    "{% for i in range(9999) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
-    "text in a macro": "{% macro f() %}{% for i in range(99999) %}"
-    + "x" * 99999
-    + "{% endfor %}{% endmacro %}{% set x = f() %}",
-    "value in a macro": "{% set x = 'x' * 16000000 %}{% macro f() %}{% for i in range(9999) %}"
-    "{{ x }}{% endfor %}{% endmacro %}{% set y = f() %}",
-    "doubling macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
-    "{% endmacro %}{{ f(99) }}",
-    "sum of lists": "{{ ([[1] * 100] * 100000) | sum(start=[]) }}",
-    "filler text": "{{ lipsum(n=10**7) }}",
 }
 
 
-@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_template_is_a_request_error(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nanovllm.chat_template.MAX_ROUNDS", MAX_ROUNDS // 20)  # in less time
-    check_refused(template)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["loops", "loops over text", "doubling macro"])
-def test_every_round_that_is_allowed_takes_seconds(name: str) -> None:
-    check_refused(HOSTILE[name])
-
-
-def check_refused(template: str) -> None:
-    start = time.thread_time()
-    with pytest.raises(RequestError, match="the chat template") as error:
+@pytest.mark.parametrize("template", FAILING.values(), ids=FAILING.keys())
+def test_a_template_that_raises_is_a_request_error(template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template"):
         ChatTemplate(template, TOKENS).render(HELLO)
-    assert not isinstance(error.value.__cause__, MemoryError)
-    assert time.thread_time() - start < 30
 
 
 def test_a_program_is_compiled_once_and_run_by_many_threads() -> None:
@@ -250,13 +179,3 @@ def test_a_program_is_compiled_once_and_run_by_many_threads() -> None:
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(render, variants * 4)) == wanted * 4
     assert compile_source.cache_info().currsize == 1
-
-
-def test_limits_leave_room_for_long_conversations() -> None:
-    """And they hold per conversation, not for all that a template ever formats."""
-    messages = HELLO * (MAX_ROUNDS // 100)
-    template = ChatTemplate(CHATML, TOKENS)
-    texts = {template.render(messages) for _ in range(3)}
-    assert len(texts) == 1
-    long = [{"role": "user", "content": "x" * (MAX_LENGTH // 2)}]
-    assert len(template.render(long)) > MAX_LENGTH // 2

@@ -7,15 +7,12 @@ import re
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm.cli import build_parser, main, parse
-from nanovllm.config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
 from tests import test_architecture as architecture
 
 ROOT = Path(__file__).parents[1]
@@ -25,8 +22,6 @@ BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 THEIRS = {"config.json", "generation_config.json", "config.yaml", "server.yaml", "trace.json"}
 THEIRS |= {"result.json", "openapi.json", "OUTPUT.job.json"}
 OTHER_PROGRAMS = {"--no-deps", "--backend"}  # pip's, guidellm's
-# How the tables of the README write defaults that leave everything as it is.
-NOTHING_SET = ("auto", "none", "main", "all", "off")
 
 
 def read(name: str) -> str:
@@ -96,42 +91,6 @@ def test_flags_that_are_named_are_there() -> None:
     for path in DOCUMENTS[:-1]:  # the last one is about benchmarks, which have a test of their own
         flags = re.findall(r"`(--[\w-]+)", prose(path))
         assert [flag for flag in flags if flag not in known] == [], path.name
-
-
-def rows_of(table: str) -> dict[str, str]:
-    """The defaults in a table of the README, by name; one row may have several."""
-    rows = read("README.md").partition(f"| `{table}` | default |")[2].partition("\n\n")[0]
-    defaults: dict[str, str] = {}
-    for row in rows.splitlines()[2:]:
-        _, first, second, _ = row.split("|", 3)
-        names, values = re.findall(r"`(\w+)`", first), second.strip().split(", ")
-        defaults |= dict(zip(names, values * (len(names) // len(values)), strict=True))
-    return defaults
-
-
-def is_default(field: Field[Any], text: str) -> bool:
-    if text in NOTHING_SET:
-        return field.default in (None, (), 0, 1)
-    return bool(eval(text) == field.default)
-
-
-@pytest.mark.parametrize(
-    ("table", "kind"), [("SamplingParams", SamplingParams), ("LLM", EngineConfig)]
-)
-def test_the_readme_has_every_option_and_its_default(table: str, kind: type[Any]) -> None:
-    defaults = rows_of(table)
-    options = {field.name: field for field in fields(kind) if field.default is not MISSING}
-    shown = {*defaults, *re.findall(r"unless `(\w+)`", read("README.md"))}
-    assert options.keys() - shown == set()
-    wrong = [name for name, text in defaults.items() if not is_default(options[name], text)]
-    assert wrong == []
-
-
-def test_a_reader_is_led_to_every_file_of_the_core_path() -> None:
-    tour = read("docs/tour.md")
-    names = map(architecture.relative, architecture.sources())
-    core = [name for name in names if architecture.is_core(name) and "__init__" not in name]
-    assert [name for name in core if f"`{name}`" not in tour] == []
 
 
 def test_the_import_order_is_the_one_that_is_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,29 +62,27 @@ MODES = {
 }
 
 
-FAST = ("plain", "chunked", "preempted-chunked", "few-slots", "block-48", "eager", "many-rows")
 FAMILY_MODES = {"plain": 0, "preempted-chunked": 1, "eager": 0, "many-rows": 1}  # with this depth
 
 
-def variant_cases() -> Iterator[Any]:
-    """Neighbouring models run a mode with the other depth; the fast cases have all of both."""
-    for number, variant in enumerate(VARIANTS):
-        for index, mode in enumerate(MODES):
-            is_fast = mode in FAST and (number + FAST.index(mode)) % 4 == 0
-            marks = () if is_fast else pytest.mark.slow
-            yield pytest.param(variant, mode, (number + index) % 2, marks=marks)
+def variant_cases() -> Iterator[tuple[str, str, int]]:
+    """Deal all pairs of a mode and a depth to the variants."""
+    variants = list(VARIANTS)
+    for number, (depth, mode) in enumerate(itertools.product((0, 1), MODES)):
+        yield variants[number % len(variants)], mode, depth
 
 
-def family_cases() -> Iterator[Any]:
+def family_cases() -> Iterator[tuple[str, str, int]]:
+    modes = list(FAMILY_MODES.items())
     for number, family in enumerate(FAMILIES):
-        for index, (mode, depth) in enumerate(FAMILY_MODES.items()):
-            marks = () if index == number % 2 else pytest.mark.slow
-            yield pytest.param(family, mode, depth, marks=marks)
+        for index in range(2):
+            yield family, *modes[(number + index) % len(modes)]
 
 
-@pytest.mark.parametrize(
-    ("case", "mode", "depth"), [*variant_cases(), *family_cases()], indirect=["case"]
-)
+CASES = sorted([*variant_cases(), *family_cases()])  # a model's cases share its answers
+
+
+@pytest.mark.parametrize(("case", "mode", "depth"), CASES, indirect=["case"])
 def test_equals_transformers(case: Case, mode: str, depth: int) -> None:
     check(case, mode, depth)
 

@@ -100,29 +100,14 @@ def one_worker(root: Path, name: str) -> list[list[int]]:
     return answers
 
 
+SIZES_AND_DEPTHS = [(2, 0), (4, 1), (2, 1), (4, 0)]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if i % 4 else ()) for i, name in enumerate(CONFIGS)],
+    ("name", "size", "depth"),
+    [(name, *SIZES_AND_DEPTHS[i % 4]) for i, name in enumerate(CONFIGS)],
 )
-def test_every_family(checkpoint_root: Path, name: str) -> None:
-    check(checkpoint_root, name, size=2, depth=0, **CROWDED)
-
-
-# Two kv heads, four, one; experts; packed weights; biases; a head that is the embedding.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["qwen2", "llama-mha-bias", "gemma3-six", "qwen3-moe", "phi3", "odd-tied"]
-)
-def test_more_ranks(checkpoint_root: Path, name: str) -> None:
-    check(checkpoint_root, name, size=4, depth=1, **CROWDED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "depth"), [(2, 1), (4, 0)])
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_every_family_with_more_ranks_or_depth(
-    checkpoint_root: Path, name: str, size: int, depth: int
-) -> None:
+def test_every_family(checkpoint_root: Path, name: str, size: int, depth: int) -> None:
     check(checkpoint_root, name, size, depth=depth, **CROWDED)
 
 

@@ -1,6 +1,6 @@
 """How much memory a server holds: the built-in model, after some requests, at rest.
 
-    python -m benchmarks.engine.resident_memory [--model smollm2] [--requests 8] [--limit 600]
+    python -m benchmarks.engine.resident_memory [--model smollm2] [--requests 8] [--limit 700]
 
 Starts `nanovllm serve` and sends it chat requests, each longer than the one before. Two processes
 count: the front, which answers HTTP, and the core, which runs the model. Printed are what each
@@ -117,7 +117,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=600, help="in megabytes (default: 600)")
+    parser.add_argument("--limit", type=float, default=700, help="in megabytes (default: 700)")
     return parser.parse_args()
 
 

@@ -14,7 +14,6 @@ from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.folder import listing, read_json, single_gguf, weight_files
 from nanovllm.checkpoint.gguf_file import open_gguf
 from nanovllm.checkpoint.hub import download, download_file
-from nanovllm.checkpoint.hub_gguf import read_hub_config
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import Quantisation, choose_quantisation
 
@@ -127,8 +126,6 @@ def _fetch(
         )
     repo_id, file = hub_id.groups()
     if file is not None:
-        if (config := read_hub_config(repo_id, revision, file)) is not None:
-            check(config)
         return download_file(repo_id, revision, file)
     try:
         folder = download(repo_id, revision, need_weights=False, need_tokenizer=False)

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, load: Load, on_done: Callable[[Measured], object]) -> None:
-    client = OpenAIClient(args.url, args.api_key)
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
     prompts = read_prompts(args.prompts) if args.prompts else []
     number = args.num_requests or len(prompts) or 128
     seconds = math.inf if args.num_requests or prompts else SENDING_SECONDS

@@ -9,9 +9,34 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from nanovllm.config import DTYPES, ExpertsConfig, LayerAttention, ModelConfig, RopeConfig
-from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.models.config_fields import INT32_MAX
+from nanovllm.errors import CheckpointError, ConfigError, UnsupportedModelError
 from nanovllm.quantisation import read_quantisation
+from nanovllm.validation import check_types
+
+INT32_MAX = 2**31 - 1
+MAX_LAYERS = 1 << 10
+# The sizes that the memory estimate multiplies, with the smallest value of each.
+SIZES = {
+    "vocab_size": 1,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 1,
+    "max_position_embeddings": 1,
+    "sliding_window": 0,  # no window
+    "num_experts": 0,  # a dense model
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
+}
+CONTAINERS: dict[str, type] = {
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "layer_types": list,
+    "mlp_only_layers": list,
+}
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")  # and "factors", of GGUF files
 # Those that are not named like the whole model; the second reads images too.
@@ -21,6 +46,46 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Refuse sizes and containers of the wrong type or range; null means a field left out."""
+    for name, low in SIZES.items():
+        value, high = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else INT32_MAX
+        if value is not None and not (type(value) is int and low <= value <= high):
+            raise CheckpointError(
+                f"config.json: {name} must be a whole number from {low} to {high:,}, "
+                f"got {value!r:.80}"
+            )
+    for name, kind in CONTAINERS.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise CheckpointError(
+                f"config.json: {name} must be a {kind.__name__}, got {value!r:.80}"
+            )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse values of the wrong type, and sizes that do not go together."""
+    ropes = {layer.rope for layer in model.layers}
+    try:
+        for record in (model, *ropes, *([model.experts] if model.experts else [])):
+            check_types(record)
+    except ConfigError as error:
+        raise CheckpointError(f"config.json: {error}") from error
+    if model.num_heads % model.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={model.num_heads} is no multiple of "
+            f"num_key_value_heads={model.num_kv_heads}"
+        )
+    if model.head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim={model.head_dim} must be even for rotation")
+    for rope in ropes:
+        if rope.kind == "factors" and len(rope.factors) != model.head_dim // 2:
+            raise CheckpointError(
+                f"config.json: {len(rope.factors)} rope factors for {model.head_dim // 2} pairs "
+                "of dimensions"
+            )
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -94,7 +159,7 @@ def sliding_layers(config: Mapping[str, Any]) -> list[int] | None:
     if (kinds := config.get("layer_types")) is None:
         return None
     known = ("sliding_attention", "full_attention")
-    if unknown := sorted(set(kinds) - set(known)):
+    if unknown := sorted(str(kind) for kind in kinds if kind not in known):
         raise UnsupportedModelError(f"layer_types {', '.join(unknown)}: only {known} are supported")
     if len(kinds) != field(config, "num_hidden_layers"):
         raise CheckpointError(

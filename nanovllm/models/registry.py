@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import ModelConfig
-from nanovllm.errors import (
-    CheckpointError,
-    UnsupportedModelError,
-    UnsupportedQuantisationError,
-)
+from nanovllm.errors import CheckpointError, NanovllmError, UnsupportedModelError
 from nanovllm.layers.build import Build
 from nanovllm.models import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
-from nanovllm.models.config_fields import check_fields, check_model
-from nanovllm.models.config_json import read_architecture, read_model_config
+from nanovllm.models.config_json import (
+    check_fields,
+    check_model,
+    read_architecture,
+    read_model_config,
+)
 from nanovllm.models.decoder import BuildLayer, DecoderModel
 
 
@@ -74,23 +75,35 @@ FAMILIES = {
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Read a config.json as its family does, every value checked before it is used."""
+    """Read a config.json as its family does; an invalid value raises CheckpointError."""
+    name = read_architecture(config)
+    if name not in FAMILIES:
+        given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
+        raise UnsupportedModelError(
+            f"architecture {given!r} is not supported; supported: {supported}"
+        )
+    check_fields(config)
+    read = FAMILIES[name].read_config
     try:
-        name = read_architecture(config)
-        if name not in FAMILIES:
-            given, supported = config["architectures"][0], ", ".join(sorted(FAMILIES))
-            raise UnsupportedModelError(
-                f"architecture {given!r} is not supported; supported: {supported}"
-            )
-        check_fields(config)
-        model = FAMILIES[name].read_config(config)
-    except UnsupportedQuantisationError:  # a ValueError, as all errors of options are
+        model = read(config)
+    except NanovllmError:
         raise
-    # In values that are not in that table, or objects within objects without end.
-    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"config.json has a value of the wrong type: {error}") from error
+    except Exception as error:  # a value of a type or range that the family did not expect
+        field = _invalid_field(config, read)
+        raise CheckpointError(
+            f"config.json: {field} has an invalid value, {config.get(field)!r:.80} ({error})"
+        ) from error
     check_model(model)
     return model
+
+
+def _invalid_field(config: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]) -> str:
+    """Return the field without which the config can be read."""
+    for name in config:
+        with contextlib.suppress(Exception):
+            read({key: value for key, value in config.items() if key != name})
+            return name
+    return "a required field"
 
 
 def build_model(config: ModelConfig, max_model_len: int, build: Build) -> DecoderModel:

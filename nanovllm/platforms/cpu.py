@@ -24,7 +24,6 @@ from nanovllm.quantisation import CodeKind
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-COMPILER = "libllvmlite"  # numba's
 
 
 class CpuPlatform:
@@ -111,20 +110,9 @@ class CpuPlatform:
 
 
 def give_back() -> None:
-    """Give back memory that nothing uses: what malloc keeps of what was freed, and the compiler.
-
-    Its code takes 50 MB while kernels are made. Should it run again, the page cache has it.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
+    """Return freed memory that malloc still holds to the system."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, *_ = line.split(maxsplit=2)
-        if access == "r-xp" and COMPILER in line:  # never written, so that nothing is lost
-            first, end = (int(address, 16) for address in addresses.split("-"))
-            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def total_memory() -> int:

@@ -23,10 +23,9 @@ class Hub:
     gated: tuple[str, ...] = ()
     url: str = ""
     asked: list[str] = field(default_factory=list)  # "GET api/...", in order
-    ranges: list[tuple[str, int, int]] = field(default_factory=list)  # name, first byte, last byte
 
     def fetched(self) -> list[str]:
-        """Names of the files whose content was sent as a whole."""
+        """Names of the files whose content was sent."""
         files = [line for line in self.asked if line.startswith("GET ") and "/resolve/" in line]
         return sorted(line.split("/resolve/")[1].partition("/")[2] for line in files)
 
@@ -78,8 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.removeprefix("api/models/").split("/", 4)
         if len(parts) < 4:
             return self._send(404, b"")  # not about a model
-        method = "RANGE" if self.headers["Range"] else self.command
-        self.hub.asked.append(f"{method} {path}")
+        self.hub.asked.append(f"{self.command} {path}")
         repo_id, verb, revision = "/".join(parts[:2]), parts[2], parts[3]
         if repo_id not in self.hub.models:
             return self._send(401, b"", {"X-Error-Message": "Invalid username or password."})
@@ -103,13 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         content = files[parts[4]]
         headers = {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": revision}
-        if (wanted := self.headers["Range"]) is None:
-            return self._send(200, content, headers)
-        first, last = map(int, wanted.removeprefix("bytes=").split("-"))
-        last = min(last, len(content) - 1)
-        self.hub.ranges.append((parts[4], first, last))
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        self._send(206, content[first : last + 1], headers)
+        self._send(200, content, headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -69,16 +69,19 @@ KINDS: dict[str, Kind] = {
     "gptq-shuffled": gptq_kind(4, 32, False, True),
     "gptq-channel": gptq_kind(8, -1, False, False),
 }
+# Every family and every format, some of them twice.
 PAIRS = [
     ("llama", "gptq-shuffled"),
     ("qwen2", "awq"),
     ("phi3", "packed"),
     ("qwen3-moe", "fp8-block"),
+    ("qwen3-tied", "fp8-channel"),
+    ("mixtral", "fp8-tensor"),
+    ("gemma3", "packed-shuffled"),
+    ("mistral", "gptq"),
+    ("qwen3-tied", "gptq-channel"),
+    ("mixtral", "awq"),
 ]
-ALL = [(model, kind) for model in MODELS for kind in KINDS]
-OTHERS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in ALL if pair not in PAIRS]
-ON_RANKS = [pair for pair in PAIRS if pair[0] == "qwen3-moe"]
-OTHERS_ON_RANKS = [pytest.param(*p, marks=pytest.mark.slow) for p in ALL if p not in ON_RANKS]
 # As each method writes the modules that are not quantised; patterns here, to write the files by.
 IGNORED = {
     "compressed-tensors": {"ignore": [r"re:model\.layers\.1\..*down_proj$", "lm_head"]},
@@ -110,17 +113,19 @@ def twins(root: Path, model: str, kind: str) -> Twins:
     return write_twins(root / f"{model}-{kind}", source(root, model), KINDS[kind], ignored)
 
 
-@pytest.mark.parametrize(("model", "kind"), [*PAIRS, *OTHERS])
-def test_a_checkpoint_equals_its_twin(checkpoint_root: Path, model: str, kind: str) -> None:
+@pytest.mark.parametrize(("model", "kind"), PAIRS)
+def test_a_checkpoint_equals_its_twin_on_one_rank_and_two(
+    checkpoint_root: Path, model: str, kind: str
+) -> None:
     both = twins(checkpoint_root, model, kind)
     assert run(both.quantised) == run(both.plain)
-
-
-@pytest.mark.parametrize(("model", "kind"), [*ON_RANKS, *OTHERS_ON_RANKS])
-def test_ranks_take_their_share(checkpoint_root: Path, model: str, kind: str) -> None:
-    both = twins(checkpoint_root, model, kind)
     with engines_of(2):
         assert run(both.quantised) == run(both.plain)
+
+
+def test_every_family_and_format_has_a_pair() -> None:
+    assert {model for model, _ in PAIRS} == MODELS.keys()
+    assert {kind for _, kind in PAIRS} == KINDS.keys()
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDS_GPU) for kind in KINDS])
@@ -178,10 +183,7 @@ def rounded(path: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(model, marks=() if model == "phi3" else pytest.mark.slow) for model in MODELS],
-)
+@pytest.mark.parametrize("model", ["phi3", "qwen3-tied", "mixtral"])
 def test_rounding_while_loading(checkpoint_root: Path, tmp_path: Path, model: str) -> None:
     path = source(checkpoint_root, model)
     twin = rounded(path, tmp_path / "twin")
