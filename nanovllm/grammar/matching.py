@@ -235,6 +235,7 @@ class Grammars:
             if compiled is not None:
                 self._cache.move_to_end(text)
                 return compiled
+        self._get_tools()  # loading a tokenizer takes a while, and is not a part of compiling
         compiled = run_bounded(self._compile, text)
         with self._lock:
             self._cache[text] = compiled

@@ -15,8 +15,8 @@ import pytest
 
 from nanovllm.errors import GrammarError
 from nanovllm.grammar import limits
-from nanovllm.grammar.matching import Grammar, Grammars
-from tests.grammar.fuzz import new_grammars
+from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
+from tests.grammar.fuzz import VOCAB_SIZE, new_grammars
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +78,21 @@ def test_what_is_within_the_limits_is_compiled(grammars: Grammars, asked: Any) -
     matcher.job.result()
     assert matcher.mask is not None
     assert matcher.mask.any()
+
+
+def test_loading_the_tokenizer_has_no_limit(grammars: Grammars) -> None:
+    names: list[str] = []
+
+    def load() -> Vocabulary:
+        names.append(threading.current_thread().name)
+        return grammars._load()
+
+    text = grammars.compile({"regex": "a"}).text
+    matcher = Grammars(load, VOCAB_SIZE).matcher(Grammar(text), frozenset())
+    assert matcher.job is not None
+    matcher.job.result()
+    assert names
+    assert "nanovllm-compile" not in names
 
 
 def test_a_grammar_that_takes_for_ever_is_refused(
