@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from nanovllm.errors import GrammarError
@@ -92,26 +91,25 @@ def run_bounded(function: Callable[..., T], *args: Any) -> T:
             outcome.set_result(function(*args))
         except BaseException as error:
             outcome.set_exception(error)
+        finally:
+            _slots.release()
 
     thread = threading.Thread(target=work, name="nanovllm-compile", daemon=True)
     if not _slots.acquire(timeout=MAX_SECONDS):
         raise GrammarError("structured_outputs: too many grammars are being compiled; try later")
+    with _starting:
+        size_before = threading.stack_size(STACK_SIZE)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(size_before)
     try:
-        with _starting:
-            size_before = threading.stack_size(STACK_SIZE)
-            try:
-                thread.start()
-            finally:
-                threading.stack_size(size_before)
-        thread.join(MAX_SECONDS)
-    finally:
-        if is_late := thread.is_alive():
-            threading.Thread(target=_end, args=(thread,), daemon=True).start()
-        else:
-            _slots.release()
-    if is_late:
-        raise GrammarError(TOO_SLOW)
-    return outcome.result()
+        return outcome.result(MAX_SECONDS)
+    except FutureTimeoutError as error:
+        # Python code ends at its next line; a call into llguidance keeps its slot until it returns.
+        ident = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+        raise GrammarError(TOO_SLOW) from error
 
 
 def _children(value: Any) -> list[Any]:
@@ -124,14 +122,3 @@ def _check(what: str, number: int, limit: int, reason: str = "") -> None:
             f"structured_outputs: {reason}there are {number:,} {what}, at most {limit:,} are "
             "allowed"
         )
-
-
-def _end(thread: threading.Thread) -> None:
-    """End a thread at its next line of Python; until then it gets only idle time."""
-    ident = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
-    if sys.platform == "linux" and thread.native_id is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, 19)
-    thread.join()
-    _slots.release()
