@@ -101,7 +101,12 @@ ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
-    "os.environ": ("config.py", "executor/child_process.py", "platforms/shares.py"),
+    "os.environ": (
+        "config.py",
+        "executor/child_process.py",
+        "platforms/cuda.py",  # CC, which Triton reads too
+        "platforms/shares.py",
+    ),
     "os.getenv": ("config.py",),
 }
 # A function fits on a screen, and its arguments in a head; kernels have no records to pass.
@@ -130,7 +135,7 @@ NOT_CORE = {
     "layers/moe.py",
     "layers/plain_experts.py",
 }
-MAX_CORE_LINES = 2806
+MAX_CORE_LINES = 2830
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
