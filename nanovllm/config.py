@@ -11,11 +11,13 @@ from nanovllm.quantisation import check_kv_cache, check_option
 from nanovllm.validation import check_types, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
+EXECUTOR_BACKENDS = ("mp", "uni", "ray")
 
 
 @suggest_fields
@@ -64,10 +66,17 @@ class EngineConfig:
         self._require("kvcache_block_size", is_multiple, "a multiple of 16")
         is_count = self.num_kvcache_blocks == -1 or self.num_kvcache_blocks >= 1
         self._require("num_kvcache_blocks", is_count, "at least 1, or -1 to size it from memory")
+        self._require("device", self.device in DEVICES, f"one of {DEVICES}")
         self._require("dtype", self.dtype in ("auto", *DTYPES), f"'auto' or one of {DTYPES}")
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
+        executor = self.distributed_executor_backend
+        is_executor = executor in EXECUTOR_BACKENDS
+        self._require("distributed_executor_backend", is_executor, f"one of {EXECUTOR_BACKENDS}")
+        if executor == "uni" and self.tensor_parallel_size > 1:
+            size = self.tensor_parallel_size
+            raise ConfigError(f"tensor_parallel_size={size} needs 'mp' or 'ray', not 'uni'")
         check_kv_cache(self.kv_cache_dtype, self.attention_backend)
         check_option(self.quantization)
         self._require("revision", self.revision != "", "a branch, tag or commit")

@@ -101,7 +101,13 @@ ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
-    "os.environ": ("config.py", "cli/start.py", "executor/child_process.py", "platforms/shares.py"),
+    "os.environ": (
+        "config.py",
+        "cli/start.py",
+        "executor/child_process.py",
+        "platforms/cuda.py",  # CC, which Triton reads too
+        "platforms/shares.py",
+    ),
     "os.getenv": ("config.py",),
 }
 ALLOWED_CHANGES = {

@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, check_length
+from nanovllm.engine.request import (
+    POOL_TOO_SMALL,
+    CoreStep,
+    Ending,
+    FinishReason,
+    Request,
+    check_length,
+)
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
@@ -36,6 +43,7 @@ class EngineCore:
         # A sequence that outgrew the whole pool could never be resumed, so it ends there.
         pool_len = scheduler.blocks.num_blocks * scheduler.blocks.block_size
         self.max_len = min(max_model_len, pool_len)
+        self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult]]] = deque()
         self._masks: BegunMasks | None = None
@@ -57,6 +65,7 @@ class EngineCore:
         if request.leader_id is not None:
             seq.leader = self._sequences.get(request.leader_id)
         if request.pooling is None:
+            seq.is_cut_by_pool = self._is_pool_short and seq.max_len > self.max_len
             seq.max_len = min(seq.max_len, self.max_len)
         if request.grammar is not None:
             assert self.grammars is not None
@@ -161,4 +170,5 @@ class EngineCore:
             list(seq.prompt_logprobs),  # a step in flight may still add to them
             seq.pooled,
             seq.error,
+            POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,
         )

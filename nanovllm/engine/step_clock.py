@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class StepClock:
         self._device = info.device
         self._guess = 2 * info.num_weights_per_token / FLOPS[info.device]  # seconds of a token
         self._clock = clock
+        self._lock = threading.Lock()  # `end` may be called by a thread that receives replies
         self._longest: dict[int, dict[int, float]] = {}  # by tokens, then by keys: seconds
         self._seen: set[tuple[int, int]] = set()  # rows and tokens, where that matters
         self._in_flight: deque[StepInFlight] = deque()
@@ -41,27 +43,34 @@ class StepClock:
         num_tokens = int(plan.counts.sum())
         tokens, rows = num_tokens.bit_length(), len(plan.counts).bit_length()
         keys = (int(plan.starts.sum()) + num_tokens).bit_length()
+        size = (rows, tokens) if self._device == "cuda" else (0, 0)
+        first_use = 0.0 if size in self._seen else FIRST_USE_SECONDS[self._device]
+        self._seen.add(size)
+        with self._lock:
+            expected = self._expected(num_tokens, keys)
+            self._in_flight.append(StepInFlight(tokens, keys, expected, first_use, self._clock()))
+
+    def end(self, _: object = None) -> None:
+        with self._lock:
+            step, now = self._in_flight.popleft(), self._clock()
+            seconds = now - max(step.begin, self._last_end)
+            self._last_end = now
+            known = self._longest.setdefault(step.num_tokens, {})
+            known[step.num_keys] = max(known.get(step.num_keys, 0.0), seconds)
+
+    def limit(self, least: float, factor: float) -> float:
+        """Seconds within which the steps in flight are to end; no fewer than `least`."""
+        with self._lock:
+            expected = sum(step.expected for step in self._in_flight)
+            first_use = max((step.first_use for step in self._in_flight), default=0.0)
+        return max(least, factor * expected) + first_use
+
+    def _expected(self, num_tokens: int, keys: int) -> float:
+        """Return the seconds that a step of this size should take."""
+        tokens = num_tokens.bit_length()
         known = self._longest.get(tokens)
         if known is None:  # a token takes no longer than among fewer
             longest = {size: max(times.values()) for size, times in self._longest.items()}
             rates = [longest[size] / 2 ** (size - 1) for size in longest if size < tokens]
-            expected = num_tokens * min([self._guess, *rates])
-        else:  # twice the keys take at most twice as long
-            expected = known.get(keys) or 2 * max(known.values())
-        size = (rows, tokens) if self._device == "cuda" else (0, 0)
-        first_use = 0.0 if size in self._seen else FIRST_USE_SECONDS[self._device]
-        self._seen.add(size)
-        self._in_flight.append(StepInFlight(tokens, keys, expected, first_use, self._clock()))
-
-    def end(self, _: object = None) -> None:
-        step, now = self._in_flight.popleft(), self._clock()
-        seconds = now - max(step.begin, self._last_end)
-        self._last_end = now
-        known = self._longest.setdefault(step.num_tokens, {})
-        known[step.num_keys] = max(known.get(step.num_keys, 0.0), seconds)
-
-    def limit(self, least: float, factor: float) -> float:
-        """Seconds within which the steps in flight are to end; no fewer than `least`."""
-        expected = sum(step.expected for step in self._in_flight)
-        first_use = max((step.first_use for step in self._in_flight), default=0.0)
-        return max(least, factor * expected) + first_use
+            return num_tokens * float(min([self._guess, *rates]))
+        return known.get(keys) or 2 * max(known.values())  # twice the keys take twice as long

@@ -5,11 +5,14 @@ Importing this file must stay quick: until it is done, nobody notices that the p
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import select
+import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -18,16 +21,28 @@ from contextlib import contextmanager
 
 from nanovllm.executor.channel import Channel, Kind, Link, pack
 
+PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
+
 
 def run_child(fd: int, parent_pid: int, serve: Callable[[Channel], None]) -> None:
     """Serve the parent at the other end of a socket, and end."""
     os.set_inheritable(fd, False)  # or a child of this process could hide its death
+    _continue_without_parent()
     channel = Channel(socket.socket(fileno=fd))
     watch = threading.Thread(target=_exit_with_parent, args=(fd, parent_pid), daemon=True)
     watch.start()
     with reporting(channel):
         serve(channel)
     os._exit(0)
+
+
+def _continue_without_parent() -> None:
+    """Have Linux wake this process when the parent dies, or one that is stopped would stay.
+
+    Not by SIGKILL: the signal also comes when the thread ends that started this process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
 
 
 def _exit_with_parent(fd: int, parent_pid: int) -> None:

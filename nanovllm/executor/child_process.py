@@ -67,8 +67,11 @@ def hear(child: Named, message: Message) -> Failure | None:
     if message.kind is Kind.LOG:
         logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
         return None
-    text = entry["message"] if hasattr(errors, entry["type"]) else f"{child.name} failed:"
-    return Failure(text, entry["type"], entry["traceback"], entry["time"])
+    type_name, text = entry["type"], entry["message"].strip()
+    if not hasattr(errors, type_name):
+        parts = f"{child.name} failed", type_name, text.partition("\n")[0]
+        text = ": ".join(filter(None, parts))  # the whole message is in the traceback
+    return Failure(text or type_name, type_name, entry["traceback"], entry["time"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,9 @@ class ChatAnswer(OpenAIStream):
 def _is_cut(each: ChatUpdate) -> bool:
     """Whether a stop string came within a call, which therefore cannot be followed."""
     finish, last = each.update.finish, each.events[-1] if each.events else None
-    is_stopped = finish is not None and isinstance(finish.stop_reason, str)
-    return is_stopped and isinstance(last, parsed.CallEnded) and not last.is_complete
+    if finish is None or finish.reason != "stop" or not isinstance(finish.stop_reason, str):
+        return False
+    return isinstance(last, parsed.CallEnded) and not last.is_complete
 
 
 def logprob_entries(

@@ -118,7 +118,7 @@ class MessageAnswer:
         reason = STOP_REASONS[finish.reason]
         if reason == "end_turn" and self._has_calls:
             reason = "tool_use"
-        if isinstance(finish.stop_reason, str):
+        if finish.reason == "stop" and isinstance(finish.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
         return {"stop_reason": reason, "stop_sequence": None}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -12,9 +13,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.llm_engine import find_model, start_core
-from nanovllm.engine.request import CoreStep, Ending
+from nanovllm.engine.request import CoreStep, Ending, Request
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.engine.step_clock import StepClock
+from nanovllm.errors import RequestError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import forward_logs, run_child
@@ -150,7 +152,7 @@ class CoreLoop:
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
         endings: list[Ending] = []
-        has_freed = False  # which the next update tells
+        has_freed = False  # or refused, which the next update tells
         while not self._is_over:
             is_idle, seconds = not self.core.has_unfinished and not has_freed, self._idle_seconds()
             try:
@@ -163,8 +165,9 @@ class CoreLoop:
                 self._is_over = True
             elif isinstance(command, Add):
                 self._is_at_rest = self._is_capturing = False
-                for request in command.requests:
-                    self.core.add(request)
+                refused = self._add(command.requests)
+                has_freed |= bool(refused)
+                endings += refused
             elif isinstance(command, Watch):
                 self._watch(command.is_on)
             else:
@@ -176,6 +179,18 @@ class CoreLoop:
                 if command.is_wanted:
                     endings += ended
         return endings
+
+    def _add(self, requests: list[Request]) -> list[Ending]:
+        """Queue requests; return the endings of those that can never run."""
+        refused = []
+        for request in requests:
+            try:
+                self.core.add(request)
+            except RequestError as error:
+                now = time.perf_counter()
+                ending = Ending(request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error))
+                refused.append(ending)
+        return refused
 
     def _rest(self) -> None:
         """After work: capture missing graphs, one per call, then give back memory, once."""

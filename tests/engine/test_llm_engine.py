@@ -291,6 +291,20 @@ def test_bad_engine_options(path: Path, name: str, value: Any) -> None:
         make_llm(path, **{name: value})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "tpu"},
+        {"distributed_executor_backend": "slurm"},
+        {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_devices_and_executors_are_checked_before_anything_starts(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=list(options)[-1]):
+        EngineConfig("model", **options)
+
+
 @each(WRONG_TYPES_ENGINE)
 def test_engine_options_of_a_wrong_type(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -724,6 +738,10 @@ def test_a_small_pool_is_announced_and_ends_sequences(
         params = SamplingParams(temperature=0, max_tokens=90)
         [output] = llm.generate([1] * 20, params, use_tqdm=False)
         assert (len(output.token_ids), output.finish_reason) == (12, "length")
+        assert output.outputs[0].stop_reason == "num_kvcache_blocks"
+        params = SamplingParams(max_tokens=12, ignore_eos=True)  # as many as there are places
+        [output] = llm.generate([1] * 20, params, use_tqdm=False)
+        assert (output.finish_reason, output.outputs[0].stop_reason) == ("length", None)
         with pytest.raises(RequestError, match="num_kvcache_blocks"):
             llm.add_request([1] * 32)
         assert_idle(llm)

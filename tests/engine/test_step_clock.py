@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from queue import SimpleQueue
+from threading import Thread
+
 import numpy as np
 import pytest
 
@@ -98,3 +102,28 @@ def test_steps_in_flight_add_up(clock: StepClock, time: FakeTime) -> None:
     time.now += 1.0
     clock.end()
     assert clock.limit(5.0, 10.0) == pytest.approx(10.0)
+
+
+def test_steps_may_end_in_another_thread() -> None:
+    """As replies of workers do: they come while the next step begins, or the limit is asked for."""
+    clock, ended = StepClock(INFO), SimpleQueue[bool]()
+    steps = [plan([2**power], [2**power]) for power in range(15)]
+
+    def end_all() -> None:
+        while ended.get():
+            clock.end()
+
+    interval = sys.getswitchinterval()
+    thread = Thread(target=end_all)
+    thread.start()
+    try:
+        sys.setswitchinterval(1e-6)
+        for i in range(30_000):
+            clock.begin(steps[i % 15])
+            ended.put(True)
+            assert clock.limit(5.0, 10.0) >= 5.0
+    finally:
+        sys.setswitchinterval(interval)
+        ended.put(False)
+        thread.join()
+    assert clock.limit(5.0, 10.0) == 5.0

@@ -30,6 +30,7 @@ class FakeLLM:
     failure: NanovllmError | None = None  # raised after the first piece of a stream
     is_silent: bool = False  # never says a thing
     reason: str = "stop"
+    stop_reason: str | None = None
     seed: int = 0
     max_len: int = 1024
     number: int = 0  # among several engines
@@ -112,6 +113,6 @@ class FakeLLM:
 
     def _output(self, prompt: list[int]) -> RequestOutput:
         ids = self.front.encode(self.text)
-        best = CompletionOutput(0, self.text, ids, None, None, self.reason, None)
+        best = CompletionOutput(0, self.text, ids, None, None, self.reason, self.stop_reason)
         own: dict[str, Any] = {"time_to_first_token": 0.1, "duration": 0.2, "outputs": [best]}
         return RequestOutput(0, None, prompt, self.text, ids, self.reason, 3, **own)

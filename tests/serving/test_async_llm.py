@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.async_llm import Stream
 from nanovllm.errors import CheckpointError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
 from tests.checkpoints import TinyCheckpoint
@@ -194,6 +195,29 @@ def test_a_reader_who_does_not_read_holds_up_nobody(llm: AsyncLLM) -> None:
         rest = [piece async for piece in stream]
         assert len(rest) <= 2  # what came meanwhile is one piece
         assert tokens_of([first, *rest]) == rest[-1].output.token_ids
+
+    asyncio.run(main())
+
+
+def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
+    """Copying all that came before for every token would take far longer."""
+    num_tokens = 40_000
+
+    async def main() -> None:
+        stream = Stream(asyncio.get_running_loop())
+        start = time.thread_time()
+        for i in range(num_tokens):
+            stream.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
+        pieces = await stream.next()
+        assert time.thread_time() - start < 4.0
+        assert [piece.sample for piece in pieces] == [0, 1]
+        for piece in pieces:
+            assert piece.text == "ab" * (num_tokens // 2)
+            assert piece.token_ids == list(range(piece.sample, num_tokens, 2))
+            assert piece.logprobs == [{i: -1.0} for i in piece.token_ids]
+        alone = StreamPiece(0, "c", [1], None)
+        stream.push(alone)
+        assert await stream.next() == [alone]
 
     asyncio.run(main())
 

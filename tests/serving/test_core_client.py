@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 from array import array
@@ -120,6 +121,25 @@ def test_requests_go_together_and_before_what_ends_them(core: Core) -> None:
     added = [[each.seq_id for each in add.requests] for add in received[:3] if isinstance(add, Add)]
     assert added == [[0, 1, 2], [3, 4], [5]]
     assert received[3] == Finish([5], "abort")
+
+
+@pytest.mark.parametrize(
+    ("type_name", "message", "told"),
+    [
+        ("AssertionError", "", "the core failed: AssertionError"),
+        ("KeyError", "'x'\nmore", "the core failed: KeyError: 'x'"),
+        ("EngineError", "no room", "no room"),
+        ("EngineError", "", "EngineError"),
+    ],
+)
+def test_an_error_is_told_with_its_reason(
+    core: Core, type_name: str, message: str, told: str
+) -> None:
+    """In the first line, which is all that clients of a server see."""
+    report = {"type": type_name, "message": message, "traceback": "Traceback ...", "time": 0.0}
+    core.channel.send(pack(Kind.ERROR, [json.dumps(report).encode()]))
+    core.looks.add(0.0, is_ready=True)
+    assert str(core.failures.get(timeout=30)).splitlines()[0] == told
 
 
 def test_silence_is_a_failure(core: Core) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm.engine import step_clock
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Ending, Request
 from nanovllm.engine.step_clock import StepClock
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
@@ -172,6 +172,23 @@ def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
     assert time.monotonic() - begin < IDLE_SECONDS / 2
     assert updates[0].stats is not None
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
+
+
+@pytest.mark.usefixtures("no_guess")
+def test_a_request_that_cannot_run_fails_alone() -> None:
+    """A core that replaced another may have less room than the front knew of."""
+    long = Request(7, array("i", range(400)), SamplingParams(max_tokens=1))
+    endings: list[Ending] = []
+
+    def is_last(update: CoreUpdate) -> bool:
+        endings.extend(update.step.endings)
+        return len(endings) == 2
+
+    loop_updates([Add([long, request(8)])], is_last)
+    refused, other = endings
+    assert (refused.seq_id, refused.finish_reason, refused.token_ids) == (7, "error", [])
+    assert "the prompt has 400 tokens" in str(refused.error)
+    assert (other.seq_id, other.finish_reason) == (8, "length")
 
 
 @pytest.mark.usefixtures("no_guess")
