@@ -100,8 +100,18 @@ def first_line(error: NanovllmError) -> str:
 
 
 def to_json(body: Any) -> bytes:
-    """Halves of surrogate pairs, which a request may hold, have no encoding."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    """Encode a body; values that are functions, as large ones may be, are computed only here.
+
+    Halves of surrogate pairs, which a request may hold, have no encoding.
+    """
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=_computed)
+    return text.encode("utf-8", "replace")
+
+
+def _computed(value: Any) -> Any:
+    if callable(value):
+        return value()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def json_response(body: Any) -> Response:

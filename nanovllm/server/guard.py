@@ -18,6 +18,7 @@ from nanovllm.server.errors import ApiError, error_response
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.page_files import is_page
 
+MAX_VALUES = 500_000  # of a body: a million numbers take a second to read, a long text does not
 OPEN_PATHS = ("/health", "/ping")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -76,14 +77,18 @@ class Guard:
         return any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:
-        num_bytes = 0
+        num_bytes = num_commas = 0
 
         async def bounded() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, num_commas
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            num_bytes += len(body)
+            num_commas += body.count(b",")
             if num_bytes > self._max_body_bytes:
                 raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            if num_commas > MAX_VALUES:
+                raise HTTPException(413, f"the body has more than {MAX_VALUES} values")
             return message
 
         return bounded

@@ -13,17 +13,20 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from datetime import datetime
+from typing import Any
 
 import httpx
 import pytest
 from openai import AuthenticationError, RateLimitError
+from pydantic import ValidationError
 
 from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
-from nanovllm.server import run
+from nanovllm.server import chat_completions, completions, embeddings, run
 from nanovllm.server.metrics import Metrics
+from nanovllm.server.openai_records import ChatRequest
 from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
@@ -101,6 +104,117 @@ def test_bodies_are_bounded_however_they_come(guarded: Running) -> None:
         response = guarded.http.post("/v1/completions", content=content, headers=headers)
         assert response.status_code == 413
         assert "1000 bytes" in response.json()["error"]["message"]
+
+
+def test_a_body_of_too_many_values_is_not_parsed() -> None:
+    """A million small values take much longer to parse than a text of the same size."""
+    with running(FakeLLM()) as server:
+        for body, status in ((b'{"prompt": [' + b"1," * 500_001, 413), (b'{"prompt": [1,', 400)):
+            headers = {"content-type": "application/json"}
+            response = server.http.post("/v1/completions", content=body, headers=headers)
+            assert response.status_code == status
+            assert ("500000 values" in response.json()["error"]["message"]) == (status == 413)
+
+
+def test_one_wrong_item_of_many_is_enough() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest(messages=[{}] * 1000)
+    assert len(caught.value.errors()) == 1
+
+
+LONG = "x" * 50_000  # more than 1024 tokens can hold: the longest token has 12 characters
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["x", LONG], "truncate_prompt_tokens": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/embeddings", {"input": LONG}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(path: str, body: dict[str, Any]) -> None:
+    llm, lengths = FakeLLM(), []
+    encode = llm.front.encode
+
+    def recorded(text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    llm.front.encode = recorded  # type: ignore[method-assign]
+    with running(llm) as server:
+        error = server.post(path, **body).json()["error"]
+        assert "the prompt is too long" in error["message"]
+        assert "context_length_exceeded" in (error.get("code"), *error.get("details", {}).values())
+        assert max(lengths, default=0) < len(LONG)
+        assert server.post("/tokenize", prompt="x" * 2000).json()["count"] == 2000
+
+
+def test_samples_count_as_requests_that_wait() -> None:
+    """Those of one request cannot be more than may run and wait, nor those of all requests."""
+    llm = FakeLLM(is_silent=True, config=EngineConfig("fake", max_num_seqs=2))
+    with running(llm, max_queued_requests=3) as server:
+        for body in ({"prompt": ["x"] * 3, "n": 2}, {"prompt": "x", "n": 6}):
+            refused = server.post("/v1/completions", **body)
+            assert refused.status_code == 400
+            assert "6 sequences" in refused.json()["error"]["message"]
+        assert server.post("/v1/embeddings", input=["x"] * 6).status_code == 400
+        url, body = f"{server.url}/v1/completions", {"prompt": "x", "n": 5}
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
+        thread.start()
+        wait_until(lambda: llm.num_requests == 1)
+        assert server.post("/v1/completions", prompt="x").status_code == 429
+        llm.is_silent = False
+        thread.join(60)
+        assert answers[0].status_code == 200
+        assert server.post("/v1/completions", prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 2}),
+        ("/v1/completions", {"prompt": "x", "logprobs": 2, "echo": True, "stream": True}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/responses", {"input": "x", "top_logprobs": 2}),
+        ("/v1/responses", {"input": "x", "top_logprobs": 2, "stream": True}),
+        ("/v1/embeddings", {"input": "x"}),
+    ],
+)
+def test_large_answers_are_encoded_off_the_event_loop(
+    server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what they are made of: the logprobs of many tokens take longer than the encoding."""
+    threads: list[str] = []
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*arguments)
+
+        return call
+
+    for where, name in (
+        (completions, "_best"),
+        (chat_completions, "_logprob"),
+        (embeddings.EmbeddingAnswer, "_encoded"),
+    ):
+        monkeypatch.setattr(where, name, recorded(getattr(where, name)))
+    if "chat" in path:
+        body = body | {"messages": [{"role": "user", "content": "x"}]}
+    length = {"/v1/responses": "max_output_tokens", "/v1/embeddings": ""}.get(path, "max_tokens")
+    asked = body | ({length: 5} if length else {})
+    assert server.http.post(path, json=asked).status_code == 200
+    assert threads
+    assert {name.partition("_")[0] for name in threads} <= {"asyncio", "uvloop"}  # an executor's
 
 
 def exchanged(server: Running, version: bytes, headers: bytes, body: bytes) -> bytes:
