@@ -101,7 +101,9 @@ ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
-    "os.environ": ("config.py", "executor/child_process.py", "platforms/shares.py"),
+    "os.environ": (
+        *("cli/serve.py", "config.py", "executor/child_process.py", "platforms/shares.py"),
+    ),
     "os.getenv": ("config.py",),
 }
 # A function fits on a screen, and its arguments in a head; kernels have no records to pass.

@@ -15,7 +15,7 @@ NOT_NEEDED = {
     "--async-scheduling": "steps are planned ahead where that helps",
     "--disable-log-requests": "prompts are never logged",
     "--no-enable-log-requests": "prompts are never logged",
-    "--disable-log-stats": "statistics are in /metrics alone",
+    "--disable-log-stats": "--log-level warning leaves them out",
     "--disable-uvicorn-access-log": "requests are logged with --verbose",
     "--disable-frontend-multiprocessing": "the engine has a process of its own",
     "--enable-server-load-tracking": "/load is always there",
@@ -26,7 +26,7 @@ NOT_NEEDED = {
 }
 NOT_NEEDED_WITH_VALUE = {
     "--swap-space": "there is no swap space",
-    "--uvicorn-log-level": "logs are shown with --verbose",
+    "--uvicorn-log-level": "use --log-level",
     "--max-log-len": "prompts are never logged",
     "--tokenizer-mode": "the model's own tokenizer is used",
     "--compilation-config": "graphs are on unless --enforce-eager",

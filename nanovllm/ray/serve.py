@@ -50,7 +50,7 @@ ONE_LOOP = {
 }
 SERVES_OWN = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
-    "restart_engine", "data_parallel_size", "config", "verbose",
+    "restart_engine", "data_parallel_size", "config", "verbose", "log_level",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
@@ -67,9 +68,10 @@ class CompletionAnswer(OpenAIStream):
         self._is_begun = [False] * job.num_choices
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async for update in self.updates():
-            self.usage.add(update)
-            yield self.chunk(KIND, [self._choice(update)])
+        async with contextlib.aclosing(self.updates()) as updates:
+            async for update in updates:
+                self.usage.add(update)
+                yield self.chunk(KIND, [self._choice(update)])
         for event in self.last_chunk(KIND):
             yield event
 

@@ -37,18 +37,18 @@ class EmbeddingAnswer:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         normalize = self._request.normalize is not False
-        embed = self._service.llm.embed
+        embed, metrics = self._service.llm.embed, self._service.metrics
         tasks = [
             asyncio.create_task(embed(prompt, normalize=normalize)) for prompt in self._prompts
         ]
         try:
-            with self._service.counted(len(tasks)):
+            with self._service.counted(len(tasks)), metrics.failures(len(tasks)):
                 outputs = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
         num_tokens = sum(map(len, self._prompts))
-        self._service.metrics.embedded(num_tokens)
+        metrics.embedded(num_tokens, len(outputs))
         yield {
             "object": "list",
             "data": [

@@ -18,6 +18,7 @@ from nanovllm.errors import ConfigError, NanovllmError, RequestError
 MESSAGES_PATH = "/v1/messages"  # Anthropic's
 OPENAI_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -26,6 +27,7 @@ OPENAI_TYPES = {
 }
 ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
