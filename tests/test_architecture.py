@@ -103,6 +103,7 @@ ONLY_IN = {
     # What a child inherits.
     "os.environ": (
         "config.py",
+        "cli/serve.py",
         "cli/start.py",
         "executor/child_process.py",
         "platforms/cuda.py",  # CC, which Triton reads too

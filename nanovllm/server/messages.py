@@ -37,6 +37,7 @@ async def count_tokens(service: Service, request: CountRequest) -> dict[str, int
 
 class MessageAnswer:
     end = b""
+    is_large = False
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service, self._chat = service, chat

@@ -233,6 +233,33 @@ def test_certificates_are_read_before_a_model_is(
     assert message in capsys.readouterr().err
 
 
+def test_the_environment_has_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"HOST": "::1", "PORT": "1", "API_KEY": "k", "MODEL": "org/name"}.items():
+        monkeypatch.setenv(f"NANOVLLM_{name}", value)
+    args = parse(["serve"])
+    assert (args.host, args.port, args.api_key) == ("::1", 1, ["k"])
+    assert engine_config(args).model == "org/name"
+    args = parse(["serve", "other", "--host", "127.0.0.1", "--port", "2", "--api-key", "a", "b"])
+    assert (args.host, args.port, args.api_key) == ("127.0.0.1", 2, ["a", "b"])
+    assert engine_config(args).model == "other"
+    monkeypatch.setenv("NANOVLLM_PORT", "http")
+    with pytest.raises(SystemExit):
+        parse(["serve"])
+    assert "argument --port: invalid int value: 'http'" in capsys.readouterr().err
+
+
+def test_origins_may_be_a_list_as_vllm_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["https://a", "*"], ['["https://a", "*"]']):
+        args = parse(["serve", "--allowed-origins", *given])
+        assert server_options(args, "m", {}).allowed_origins == ("https://a", "*")
+    for wrong in ("[", "[1]"):
+        with pytest.raises(SystemExit):
+            parse(["serve", "--allowed-origins", wrong])
+        assert f"--allowed-origins: invalid origins value: '{wrong}'" in capsys.readouterr().err
+
+
 class ServeProcess:
     """The command in a process of its own."""
 

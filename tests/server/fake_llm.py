@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.grammar.matching import Vocabulary
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats
 from nanovllm.serving.state_records import EngineNews, EngineState
@@ -80,6 +80,16 @@ class FakeLLM:
         finally:
             self.num_requests -= 1
             self.num_aborted += not is_over
+
+    async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
+        self.num_requests += 1
+        try:
+            while self.is_silent:
+                await asyncio.sleep(0.01)
+                self._raise_if_failed()
+            return EmbeddingOutput([1.0], prompt)
+        finally:
+            self.num_requests -= 1
 
     @property
     def replicas(self) -> list[FakeLLM]:
