@@ -45,6 +45,7 @@ class EngineConfig:
     # Streams get a token at least this often, and nothing is captured or compiled while they wait;
     # None: throughput comes first.
     target_inter_token_ms: float | None = None
+    step_timeout: float = 300.0  # seconds until a step in another process hangs; 0: no watchdog
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
     distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
@@ -84,6 +85,8 @@ class EngineConfig:
         is_time = target is None or 0 < target < math.inf
         self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
+        is_time = 0 <= self.step_timeout < float("inf")
+        self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 
     @property
     def is_for_streams(self) -> bool:

@@ -79,6 +79,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     depth: int | None
     target_inter_token_ms: float | None
+    step_timeout: float
     revision: str | None
     distributed_executor_backend: str
     data_parallel_size: int

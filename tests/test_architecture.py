@@ -51,7 +51,6 @@ HOST = (
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
-    "engine.step_clock",
     "engine.waiting",
     "grammar.matching",
     "grammar.forms",
@@ -63,7 +62,7 @@ HOST = (
     "grammar.json_negation",
 )
 # What executors and workers know of the engine.
-WIRE = ("engine.step", "engine.step_clock")
+WIRE = ("engine.step",)
 # What a front may know of a core in another process; imports no torch either.
 CLIENT = (
     "serving.core_records",

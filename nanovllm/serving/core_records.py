@@ -71,9 +71,8 @@ def total(stats: list[CoreStats]) -> CoreStats:
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """A sign of life: what a step brought, or nothing while the core is idle or takes long."""
+    """The result of a step, or an empty one every second while the core is idle."""
 
-    step: CoreStep | None
-    stats: CoreStats | None
-    limit: float  # seconds within which the next sign is due
+    step: CoreStep
+    stats: CoreStats
     news: EngineNews | None = None  # for those who watch

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "skip_tokenizer_init": True,
 }
-SECONDS = 5.0  # within which everybody knows of a core that died or hangs
+SECONDS = 20.0  # 5, and what a busy machine adds: everybody knows of a core that died or hangs
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
     ("number", "message", "delay"),
     [
         (signal.SIGKILL, "killed by signal 9", 0.2),
-        (signal.SIGSTOP, "no sign of life", 0.3),
+        (signal.SIGSTOP, "sent no heartbeat", 0.3),
     ],
 )
 def test_everybody_is_told_of_a_core_that_is_gone(
