@@ -63,6 +63,13 @@ def test_flags_have_the_names_of_vllms() -> None:
     assert config.data_parallel_size == 3
 
 
+def test_streams_have_a_target_and_batches_have_none() -> None:
+    assert config_of().target_inter_token_ms == 25.0
+    assert config_of("--target-inter-token-ms", "40").target_inter_token_ms == 40.0
+    args = parse(["batch", "rows.jsonl", "-o", "answers.jsonl"])
+    assert engine_config(args).target_inter_token_ms is None
+
+
 def test_how_weights_are_quantised() -> None:
     assert config_of().quantization is None
     assert config_of("--quantization", "none").quantization is None

@@ -90,6 +90,10 @@ def test_callers_who_begin_together_reach_the_core_together(llm: AsyncLLM) -> No
     assert [each.token_ids.tolist() for each in add.requests] == PROMPTS
 
 
+def test_streams_have_a_target(llm: AsyncLLM) -> None:
+    assert llm.config.target_inter_token_ms == 25.0
+
+
 def test_streams_equal_whole_answers(llm: AsyncLLM, path: Path) -> None:
     params = [GREEDY, SamplingParams(max_tokens=9, seed=3, n=3, logprobs=2, ignore_eos=True)]
     with LLM(path, **OPTIONS) as local:

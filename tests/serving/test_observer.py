@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -200,6 +201,31 @@ def test_a_loop_at_rest_gives_memory_back_once(
     assert not core.has_unfinished
     assert len(given) == 1
     assert len(updates) > 5  # it has worked before
+
+
+def test_an_idle_loop_captures_graphs_between_looks_for_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
+    executor: Any = core.executor
+    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    num_plans: list[int] = []  # that were run before each capture
+
+    def capture_one() -> bool:
+        assert not core.has_unfinished
+        num_plans.append(len(executor.plans))
+        if len(num_plans) == 2:
+            inbox.put(Add([request(1)]))
+        return len(num_plans) < 4
+
+    executor.capture_one = capture_one
+    monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(core_process, "give_back", lambda: inbox.put(None))
+    inbox.put(Add([request(0)]))
+    executor.start()
+    CoreLoop(core, inbox, lambda update: None, contextlib.nullcontext()).run()
+    first, second, third, fourth = num_plans
+    assert 0 < first == second < third == fourth
 
 
 def test_the_loop_shows_every_step_and_ending() -> None:
