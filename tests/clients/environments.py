@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1] / ".venv" / "clients"
+# Outside the clone, so that a new one need not install them again.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+ROOT = CACHE / "nanovllm-tests" / "clients"
 REQUIREMENTS = HERE / "requirements"
 NPM_PACKAGES = ("openai@7.53.0", "zod@4.6.7")
 NOT_REACHED = (
@@ -32,19 +34,17 @@ UV_NAMES = {
 
 def environment(name: str) -> Path:
     """Return the folder of programs of a client's environment, installed if it is not yet there."""
-    folder = ROOT / name
     wanted = "".join((REQUIREMENTS / f"{name}{end}").read_text() for end in (".in", ".txt"))
-    if name == "node":
-        wanted += " ".join(NPM_PACKAGES)
-    digest = hashlib.sha256(wanted.encode()).hexdigest()
+    wanted += " ".join([sys.base_prefix, sys.version, *NPM_PACKAGES])
+    folder = ROOT / f"{name}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
     stamp = folder / ".installed"
     ROOT.mkdir(parents=True, exist_ok=True)
     with (ROOT / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
-        if not stamp.exists() or stamp.read_text() != digest:
+        if not stamp.exists():
             shutil.rmtree(folder, ignore_errors=True)
             _install(name, folder)
-            stamp.write_text(digest)
+            stamp.touch()
     return folder / "bin"
 
 
