@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     "kvcache_block_size": 16,
     "max_num_seqs": 8,
     "max_model_len": 128,
-    "gpu_memory_utilization": 0.2,
+    "num_kvcache_blocks": 9000,  # by number: other processes may hold any share of the device
     "device": "cuda",
     "skip_tokenizer_init": True,
 }
