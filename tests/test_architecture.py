@@ -67,8 +67,6 @@ WIRE = ("engine.step", "engine.step_clock")
 # What a front may know of a core in another process; imports no torch either.
 CLIENT = (
     "serving.core_records",
-    "serving.state_records",
-    "serving.observer",
     "serving.viewers",
     "serving.routing",
     "serving.restarts",

@@ -93,8 +93,8 @@ class Replica:
         assert update.step is not None
         assert update.stats is not None
         self.stats = update.stats
-        if update.news is not None:
-            self.viewers.push(update.news)
+        if update.state is not None:
+            self.viewers.push(update.state)
         self._on_step(self, update.step)
 
     def _fail(self, error: NanovllmError) -> None:
