@@ -28,7 +28,8 @@ part compare-8b bench.py --load-format dummy --model qwen3-8b --case mixed bs1 b
 part steps-8b -m nanovllm bench latency --model qwen3-8b --batch 1 64
 part weights-8b -m benchmarks.engine.quantised_weights --weights fp8 fp8-block int4 --case bs1 bs8 bs64 prefill
 part steps-30b -m nanovllm bench latency --model qwen3-30b-a3b --batch 1 64
-part arrivals-8b -m nanovllm bench arrivals --model qwen3-8b --rate 40 --target-inter-token-ms 25
+part arrivals-0.6b -m benchmarks.engine.arrivals --model qwen3-0.6b --rate 200
+part arrivals-8b -m benchmarks.engine.arrivals --model qwen3-8b --rate 40
 part startup-0.6b -m benchmarks.engine.startup --model qwen3-0.6b
 part transformers-0.6b bench.py --load-format dummy --model qwen3-0.6b --engine nanovllm transformers \
     --num-seqs 64 --max-input-len 512 --max-output-len 512

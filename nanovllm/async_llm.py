@@ -358,7 +358,7 @@ class Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.replica = self.num_tokens = 0  # where it is answered, and what that counts for it
-        self._pieces: dict[int, StreamPiece] = {}  # by sample
+        self._pieces: dict[int, list[StreamPiece]] = {}  # by sample
         self._error: NanovllmError | None = None
         self._has_news = asyncio.Event()
 
@@ -369,12 +369,11 @@ class Stream:
         if self._error is not None:
             self._has_news.set()
             raise _copy(self._error)
-        pieces, self._pieces = list(self._pieces.values()), {}
+        pieces, self._pieces = [_join(each) for each in self._pieces.values()], {}
         return sorted(pieces, key=lambda piece: piece.output is not None)
 
     def push(self, piece: StreamPiece) -> None:
-        before = self._pieces.get(piece.sample)
-        self._pieces[piece.sample] = piece if before is None else _join(before, piece)
+        self._pieces.setdefault(piece.sample, []).append(piece)
         self._has_news.set()
 
     def fail(self, error: NanovllmError) -> None:
@@ -399,14 +398,16 @@ def _copy(error: NanovllmError) -> NanovllmError:
     return copy
 
 
-def _join(first: StreamPiece, second: StreamPiece) -> StreamPiece:
+def _join(pieces: list[StreamPiece]) -> StreamPiece:
+    if len(pieces) == 1:
+        return pieces[0]
     logprobs = None
-    if first.logprobs is not None or second.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    if any(piece.logprobs is not None for piece in pieces):
+        logprobs = [each for piece in pieces for each in piece.logprobs or ()]
     return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=[*first.token_ids, *second.token_ids],
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
         logprobs=logprobs,
     )
 

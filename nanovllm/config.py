@@ -11,11 +11,13 @@ from nanovllm.quantisation import check_kv_cache, check_option
 from nanovllm.validation import check_types, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
 SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
 ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
+EXECUTOR_BACKENDS = ("mp", "uni", "ray")
 
 
 @suggest_fields
@@ -43,6 +45,7 @@ class EngineConfig:
     # Streams get a token at least this often, and nothing is captured or compiled while they wait;
     # None: throughput comes first.
     target_inter_token_ms: float | None = None
+    step_timeout: float = 300.0  # seconds until a step in another process hangs; 0: no watchdog
     revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
     distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
     data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
@@ -64,10 +67,17 @@ class EngineConfig:
         self._require("kvcache_block_size", is_multiple, "a multiple of 16")
         is_count = self.num_kvcache_blocks == -1 or self.num_kvcache_blocks >= 1
         self._require("num_kvcache_blocks", is_count, "at least 1, or -1 to size it from memory")
+        self._require("device", self.device in DEVICES, f"one of {DEVICES}")
         self._require("dtype", self.dtype in ("auto", *DTYPES), f"'auto' or one of {DTYPES}")
         self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
         is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
         self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
+        executor = self.distributed_executor_backend
+        is_executor = executor in EXECUTOR_BACKENDS
+        self._require("distributed_executor_backend", is_executor, f"one of {EXECUTOR_BACKENDS}")
+        if executor == "uni" and self.tensor_parallel_size > 1:
+            size = self.tensor_parallel_size
+            raise ConfigError(f"tensor_parallel_size={size} needs 'mp' or 'ray', not 'uni'")
         check_kv_cache(self.kv_cache_dtype, self.attention_backend)
         check_option(self.quantization)
         self._require("revision", self.revision != "", "a branch, tag or commit")
@@ -75,6 +85,8 @@ class EngineConfig:
         is_time = target is None or 0 < target < math.inf
         self._require("target_inter_token_ms", is_time, "a time above 0 in milliseconds, or None")
         self._require("depth", self.depth in (None, 0, 1), "0, 1 or None")
+        is_time = 0 <= self.step_timeout < float("inf")
+        self._require("step_timeout", is_time, "a number of seconds, or 0 for no limit")
 
     @property
     def is_for_streams(self) -> bool:

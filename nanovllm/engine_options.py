@@ -22,7 +22,7 @@ NOT_NEEDED = {
     "async_scheduling": "steps are planned ahead where that helps",
     "disable_log_requests": "prompts are never logged",
     "no_enable_log_requests": "prompts are never logged",
-    "disable_log_stats": "statistics are in /metrics alone",
+    "disable_log_stats": "--log-level warning leaves them out",
     "disable_uvicorn_access_log": "requests are logged with --verbose",
     "disable_frontend_multiprocessing": "the engine has a process of its own",
     "enable_server_load_tracking": "/load is always there",
@@ -33,7 +33,7 @@ NOT_NEEDED = {
 }
 NOT_NEEDED_WITH_VALUE = {
     "swap_space": "there is no swap space",
-    "uvicorn_log_level": "logs are shown with --verbose",
+    "uvicorn_log_level": "use --log-level",
     "max_log_len": "prompts are never logged",
     "tokenizer_mode": "the model's own tokenizer is used",
     "compilation_config": "graphs are on unless --enforce-eager",
@@ -79,6 +79,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     depth: int | None
     target_inter_token_ms: float | None
+    step_timeout: float
     revision: str | None
     distributed_executor_backend: str
     data_parallel_size: int

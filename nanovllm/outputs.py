@@ -26,7 +26,8 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     finish_reason: str
-    stop_reason: str | int | None  # the stop string or token, if one of those asked for ended it
+    # The stop string or token that ended it; "num_kvcache_blocks" if the KV cache holds no more.
+    stop_reason: str | int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _is_path(value: object) -> bool:
 
 def _is_id(key: object) -> bool:
     if isinstance(key, str):
-        return key.isascii() and key.isdigit()
+        return key.isascii() and key.isdigit() and len(key) <= 20  # int() refuses long ones
     return isinstance(key, int) and not is_bool(key)
 
 

@@ -56,6 +56,9 @@ class FakeExecutor:
     def close(self) -> None:
         pass
 
+    def capture_one(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> Done:
         self.plans.append(plan)
         self._update_tables(plan)

@@ -23,7 +23,7 @@ ORDER = """
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
-    < serving.speeds < serving.engine_thread, serving.core_process
+    < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
     < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
     engine_options
     < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
@@ -51,7 +51,6 @@ HOST = (
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
-    "engine.step_clock",
     "engine.waiting",
     "grammar.matching",
     "grammar.forms",
@@ -63,7 +62,7 @@ HOST = (
     "grammar.json_negation",
 )
 # What executors and workers know of the engine.
-WIRE = ("engine.step", "engine.step_clock")
+WIRE = ("engine.step",)
 # What a front may know of a core in another process; imports no torch either.
 CLIENT = (
     "serving.core_records",
@@ -99,7 +98,14 @@ ONLY_IN = {
     "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
-    "os.environ": ("config.py", "cli/start.py", "executor/child_process.py", "platforms/shares.py"),
+    "os.environ": (
+        "config.py",
+        "cli/serve.py",
+        "cli/start.py",
+        "executor/child_process.py",
+        "platforms/cuda.py",  # CC, which Triton reads too
+        "platforms/shares.py",
+    ),
     "os.getenv": ("config.py",),
 }
 ALLOWED_CHANGES = {

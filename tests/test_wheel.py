@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +34,18 @@ def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
     needed = {f"nanovllm/{name}" for name in ("kernels/cpu", "kernels/cuda", "backends/cuda")}
     assert folders >= {*needed, "nanovllm/bench/configs"}
     assert "nanovllm/py.typed" in kept
+
+
+@pytest.mark.parametrize("name", ["numba", "torch", "triton"])
+def test_private_interfaces_are_of_releases_that_are_tested(name: str) -> None:
+    """A release that nobody tried is not installed; the one that is pinned is."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    found = [line.strip(' ",') for line in lines if line.strip().startswith(f'"{name}>=')]
+    (required,) = (Requirement(each).specifier for each in found)
+    pinned = re.findall(rf"^{name}==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert any(each.operator == "<" for each in required)
+    assert pinned
+    assert all(each in required for each in pinned)
 
 
 def _package_files() -> list[Path]:

@@ -95,6 +95,9 @@ class ThreadedExecutor:
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)
 
+    def capture_one(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.ranks.close()
         self.worker.platform.release()

@@ -44,7 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    configure_logging(args.verbose)
+    configure_logging(args.verbose, getattr(args, "log_level", None), "log_level" in args)
     return exit_code(lambda: int(args.run(args)), args.parser.prog)
 
 

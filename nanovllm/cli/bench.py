@@ -90,7 +90,7 @@ def add_parser(commands: Commands) -> None:
     examples = ["throughput qwen3-8b --json results.jsonl", samples]
     parser = _add_benchmark(names, benchmarks.throughput, THROUGHPUT, examples)
     _add_count(parser, ["--num-seqs", "--num-prompts"], 256, 8, "requests")
-    _add_count(parser, ["--max-len"], 1024, 128, "longest prompt and longest answer, in tokens")
+    _add_count(parser, ["--max-len"], 1024, 64, "longest prompt and longest answer, in tokens")
     text = "make all requests samples of one prompt of N tokens, with answers of --max-len"
     text += " (default: each has its own prompt)"
     parser.add_argument("--samples-of", type=at_least(1), metavar="N", help=text)

@@ -37,6 +37,7 @@ _ENGINE_HELP = {
     "gpu_memory_utilization": "share of a GPU's memory to use",
     "attention_backend": "triton, flash_attn, sdpa (a slow reference), or 'auto': what is fastest",
     "tensor_parallel_size": "devices to split the model over",
+    "step_timeout": "seconds until a step that does not return ends the engine; 0 for debuggers",
 }
 # vLLM's flags come first where the field has another name.
 _FLAGS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -52,7 +53,9 @@ def add_parser(commands: Commands) -> None:
     add_model_options(parser)
     _add_api_options(parser)
     _add_operating_options(parser)
+    model = os.environ.get("NANOVLLM_MODEL") or "smollm2"
     parser.set_defaults(run=run, parser=parser, target_inter_token_ms=SERVING_TARGET_MS)
+    parser.set_defaults(default_model=model)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
     set_child_threads(args.threads, config)
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.server.options import sampling_in
-    from nanovllm.server.run import check_certificate, listen, make_server
+    from nanovllm.server.run import check_certificate, is_loopback, listen, make_server
 
     check_certificate(args.ssl_keyfile, args.ssl_certfile)
     options = server_options(args, config.model, {})
     with listen(args.host, args.port) as listener:
+        options = replace(options, is_local=is_loopback(listener) and not options.api_keys)
         how = {"restart_core": args.restart_engine, "in_process": args.in_process}
         llm = AsyncLLM(**asdict(config), **how)
         try:
@@ -116,6 +120,8 @@ def server_options(
     return ServerOptions(
         model_names=tuple(args.served_model_name or [model]),
         api_keys=tuple(args.api_key),
+        allowed_origins=tuple(origin for given in args.allowed_origins for origin in given),
+        limit_concurrency=args.limit_concurrency,
         max_body_bytes=args.max_body_bytes,
         max_queued_requests=args.max_queued_requests,
         request_timeout=args.request_timeout,
@@ -191,11 +197,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("network").add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0 for all of the machine (default: %(default)s)")
-    add("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
-    add("--api-key", nargs="+", type=_key, default=[], metavar="KEY",
+    host, port, key = (os.environ.get(f"NANOVLLM_{name}") for name in ("HOST", "PORT", "API_KEY"))
+    add("--host", default=host or "127.0.0.1",
+        help="0.0.0.0 for all of the machine (default: $NANOVLLM_HOST or 127.0.0.1)")  # fmt: skip
+    add("--port", type=int, default=port or 8000, metavar="N",
+        help="0 for any (default: $NANOVLLM_PORT or 8000)")  # fmt: skip
+    add("--api-key", nargs="+", type=_key, default=[key] if key else [], metavar="KEY",
         help="what clients must show, but for /health, /ping and the page's files "
-        "(default: nothing)")  # fmt: skip
+        "(default: $NANOVLLM_API_KEY or nothing)")  # fmt: skip
+    add("--allowed-origins", nargs="+", type=origins, default=[], metavar="ORIGIN",
+        help="sites whose pages may call this server, as in https://example.com; * for all "
+        "(default: none)")  # fmt: skip
     add("--root-path", default="", metavar="PATH", help="where a proxy shows this server")
     add("--ssl-keyfile", metavar="FILE", help="with --ssl-certfile: serve HTTPS")
     add("--ssl-certfile", metavar="FILE")
@@ -207,10 +219,14 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         help="of a request (default: %(default)s)")  # fmt: skip
     add("--max-queued-requests", type=at_least(1), default=2048, metavar="N",
         help="that wait; more are refused with status 429 (default: %(default)s)")  # fmt: skip
+    add("--limit-concurrency", type=at_least(1), metavar="N",
+        help="HTTP requests at once; more get status 503 (default: any number)")  # fmt: skip
     add("--request-timeout", type=seconds(may_be_0=False), metavar="SECONDS",
         help="for a whole answer (default: any time)")  # fmt: skip
     add("--shutdown-timeout", type=seconds(may_be_0=True), default=10.0, metavar="SECONDS",
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+        help="info has requests and throughput (default: %(default)s)")  # fmt: skip
     add("--restart-engine", action="store_true",
         help="start the engine anew when its process dies or hangs")  # fmt: skip
     add("--in-process", action="store_true",
@@ -225,6 +241,16 @@ def _key(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a key must not be empty")
     return text
+
+
+def origins(text: str) -> list[str]:
+    """One origin, or a JSON list as vLLM takes it. Its name is in the parser's message."""
+    if not text.startswith("["):
+        return [text]
+    found = json.loads(text)
+    if not all(isinstance(each, str) for each in found):
+        raise ValueError
+    return list(found)
 
 
 def _sampling_override(text: str) -> dict[str, Any]:

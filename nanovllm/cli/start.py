@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # the exit code
 
 
-def configure_logging(is_verbose: bool) -> None:
+def configure_logging(is_verbose: bool, level: str | None = None, is_server: bool = False) -> None:
     """Show warnings on stderr; at a terminal or if `is_verbose`, also what the engine is doing.
 
-    Whoever waits at a terminal sees what for; in a log file it would be noise.
+    Whoever waits at a terminal sees what for; in a log file it would be noise. A `level` overrides
+    both. The lines of a server have a time and a level.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_Lines())
+    server_lines = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(server_lines if is_server else _Lines())
     logging.basicConfig(handlers=[handler])
     is_shown = is_verbose or sys.stderr.isatty()
-    logging.getLogger("nanovllm").setLevel(logging.INFO if is_shown else logging.WARNING)
+    default = "INFO" if is_shown else "WARNING"
+    logging.getLogger("nanovllm").setLevel(level.upper() if level else default)
 
 
 class _Lines(logging.Formatter):

@@ -6,6 +6,7 @@ from collections import deque
 from time import perf_counter
 
 from nanovllm.engine.request import (
+    POOL_TOO_SMALL,
     CoreStep,
     Ending,
     FinishReason,
@@ -47,6 +48,7 @@ class EngineCore:
         # A sequence that outgrew the whole pool could never be resumed, so it ends there.
         pool_len = scheduler.blocks.num_blocks * scheduler.blocks.block_size
         self.max_len = min(max_model_len, pool_len)
+        self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}
         # Each plan, its result and the time when it was submitted.
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
@@ -73,6 +75,7 @@ class EngineCore:
         if request.leader_id is not None:
             seq.leader = self._sequences.get(request.leader_id)
         if request.pooling is None:
+            seq.is_cut_by_pool = self._is_pool_short and seq.max_len > self.max_len
             seq.max_len = min(seq.max_len, self.max_len)
         if request.grammar is not None:
             assert self.grammars is not None
@@ -217,4 +220,5 @@ class EngineCore:
             list(seq.prompt_logprobs),  # a step in flight may still add to them
             seq.pooled,
             seq.error,
+            POOL_TOO_SMALL if seq.is_cut_by_pool and seq.finish_reason == "length" else None,
         )

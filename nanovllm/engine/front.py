@@ -376,7 +376,7 @@ def why_broken(request: Request) -> str:
 def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
     """The stop string or stop token that ended a sample; None for the model's own end."""
     if ending.finish_reason != "stop":
-        return None
+        return ending.stop_reason
     if sample.detokenizer is not None and sample.detokenizer.found_stop is not None:
         return sample.detokenizer.found_stop
     last = ending.token_ids[-1]

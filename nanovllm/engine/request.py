@@ -13,6 +13,7 @@ from nanovllm.grammar.matching import Grammar
 from nanovllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence for which the pool is too small
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Ending:
     prompt_logprobs: list[TokenLogprobs]  # of every prompt token but the first, if asked for
     pooled: Vector | None = None
     error: str | None = None  # of a processor of its own
+    stop_reason: str | None = None  # POOL_TOO_SMALL, if that is why
 
     def stopped_at(self, num_tokens: int) -> Ending:
         """By a stop string, after so many tokens; the core may have gone on."""

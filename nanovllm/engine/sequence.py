@@ -34,6 +34,7 @@ class Sequence:
     num_logits: int = field(init=False)  # of a row that reaches its last token
     num_tokens: int = field(init=False)
     max_len: int = field(init=False)
+    is_cut_by_pool: bool = False  # the KV cache holds fewer tokens than it may have
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None  # of a processor of its own

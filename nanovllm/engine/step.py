@@ -106,4 +106,3 @@ class ExecutorInfo:
     device: str  # "cpu" or "cuda"
     dtype: str
     device_name: str = "unknown"  # what its maker calls it
-    num_weights_per_token: int = 0  # about as many multiply its activations

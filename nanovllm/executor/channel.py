@@ -21,6 +21,7 @@ class Kind(IntEnum):
     REPLY = 1  # to the engine: the answer to a task
     LOG = 2
     ERROR = 3
+    HEARTBEAT = 4  # to the engine, every second: how long the current step has been running
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class Channel:
         self._socket = connection
         self._sending = threading.Lock()
 
-    def limit_gaps(self, seconds: float) -> None:
-        """Take the other end for gone when it stops for so long within a message."""
+    def set_receive_timeout(self, seconds: float) -> None:
+        """Treat the other end as gone when it stops for this long within a message."""
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 

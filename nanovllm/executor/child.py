@@ -5,38 +5,73 @@ Importing this file must stay quick: until it is done, nobody notices that the p
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import select
+import signal
 import socket
+import struct
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from nanovllm.executor.channel import Channel, Kind, Link, pack
 
+PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
 
-def run_child(fd: int, parent_pid: int, serve: Callable[[Channel], None]) -> None:
+
+class StepTimer:
+    """Start time of the step that runs, for the heartbeats."""
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._start = None
+
+    def seconds(self) -> float:
+        start = self._start
+        return 0.0 if start is None else time.monotonic() - start
+
+
+def run_child(fd: int, parent_pid: int, serve: Callable[[Channel, StepTimer], None]) -> None:
     """Serve the parent at the other end of a socket, and end."""
     os.set_inheritable(fd, False)  # or a child of this process could hide its death
+    _continue_without_parent()
     channel = Channel(socket.socket(fileno=fd))
-    watch = threading.Thread(target=_exit_with_parent, args=(fd, parent_pid), daemon=True)
-    watch.start()
+    timer = StepTimer()
+    args = channel, parent_pid, timer
+    threading.Thread(target=_send_heartbeats, args=args, daemon=True).start()
     with reporting(channel):
-        serve(channel)
+        serve(channel, timer)
     os._exit(0)
 
 
-def _exit_with_parent(fd: int, parent_pid: int) -> None:
-    """End the process, whatever it is doing, when the parent's end of the socket closes."""
+def _continue_without_parent() -> None:
+    """Have Linux wake this process when the parent dies, or one that is stopped would stay.
+
+    Not by SIGKILL: the signal also comes when the thread ends that started this process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
+
+
+def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> None:
+    """Send a heartbeat every second; end the process when the parent closes its end or dies."""
     poll = select.poll()
-    poll.register(fd, 0)  # only a hang-up
-    # A process forked from the parent may keep that end open, hence the second sign.
-    while os.getppid() == parent_pid and not poll.poll(1000):
-        pass
+    poll.register(channel.fileno(), 0)  # only a hang-up
+    # A process forked from the parent may keep that end open, hence the check of the parent's id.
+    with suppress(OSError):
+        while os.getppid() == parent_pid and not poll.poll(1000):
+            channel.send(pack(Kind.HEARTBEAT, [struct.pack("<d", timer.seconds())]))
     os._exit(1)
 
 

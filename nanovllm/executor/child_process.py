@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ _BOOT = (
 )
 PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
 FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
+HEARTBEAT_TIMEOUT = 4.5  # seconds without a heartbeat, which a child sends every second
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
 # Products for a number of rows that torch and oneDNN keep: each may take half a megabyte, and by
 # themselves they keep 1,024. docs/cpu.md
@@ -55,6 +57,42 @@ def start_child(module: str, name: str, *numbers: int) -> ChildProcess:
     return ChildProcess(name, process, Channel(ours))
 
 
+class Watchdog:
+    """Detects a child process that is stopped, or whose step does not return.
+
+    `heard` is called for every message, `waited` for every wait without one. Time in which this
+    process itself did not run counts as one wait.
+    """
+
+    is_armed = False  # not while the child loads a model: imports may hold its GIL for long
+
+    def __init__(self, name: str, pid: int, step_timeout: float, wait_seconds: float) -> None:
+        self._name = f"{name} (process {pid})"
+        self._step_timeout = step_timeout  # seconds; 0: no checks
+        self._wait_seconds = wait_seconds
+        self._silence = 0.0  # seconds since the last message
+
+    def heard(self, message: Message) -> Failure | None:
+        self._silence = 0.0
+        if message.kind is not Kind.HEARTBEAT or not self._step_timeout:
+            return None
+        (seconds,) = struct.unpack("<d", message.body)
+        if seconds <= self._step_timeout:
+            return None
+        return self._failure(f"did not return from a step for {seconds:.0f} s")
+
+    def waited(self, seconds: float) -> Failure | None:
+        if not self.is_armed or not self._step_timeout:
+            return None
+        self._silence += min(seconds, self._wait_seconds)
+        if self._silence <= HEARTBEAT_TIMEOUT:
+            return None
+        return self._failure(f"sent no heartbeat for {HEARTBEAT_TIMEOUT:.1f} s")
+
+    def _failure(self, what: str) -> Failure:
+        return Failure(f"{self._name} {what}", "WorkerError")
+
+
 class Named(Protocol):
     @property
     def name(self) -> str:
@@ -62,13 +100,18 @@ class Named(Protocol):
 
 
 def hear(child: Named, message: Message) -> Failure | None:
-    """Log what a child has to log; return the failure that it tells of."""
+    """Log a child's log record; return the failure that it reports."""
+    if message.kind is Kind.HEARTBEAT:
+        return None
     entry = json.loads(message.body)
     if message.kind is Kind.LOG:
         logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
         return None
-    text = entry["message"] if hasattr(errors, entry["type"]) else f"{child.name} failed:"
-    return Failure(text, entry["type"], entry["traceback"], entry["time"])
+    type_name, text = entry["type"], entry["message"].strip()
+    if not hasattr(errors, type_name):
+        parts = f"{child.name} failed", type_name, text.partition("\n")[0]
+        text = ": ".join(filter(None, parts))  # the whole message is in the traceback
+    return Failure(text or type_name, type_name, entry["traceback"], entry["time"])
 
 
 @dataclass(frozen=True, slots=True)

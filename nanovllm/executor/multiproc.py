@@ -15,16 +15,13 @@ import numpy as np
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.engine.step_clock import StepClock
 from nanovllm.executor.codec import encode_plan
 from nanovllm.executor.rank import build_worker
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
 from nanovllm.executor.worker_processes import Reply, WorkerProcesses, Workers
 from nanovllm.pending import Pending
 
-# A step that takes longer is taken for hung; somewhat less than a core's front allows the core.
-LEAST_SECONDS, TIMES_EXPECTED = 3.5, 8.0
-LOOK_SECONDS = 0.25  # between looks at a step that takes long
+WAIT_SECONDS = 0.25  # after which a pause of this process is noticed
 
 
 class MultiprocExecutor:
@@ -38,7 +35,10 @@ class MultiprocExecutor:
         build_worker: Callable[[WorkerTask, int], RankWorker] = build_worker,
         workers: Workers | None = None,  # None: processes of this machine
     ) -> None:
-        self._workers: Workers = WorkerProcesses() if workers is None else workers
+        self._step_timeout = config.step_timeout
+        self._workers: Workers = (
+            WorkerProcesses(config.step_timeout) if workers is None else workers
+        )
         self._workers.check_room(config.device, config.tensor_parallel_size)
         self._num_ranks = config.tensor_parallel_size
         self._task = partial(
@@ -49,7 +49,6 @@ class MultiprocExecutor:
             log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
             build_worker=build_worker,
         )
-        self._clock: StepClock | None = None  # not before they are started
         weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
 
     def start(self) -> ExecutorInfo:
@@ -60,24 +59,19 @@ class MultiprocExecutor:
         except BaseException:  # Ctrl-C while the model loads
             self.close()
             raise
-        self._clock = StepClock(infos[0])  # they agreed
-        return infos[0]
+        return infos[0]  # they agreed
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
         self._workers.raise_if_failed()
-        assert self._clock is not None, "submit before start"
-        self._clock.begin(plan)
         (reply,) = self._workers.send(encode_plan(plan))
-        reply.add_done_callback(self._clock.end)
         return Pending(lambda: self._result(reply))
 
     def _result(self, reply: Reply) -> StepResult:
-        assert self._clock is not None
-        limit = self._clock.limit(LEAST_SECONDS, TIMES_EXPECTED)
         try:
-            message = wait_for(reply, limit)
+            message = wait_for(reply, self._step_timeout)
         except TimeoutError:
-            self._workers.fail(f"no worker answered a step for {limit:.1f} s: one of them hangs")
+            limit = self._step_timeout
+            self._workers.fail(f"no worker returned from a step for {limit:g} s: one of them hangs")
             message = reply.result()  # raises
         result: StepResult = pickle.loads(message)
         return result
@@ -96,10 +90,10 @@ class MultiprocExecutor:
 
 
 def wait_for(reply: Reply, seconds: float) -> bytearray:
-    """Wait for a reply; a pause of the whole process or machine counts as one look."""
-    for _ in range(math.ceil(seconds / LOOK_SECONDS) - 1):
+    """Wait for a reply, with 0 seconds for ever; a pause of this process counts as one wait."""
+    for _ in range(math.ceil(seconds / WAIT_SECONDS)):
         try:
-            return reply.result(LOOK_SECONDS)
+            return reply.result(WAIT_SECONDS)
         except TimeoutError:
             pass
-    return reply.result(LOOK_SECONDS)
+    return reply.result(WAIT_SECONDS if seconds else None)

@@ -61,7 +61,7 @@ class WorkerTask:
 
 
 def main(fd: int, parent_pid: int, rank: int) -> None:
-    run_child(fd, parent_pid, lambda channel: serve(rank, channel))
+    run_child(fd, parent_pid, lambda channel, _: serve(rank, channel))
 
 
 def serve(rank: int, channel: Link) -> None:

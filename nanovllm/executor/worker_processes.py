@@ -26,6 +26,7 @@ from nanovllm.executor.child_process import (
     STOP_SECONDS,
     ChildProcess,
     Failure,
+    Watchdog,
     death,
     hear,
     start_child,
@@ -65,7 +66,8 @@ class Workers(Protocol):
 class WorkerProcesses:
     """Workers on this machine, in children of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_timeout: float) -> None:
+        self._step_timeout = step_timeout
         self._failure: Failure | None = None
         self._workers: list[WorkerProcess] = []
         self._owner = os.getpid()
@@ -84,7 +86,7 @@ class WorkerProcesses:
         self.raise_if_failed()
         store = host_store()
         for rank in range(num_ranks):
-            self._workers.append(spawn(rank, num_ranks))
+            self._workers.append(spawn(rank, num_ranks, self._step_timeout))
         for thread in self._threads:
             thread.start()
         self._store = store
@@ -181,12 +183,14 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess(ChildProcess):
+    watchdog: Watchdog
     awaited: deque[Reply] = field(default_factory=deque)  # in the order of its tasks
 
 
-def spawn(rank: int, num_ranks: int) -> WorkerProcess:
+def spawn(rank: int, num_ranks: int, step_timeout: float) -> WorkerProcess:
     child = start_child("nanovllm.executor.worker_main", f"worker {rank} of {num_ranks}", rank)
-    return WorkerProcess(child.name, child.process, child.channel)
+    watchdog = Watchdog(child.name, child.process.pid, step_timeout, POLL_SECONDS)
+    return WorkerProcess(child.name, child.process, child.channel, watchdog)
 
 
 def listen(selector: selectors.BaseSelector, seconds: float) -> list[tuple[WorkerProcess, Failure]]:
@@ -196,8 +200,12 @@ def listen(selector: selectors.BaseSelector, seconds: float) -> list[tuple[Worke
     """
     workers = [key.data for key in selector.get_map().values()]
     ended = [worker for worker in workers if worker.process.poll() is not None]
+    start = time.monotonic()
     ready = [key.data for key, _ in selector.select(seconds)]
+    waited = time.monotonic() - start
     heard = [(worker, receive(worker)) for worker in ready]
+    silent = [worker for worker in workers if worker not in ready]
+    heard += [(worker, worker.watchdog.waited(waited)) for worker in silent]
     heard += [(worker, death(worker)) for worker in ended if worker not in ready]
     return [(worker, failure) for worker, failure in heard if failure is not None]
 
@@ -207,7 +215,9 @@ def receive(worker: WorkerProcess) -> Failure | None:
     message = worker.channel.receive()
     if message is None:
         return death(worker)
+    worker.watchdog.heard(message)
     if message.kind is Kind.REPLY:
+        worker.watchdog.is_armed = True  # it has loaded its model
         worker.awaited.popleft().set_result(message.body)
         return None
     return hear(worker, message)

@@ -159,6 +159,8 @@ class _Settled:
         self._ids: dict[str, str] = {}  # by those that they replace
 
     def value(self, value: Any, name: str = "") -> Any:
+        if callable(value):
+            value = value()
         if isinstance(value, dict):
             return {k: self.value(v, k) for k, v in value.items() if k not in RUN_DEPENDENT}
         if isinstance(value, list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,22 +15,22 @@ from nanovllm.quantisation import read_quantisation
 from nanovllm.validation import check_types
 
 INT32_MAX = 2**31 - 1
-MAX_LAYERS = 1 << 10
-# The sizes that the memory estimate multiplies, with the smallest value of each.
+MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 10
+# The sizes that the memory estimate multiplies, with the range of each.
 SIZES = {
-    "vocab_size": 1,
-    "hidden_size": 1,
-    "intermediate_size": 1,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 1,
-    "max_position_embeddings": 1,
-    "sliding_window": 0,  # no window
-    "num_experts": 0,  # a dense model
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "moe_intermediate_size": 0,
+    "vocab_size": (1, MAX_SIZE),
+    "hidden_size": (1, MAX_SIZE),
+    "intermediate_size": (1, MAX_SIZE),
+    "num_hidden_layers": (1, MAX_LAYERS),
+    "num_attention_heads": (1, MAX_SIZE),
+    "num_key_value_heads": (1, MAX_SIZE),
+    "head_dim": (1, MAX_SIZE),
+    "max_position_embeddings": (1, INT32_MAX),
+    "sliding_window": (0, INT32_MAX),  # 0: no window
+    "num_experts": (0, MAX_SIZE),  # 0: a dense model
+    "num_local_experts": (0, MAX_SIZE),
+    "num_experts_per_tok": (0, MAX_SIZE),
+    "moe_intermediate_size": (0, MAX_SIZE),
 }
 CONTAINERS: dict[str, type] = {
     "rope_parameters": dict,
@@ -50,24 +51,24 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 
 def check_fields(config: Mapping[str, Any]) -> None:
     """Refuse sizes and containers of the wrong type or range; null means a field left out."""
-    for name, low in SIZES.items():
-        value, high = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else INT32_MAX
+    for name, (low, high) in SIZES.items():
+        value = config.get(name)
         if value is not None and not (type(value) is int and low <= value <= high):
             raise CheckpointError(
                 f"config.json: {name} must be a whole number from {low} to {high:,}, "
-                f"got {value!r:.80}"
+                f"got {reprlib.repr(value)}"
             )
     for name, kind in CONTAINERS.items():
         value = config.get(name)
         if value is not None and not isinstance(value, kind):
             raise CheckpointError(
-                f"config.json: {name} must be a {kind.__name__}, got {value!r:.80}"
+                f"config.json: {name} must be a {kind.__name__}, got {reprlib.repr(value)}"
             )
 
 
 def check_model(model: ModelConfig) -> None:
     """Refuse values of the wrong type, and sizes that do not go together."""
-    ropes = {layer.rope for layer in model.layers}
+    ropes = list({id(layer.rope): layer.rope for layer in model.layers}.values())
     try:
         for record in (model, *ropes, *([model.experts] if model.experts else [])):
             check_types(record)
@@ -81,11 +82,15 @@ def check_model(model: ModelConfig) -> None:
     if model.head_dim % 2:
         raise CheckpointError(f"config.json: head_dim={model.head_dim} must be even for rotation")
     for rope in ropes:
-        if rope.kind == "factors" and len(rope.factors) != model.head_dim // 2:
+        if rope.kind != "factors":
+            continue
+        if len(rope.factors) != model.head_dim // 2:
             raise CheckpointError(
                 f"config.json: {len(rope.factors)} rope factors for {model.head_dim // 2} pairs "
                 "of dimensions"
             )
+        if not all(isinstance(factor, (int, float)) and factor > 0 for factor in rope.factors):
+            raise CheckpointError("config.json: rope factors must be positive numbers")
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -172,7 +177,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list | tuple) or len(names) != 1 or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json must name one entry in architectures, got {names!r:.80}"
+            f"config.json must name one entry in architectures, got {reprlib.repr(names)}"
         )
     [name] = names
     # A "Model" is one without its head, as embedding models are stored.

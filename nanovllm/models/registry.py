@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,9 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         raise
     except Exception as error:  # a value of a type or range that the family did not expect
         field = _invalid_field(config, read)
+        value = reprlib.repr(config.get(field))
         raise CheckpointError(
-            f"config.json: {field} has an invalid value, {config.get(field)!r:.80} ({error})"
+            f"config.json: {field} has an invalid value, {value} ({error})"
         ) from error
     check_model(model)
     return model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,6 +30,16 @@ def has_cuda() -> bool:
     """Whether there is an NVIDIA device and what compiles kernels for it."""
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     return is_nvidia and importlib.util.find_spec("triton") is not None
+
+
+def check_c_compiler() -> None:
+    """Raise ConfigError where Triton could not build the launchers of its kernels."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(
+            f"a GPU needs a C compiler for Triton, but {' or '.join(compilers)} is not "
+            "on the path; install gcc (apt-get install gcc libc6-dev), set CC, or set device='cpu'"
+        )
 
 
 def num_devices() -> int:

@@ -50,6 +50,7 @@ ONE_LOOP = {
 SERVES_OWN = (
     "host", "port", "root_path", "ssl_certfile", "ssl_keyfile", "shutdown_timeout",
     "restart_engine", "in_process", "data_parallel_size", "config", "verbose", "threads",
+    "log_level",
 )  # fmt: skip
 
 

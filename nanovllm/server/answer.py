@@ -40,6 +40,7 @@ class EventStream(Protocol):
         """End a stream that has begun."""
 
     end: bytes  # of every stream
+    is_large: bool  # events may take long to encode: not on the event loop
 
 
 class StreamedAnswer(Answer, EventStream, Protocol):
@@ -58,7 +59,8 @@ class WholeResponse(Response):
             with anyio.fail_after(self._timeout):
                 async with contextlib.aclosing(self._answer.events()) as events:
                     collected = [event async for event in events]
-            body = to_json(self._answer.whole(collected))
+            # A body may have megabytes, which take seconds to encode.
+            body = await asyncio.to_thread(lambda: to_json(self._answer.whole(collected)))
             await Response(body, media_type=self.media_type)(scope, receive, send)
 
 
@@ -85,7 +87,11 @@ class StreamResponse(Response):
                         if not has_begun:
                             await self._begin(send)
                             has_begun = True
-                        await _send_body(send, answer.encode(event))
+                        if answer.is_large:
+                            body = await asyncio.to_thread(answer.encode, event)
+                        else:
+                            body = answer.encode(event)
+                        await _send_body(send, body)
         except (NanovllmError, ApiError, TimeoutError) as error:
             if not has_begun:
                 raise

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
@@ -42,8 +43,8 @@ R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesReque
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Everything behind one guard, the documentation too."""
-    app = FastAPI(title="nanovllm", version=__version__)
+    """Everything behind one guard, the schema too; pages that show it load scripts from a CDN."""
+    app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
     app.include_router(_generating_routes(service))
     app.include_router(_text_routes(service))
@@ -51,7 +52,10 @@ def make_app(service: Service) -> ASGIApp:
     app.include_router(_operating_routes(service))
     app.include_router(_watching_routes(service))
     app.include_router(page_routes())
-    return Guard(app, service.options)
+    guard, origins = Guard(app, service.options), service.options.allowed_origins
+    if not origins:
+        return guard
+    return CORSMiddleware(guard, origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def _generating_routes(service: Service) -> APIRouter:

@@ -48,13 +48,13 @@ class ChatUpdate:
     num_reasoning_tokens: int  # 0 before the last update
 
 
-async def prompt_of(service: Service, request: ChatRequest) -> ChatPrompt:
+async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
     """Check a conversation, write it as the model's template does, and tokenise it."""
     service.check_model(request.model)
     tools = callable_tools(service, request)
     text = await asyncio.to_thread(render_chat, service, request, tools and request.tools)
     check_text("a message", text)
-    token_ids = await service.token_ids(text, add_special_tokens=False)
+    token_ids = await service.token_ids(text, param, add_special_tokens=False)
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
         token_ids = token_ids[-request.truncate_prompt_tokens :]
     return ChatPrompt(text, token_ids, tools)
@@ -62,7 +62,8 @@ async def prompt_of(service: Service, request: ChatRequest) -> ChatPrompt:
 
 async def prepare_chat(service: Service, request: ChatRequest, param: str = "messages") -> Chat:
     """Check everything that can be checked before the answer begins; `param` has the prompt."""
-    prompt = await prompt_of(service, request)
+    service.check_num_sequences(1, request.n or 1)
+    prompt = await prompt_of(service, request, param)
     length = service.answer_length(len(prompt.token_ids), request.most_tokens, None, param)
     given: dict[str, Any] = {"max_tokens": length}
     if request.logprobs:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import Logprob
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK, WHOLE = "chat.completion.chunk", "chat.completion"
+Entry = Callable[[], dict[str, Any]]
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
@@ -60,7 +62,8 @@ class ChatAnswer(OpenAIStream):
         if self.request.return_token_ids and not any(self._is_begun):
             facts["prompt_token_ids"] = list(self.job.prompts[0])
         if self.request.prompt_logprobs is not None and update.finish is not None:
-            facts["prompt_logprobs"] = prompt_logprobs_by_id(update.finish.prompt_logprobs)
+            entries = update.finish.prompt_logprobs
+            facts["prompt_logprobs"] = partial(prompt_logprobs_by_id, entries)
         return facts
 
     def _choice(self, each: ChatUpdate) -> dict[str, Any]:
@@ -82,38 +85,40 @@ class ChatAnswer(OpenAIStream):
             "stop_reason": None if finish is None else finish.stop_reason,
         }
         if self.request.logprobs:
-            pairs = zip(update.token_ids, update.logprobs or (), strict=bool(update.logprobs))
-            num_best = self.request.top_logprobs or 0
-            entries = logprob_entries(self.service.tokenizer, pairs, num_best)
-            choice["logprobs"] = {"content": entries}
+            choice["logprobs"] = {"content": partial(self._logprob_entries, update)}
         if self.request.return_token_ids:
             choice["token_ids"] = list(update.token_ids)
         return choice
+
+    def _logprob_entries(self, update: Update) -> list[Entry]:
+        pairs = zip(update.token_ids, update.logprobs or (), strict=bool(update.logprobs))
+        return logprob_entries(self.service.tokenizer, pairs, self.request.top_logprobs or 0)
 
 
 def _is_cut(each: ChatUpdate) -> bool:
     """Whether a stop string came within a call, which therefore cannot be followed."""
     finish, last = each.update.finish, each.events[-1] if each.events else None
-    is_stopped = finish is not None and isinstance(finish.stop_reason, str)
-    return is_stopped and isinstance(last, parsed.CallEnded) and not last.is_complete
+    if finish is None or finish.reason != "stop" or not isinstance(finish.stop_reason, str):
+        return False
+    return isinstance(last, parsed.CallEnded) and not last.is_complete
 
 
 def logprob_entries(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Iterable[tuple[int, dict[int, Logprob]]],
     num_best: int,
-) -> list[dict[str, Any]]:
-    """Write the log-probabilities of tokens, and of the likeliest ones in place of each."""
-    entries = []
-    for token_id, known in tokens:
+) -> list[Entry]:
+    """The logprobs of each token and its top logprobs, computed one by one while encoding."""
+
+    def entry(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
         best = [
             _logprob(tokenizer, each, logprob)
             for each, logprob in known.items()
             if logprob.rank <= num_best
         ]
-        own = _logprob(tokenizer, token_id, known[token_id])
-        entries.append({**own, "top_logprobs": best})
-    return entries
+        return {**_logprob(tokenizer, token_id, known[token_id]), "top_logprobs": best}
+
+    return [partial(entry, token_id, known) for token_id, known in tokens]
 
 
 def delta_of(events: list[parsed.Event]) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.answer import Event
 from nanovllm.server.generation import Job, Logprobs, Update
 from nanovllm.server.openai_records import CompletionRequest
@@ -28,7 +31,9 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
     prompts = await service.all_token_ids(request.prompt, "prompt", **options)
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
         prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
+    service.check_num_sequences(len(prompts), request.n or 1)
     params = []
+    known: dict[int, SamplingParams] = {}  # by length: validating thousands of ids takes a while
     for prompt in prompts:
         length = service.answer_length(
             len(prompt), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
@@ -42,7 +47,9 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
             "prompt_logprobs": prompt_logprobs,
             "structured_outputs": request.constraint(),
         }
-        params.append(request.sampling_params(service.options.sampling_defaults, **given))
+        if length not in known:
+            known[length] = request.sampling_params(service.options.sampling_defaults, **given)
+        params.append(known[length])
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
     job = Job(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
@@ -60,9 +67,10 @@ class CompletionAnswer(OpenAIStream):
         self._is_begun = [False] * job.num_choices
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async for update in self.updates():
-            self.usage.add(update)
-            yield self.chunk(KIND, [self._choice(update)])
+        async with contextlib.aclosing(self.updates()) as updates:
+            async for update in updates:
+                self.usage.add(update)
+                yield self.chunk(KIND, [self._choice(update)])
         for event in self.last_chunk(KIND):
             yield event
 
@@ -80,7 +88,9 @@ class CompletionAnswer(OpenAIStream):
             text = self._echo(prompt, token_ids) + text
         if request.logprobs is not None:
             prompt_logprobs = finish.prompt_logprobs if finish and request.echo else None
-            columns = self._columns(index, prompt, prompt_logprobs or [], token_ids, logprobs or [])
+            columns = partial(
+                self._columns, index, prompt, prompt_logprobs or [], token_ids, logprobs or []
+            )
         choice = {
             "index": index,
             "text": text,
@@ -92,7 +102,7 @@ class CompletionAnswer(OpenAIStream):
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = prompt if is_first else None
         if request.prompt_logprobs is not None and finish is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_by_id(finish.prompt_logprobs)
+            choice["prompt_logprobs"] = partial(prompt_logprobs_by_id, finish.prompt_logprobs)
         return choice
 
     def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
@@ -123,7 +133,7 @@ class CompletionAnswer(OpenAIStream):
                 text = str(tokenizer.decode([token_id]))
             texts.append(text)
             numbers.append(own.logprob if own else None)
-            best.append(_best(entry) if entry else None)
+            best.append(partial(_best, entry) if entry else None)
             offsets.append(self._offsets[choice])
             added = self._decoders[choice].decode(token_bytes(tokenizer, token_id, text))
             self._offsets[choice] += len(added)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ async def answer_embeddings(service: Service, request: EmbeddingRequest) -> Embe
     """Check everything that can be checked before the answer begins."""
     service.check_model(request.model)
     prompts = await service.all_token_ids(request.input, "input")
+    service.check_num_sequences(len(prompts))
     for prompt in prompts:
         if len(prompt) > service.llm.max_len:
             raise TooLong(len(prompt), 0, service.llm.max_len, "input")
@@ -35,21 +37,22 @@ class EmbeddingAnswer:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         normalize = self._request.normalize is not False
-        embed = self._service.llm.embed
+        embed, metrics = self._service.llm.embed, self._service.metrics
         tasks = [
             asyncio.create_task(embed(prompt, normalize=normalize)) for prompt in self._prompts
         ]
         try:
-            outputs = await asyncio.gather(*tasks)
+            with self._service.counted(len(tasks)), metrics.failures(len(tasks)):
+                outputs = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
         num_tokens = sum(map(len, self._prompts))
-        self._service.metrics.embedded(num_tokens)
+        metrics.embedded(num_tokens, len(outputs))
         yield {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": self._encoded(output)}
+                {"object": "embedding", "index": index, "embedding": partial(self._encoded, output)}
                 for index, output in enumerate(outputs)
             ],
             "model": self._service.model_name,

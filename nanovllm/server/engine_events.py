@@ -25,6 +25,7 @@ class EngineEvents:
     """Snapshots for as long as the client reads; of any engine that answers."""
 
     end = b""
+    is_large = False
 
     def __init__(self, llm: Model, engine: int | None = None) -> None:
         numbers = [replica.number for replica in llm.replicas]

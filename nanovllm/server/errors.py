@@ -18,6 +18,7 @@ from nanovllm.errors import ConfigError, GrammarError, NanovllmError, RequestErr
 MESSAGES_PATH = "/v1/messages"  # Anthropic's
 OPENAI_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -26,6 +27,7 @@ OPENAI_TYPES = {
 }
 ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -107,8 +109,18 @@ def first_line(error: NanovllmError) -> str:
 
 
 def to_json(body: Any) -> bytes:
-    """Halves of surrogate pairs, which a request may hold, have no encoding."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    """Encode a body; values that are functions, as large ones may be, are computed only here.
+
+    Halves of surrogate pairs, which a request may hold, have no encoding.
+    """
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=_computed)
+    return text.encode("utf-8", "replace")
+
+
+def _computed(value: Any) -> Any:
+    if callable(value):
+        return value()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def json_response(body: Any) -> Response:

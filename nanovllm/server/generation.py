@@ -85,21 +85,24 @@ class Usage:
 async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
     """Answer all prompts at once; leaving the iterator aborts what is left."""
     num_samples = job.params[0].n
-    async with contextlib.aclosing(_pieces(service, job)) as pieces:
-        async for prompt, piece in pieces:
-            first = prompt * num_samples
-            if job.is_streaming:
-                logprobs = piece.logprobs
-                if piece.text or piece.token_ids:
-                    yield Update(first + piece.sample, piece.text, piece.token_ids, logprobs)
-            if piece.output is not None:
-                for output in piece.output.outputs:
-                    finish = _finish(piece.output, output)
-                    choice = first + output.index
-                    if job.is_streaming:
-                        yield Update(choice, finish=finish)
-                    else:
-                        yield Update(choice, output.text, output.token_ids, output.logprobs, finish)
+    with service.counted(job.num_choices):
+        async with contextlib.aclosing(_pieces(service, job)) as pieces:
+            async for prompt, piece in pieces:
+                first = prompt * num_samples
+                if job.is_streaming:
+                    logprobs = piece.logprobs
+                    if piece.text or piece.token_ids:
+                        yield Update(first + piece.sample, piece.text, piece.token_ids, logprobs)
+                if piece.output is not None:
+                    for output in piece.output.outputs:
+                        finish = _finish(piece.output, output)
+                        choice = first + output.index
+                        if job.is_streaming:
+                            yield Update(choice, finish=finish)
+                        else:
+                            yield Update(
+                                choice, output.text, output.token_ids, output.logprobs, finish
+                            )
 
 
 def _finish(answer: RequestOutput, output: CompletionOutput) -> Finish:

@@ -18,8 +18,10 @@ from nanovllm.server.errors import ApiError, error_response
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.page_files import is_page
 
+MAX_VALUES = 500_000  # of a body: a million numbers take a second to read, a long text does not
 OPEN_PATHS = ("/health", "/ping")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
         self._keys = [key.encode() for key in options.api_keys]
+        self._is_local = options.is_local
+        self._limit = options.limit_concurrency
+        self._num_open = 0
         self._max_body_bytes = options.max_body_bytes
         self._root_path = options.root_path
 
@@ -54,21 +59,42 @@ class Guard:
                     answer_headers[name] = request_id
             await send(message)
 
+        refusal = self._refusal(path, headers)
+        self._num_open += 1
         try:
-            if self._is_allowed(path, headers):
+            if refusal is None:
                 await self._app(scope, self._bounded(receive), send_with_id)
             else:
-                error = ApiError("a valid API key is needed", 401, code="invalid_api_key")
-                await error_response(path, error)(scope, receive, send_with_id)
+                await error_response(path, refusal)(scope, receive, send_with_id)
         finally:
+            self._num_open -= 1
             seconds = time.perf_counter() - start
-            line = "%s %s %s: %s after %.3f s"
+            line = "%s %s %s %s: %s after %.3f s"
             outcome = status or "the client hung up"
-            logger.info(line, request_id, scope["method"], quote(path), outcome, seconds)
+            if not is_page(path):
+                logger.info(
+                    line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
+                )
 
-    def _is_allowed(self, path: str, headers: Headers) -> bool:
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        """Why a request is not served, before its body is read."""
+        if path in OPEN_PATHS:
+            return None
+        if self._limit is not None and self._num_open >= self._limit:
+            text = f"{self._limit} requests are under way already; try again later"
+            return ApiError(text, 503, headers={"Retry-After": "1"})
+        host = headers.get("host")
+        if self._is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
+            # A page of another site may have its name resolve to this machine (DNS rebinding).
+            text = "the Host header must be localhost or a loopback address unless --api-key is set"
+            return ApiError(text, 403)
+        if not is_page(path) and not self._has_key(headers):
+            return ApiError("a valid API key is needed", 401, code="invalid_api_key")
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
         """Compare with every key, in the same time whatever is given."""
-        if not self._keys or path in OPEN_PATHS or is_page(path):
+        if not self._keys:
             return True
         matches = [
             hmac.compare_digest(given, key) for given in _given_keys(headers) for key in self._keys
@@ -76,14 +102,18 @@ class Guard:
         return any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:
-        num_bytes = 0
+        num_bytes = num_commas = 0
 
         async def bounded() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, num_commas
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            body = message.get("body", b"")
+            num_bytes += len(body)
+            num_commas += body.count(b",")
             if num_bytes > self._max_body_bytes:
                 raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
+            if num_commas > MAX_VALUES:
+                raise HTTPException(413, f"the body has more than {MAX_VALUES} values")
             return message
 
         return bounded
@@ -92,6 +122,11 @@ class Guard:
 def _below(root: str, path: str) -> str:
     """Hide where a proxy shows the server; some hand that part of the path on, some do not."""
     return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
+
+
+def _client(scope: Scope) -> str:
+    host, port = scope.get("client") or ("-", 0)
+    return f"{quote(host, safe=':')}:{port}"
 
 
 def _given_keys(headers: Headers) -> Iterator[bytes]:

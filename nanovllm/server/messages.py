@@ -37,6 +37,7 @@ async def count_tokens(service: Service, request: CountRequest) -> dict[str, int
 
 class MessageAnswer:
     end = b""
+    is_large = False
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service, self._chat = service, chat
@@ -118,7 +119,7 @@ class MessageAnswer:
         reason = STOP_REASONS[finish.reason]
         if reason == "end_turn" and self._has_calls:
             reason = "tool_use"
-        if isinstance(finish.stop_reason, str):
+        if finish.reason == "stop" and isinstance(finish.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
         return {"stop_reason": reason, "stop_sequence": None}
 

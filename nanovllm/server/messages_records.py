@@ -9,12 +9,12 @@ from pydantic import Field
 from nanovllm.errors import RequestError
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import ChatRequest
-from nanovllm.server.records import ApiRecord, as_record
+from nanovllm.server.records import ApiRecord, Listed, as_record
 
 
 class Turn(ApiRecord):
     role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | Listed[dict[str, Any]]
 
 
 class CustomTool(ApiRecord):
@@ -64,10 +64,10 @@ class CountRequest(ApiRecord):
 
     NOT_BUILT: ClassVar[tuple[str, ...]] = ("container", "mcp_servers", "context_management")
 
-    messages: list[Turn] = Field(min_length=1)
+    messages: Listed[Turn] = Field(min_length=1)
     model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[CustomTool] | None = None
+    system: str | Listed[dict[str, Any]] | None = None
+    tools: Listed[CustomTool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -97,7 +97,7 @@ class CountRequest(ApiRecord):
 
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Listed[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     top_k: int | None = None

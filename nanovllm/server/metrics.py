@@ -80,30 +80,42 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def embedded(self, num_prompt_tokens: int) -> None:
+    def embedded(self, num_prompt_tokens: int, num_prompts: int) -> None:
         """Count prompts that nothing was generated for."""
         self._tokens["prompt_tokens"].inc(num_prompt_tokens)
+        self.ended("stop", num_prompts)
+
+    def ended(self, reason: str, num_sequences: int) -> None:
+        self._ended.labels(self._model_name, reason).inc(num_sequences)
+
+    @contextlib.contextmanager
+    def failures(self, num_sequences: int) -> Iterator[None]:
+        """Count sequences that are aborted or lost in here."""
+        try:
+            yield
+        except (GeneratorExit, asyncio.CancelledError):
+            self.ended("abort", num_sequences)
+            raise
+        except EngineError:
+            self.ended("error", num_sequences)
+            raise
 
     async def observed(
         self, pieces: AsyncGenerator[StreamPiece, None], num_samples: int = 1
     ) -> AsyncGenerator[StreamPiece, None]:
         """Hand on the pieces of a request, and note when they came and how they ended."""
         last: dict[int, float] = {}  # when tokens came, by sample
-        num_counted, is_over = 0, False
+        num_counted = 0
         async with contextlib.aclosing(pieces):
-            try:
+            with contextlib.ExitStack() as until_over:
+                until_over.enter_context(self.failures(num_samples))
                 async for piece in pieces:
                     self._time(piece, last)
                     num_counted += len(piece.token_ids)
                     if piece.output is not None:
-                        is_over = True
+                        until_over.close()
                         self._end(piece.output, num_counted)
                     yield piece
-            except (GeneratorExit, asyncio.CancelledError, EngineError) as error:
-                if not is_over:
-                    reason = "error" if isinstance(error, EngineError) else "abort"
-                    self._ended.labels(self._model_name, reason).inc(num_samples)
-                raise
 
     def _time(self, piece: StreamPiece, last: dict[int, float]) -> None:
         now, num_tokens = time.perf_counter(), len(piece.token_ids)
@@ -134,7 +146,7 @@ class Metrics:
         self._tokens["prompt_tokens"].inc(num_prompt)
         self._tokens["generation_tokens"].inc(max(num_generated - num_counted, 0))
         for each in output.outputs:
-            self._ended.labels(self._model_name, each.finish_reason).inc()
+            self.ended(each.finish_reason, 1)
 
 
 class EngineCounts:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from nanovllm.prompts import text_of
-from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, SamplingFields
+from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, Listed, SamplingFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 # Each is tried in turn: ids, of which there may be thousands, before texts.
-Texts = str | list[int] | list[str] | list[list[int]]
+Texts = str | Listed[int] | Listed[str] | Listed[Listed[int]]
 
 
 class CalledFunction(ApiRecord):
@@ -35,7 +35,7 @@ class Message(ApiRecord):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None  # a text, or a list of text parts
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -56,7 +56,7 @@ class NamedTool(ApiRecord):
 
 class AllowedFunctions(ApiRecord):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: Listed[NamedTool] = Field(min_length=1)
 
 
 class AllowedTools(ApiRecord):
@@ -70,8 +70,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 class ChatFields(ApiRecord):
     """What the chat template is given."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Listed[Message] = Field(min_length=1)
+    tools: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -146,7 +146,7 @@ class TokenizeRequest(ChatFields):
     """A text, or a conversation."""
 
     model: str | None = None
-    messages: list[Message] = Field(default_factory=list)
+    messages: Listed[Message] = Field(default_factory=list)
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -159,5 +159,5 @@ class TokenizeRequest(ChatFields):
 
 
 class DetokenizeRequest(ApiRecord):
-    tokens: list[int]
+    tokens: Listed[int]
     model: str | None = None

@@ -21,6 +21,7 @@ class OpenAIStream:
 
     def __init__(self, service: Service, job: Job, request: SamplingFields, prefix: str) -> None:
         self.service, self.job, self.request = service, job, request
+        self.is_large = not job.is_streaming  # each event is a whole choice
         self.usage = Usage(job.num_prompt_tokens)
         self._options = request.stream_options or StreamOptions()
         self._head = {

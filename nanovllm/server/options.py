@@ -16,8 +16,11 @@ SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class ServerOptions:
     model_names: tuple[str, ...]  # that requests may ask for; the first is shown
     api_keys: tuple[str, ...] = ()  # none: whoever reaches the port is served
+    is_local: bool = False  # refuse requests whose Host is not this machine
+    allowed_origins: tuple[str, ...] = ()  # whose pages may call this server from a browser
     max_body_bytes: int = 32 * 2**20
     max_queued_requests: int = 2048
+    limit_concurrency: int | None = None  # HTTP requests under way at once
     request_timeout: float | None = None  # seconds for a whole answer
     shutdown_timeout: float = 10.0  # seconds for answers that are under way
     chat_template: str | None = None  # in place of the model's own

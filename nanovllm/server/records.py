@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -14,8 +14,14 @@ from nanovllm.validation import suggestion
 
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
+# Each token of an answer is compared with all stop strings, and bad words are tokenized.
+MAX_ITEMS = {"stop": 64, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1024}
+MAX_CHARACTERS = {"stop": 1024, "bad_words": 16384}  # of all items together
 
 R = TypeVar("R", bound="ApiRecord")
+T = TypeVar("T")
+# One error is enough: a list of a million wrong items would take seconds to describe.
+Listed = Annotated[list[T], Field(fail_fast=True)]
 
 
 class ApiRecord(BaseModel):
@@ -97,8 +103,8 @@ class SamplingFields(Harmless):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -106,8 +112,8 @@ class SamplingFields(Harmless):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Listed[int] | None = None
+    bad_words: Listed[str] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -126,6 +132,8 @@ class SamplingFields(Harmless):
             raise ValueError("stream_options is for stream=true alone")
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("give one of response_format and structured_outputs, not both")
+        for name, most in MAX_ITEMS.items():
+            _check_size(name, getattr(self, name), most)
         return self
 
     def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
@@ -151,6 +159,14 @@ _SAMPLING_NAMES = tuple(
     for name in SamplingFields.model_fields
     if name in SamplingParams.__dataclass_fields__ and name != "structured_outputs"
 )
+
+
+def _check_size(name: str, items: str | Collection[Any] | None, most: int) -> None:
+    items = (items,) if isinstance(items, str) else items or ()
+    if len(items) > most:
+        raise ValueError(f"{name} must have at most {most} items, got {len(items)}")
+    if name in MAX_CHARACTERS and sum(map(len, items)) > MAX_CHARACTERS[name]:
+        raise ValueError(f"{name} must have at most {MAX_CHARACTERS[name]} characters in all")
 
 
 def as_record(kind: type[R], fields: dict[str, Any]) -> R:

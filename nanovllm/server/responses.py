@@ -42,6 +42,7 @@ class ResponseAnswer:
         self._output: list[Event] = []  # the items so far
         self._num_events = 0
         self._num_best = request.top_logprobs or 0
+        self.is_large = request.has_logprobs  # the last events repeat those of all tokens
         params = chat.job.params[0]
         self._response: Event = {
             "id": f"resp_{uuid4().hex}",

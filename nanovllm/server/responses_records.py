@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nanovllm.errors import RequestError
 from nanovllm.server.openai_records import ChatRequest, Effort
-from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, as_record
+from nanovllm.server.records import MAX_TOP_LOGPROBS, ApiRecord, Harmless, Listed, as_record
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
@@ -37,7 +37,7 @@ class NamedFunctionTool(ApiRecord):
 class AllowedFunctionTools(ApiRecord):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunctionTool] = Field(min_length=1)
+    tools: Listed[NamedFunctionTool] = Field(min_length=1)
 
 
 class TextFormat(ApiRecord):
@@ -78,7 +78,7 @@ class ResponsesRequest(Harmless):
         "context_management",
     )
 
-    input: str | list[dict[str, Any]]
+    input: str | Listed[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -86,7 +86,7 @@ class ResponsesRequest(Harmless):
     top_p: float | None = None
     seed: int | None = None  # vLLM's addition; rows of a batch need one
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[FunctionTool] | None = None
+    tools: Listed[FunctionTool] | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

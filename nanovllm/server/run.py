@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
+import logging
 import math
 import socket
 import ssl
 import time
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.server.app import make_app
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.service import Service
+from nanovllm.server.throughput import ThroughputLog
 
 LISTEN_BACKLOG = 2048
 LAST_SECONDS = 5  # to tell those who wait that their answers end here
 CANCEL_SECONDS = 2  # after that, for what no longer has a connection
+RECEIVE_SECONDS = 60  # for the headers and the body of a request
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+logger = logging.getLogger(__name__)
+
+
+class Connection(H11Protocol):
+    """Closes itself when a request does not arrive within RECEIVE_SECONDS."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _watch(self) -> None:
+        """Run the timer while a request is incomplete; uvicorn closes idle connections itself."""
+        is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_incomplete and self._deadline is None:
+            self._deadline = self.loop.call_later(RECEIVE_SECONDS, self.transport.abort)
+        elif not is_incomplete and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class Server(uvicorn.Server):
@@ -29,6 +68,25 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._llm, self._shutdown_timeout = llm, shutdown_timeout
         self._is_urgent = False
+        self._last_accept_error = -math.inf
+        self._throughput = ThroughputLog(llm)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._log_error)
+        await super().startup(sockets)
+
+    def _log_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Without file descriptors asyncio fails to accept thousands of times a second: log one."""
+        error, now = context.get("exception"), time.monotonic()
+        if not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
+            loop.default_exception_handler(context)
+        elif now - self._last_accept_error >= 1:
+            self._last_accept_error = now
+            logger.error("cannot accept connections: %s", error)
+
+    async def on_tick(self, counter: int) -> bool:
+        self._throughput.tick()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for replica in self._llm.replicas:
@@ -61,9 +119,9 @@ def make_server(
 ) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
-        # httptools, where it is installed, loses the body of a request that offers HTTP/2, as
+        # h11: httptools, where it is installed, loses the body of a request that offers HTTP/2, as
         # Java's clients do, and sends chunks to clients of HTTP/1.0.
-        http="h11",
+        http=Connection,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -88,6 +146,10 @@ def check_certificate(keyfile: str | None, certfile: str | None) -> None:
     except OSError as error:
         files = certfile if keyfile is None else f"{certfile} with {keyfile}"
         raise ConfigError(f"cannot serve HTTPS with the certificate {files}: {error}") from error
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def listen(host: str, port: int) -> socket.socket:

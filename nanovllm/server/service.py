@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.chat_template import Program
@@ -41,6 +42,8 @@ class Service:
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
         self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
+        self.num_sequences = 0  # under way: the samples of all prompts
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))  # in characters
 
     @property
     def model_name(self) -> str:
@@ -65,9 +68,8 @@ class Service:
     def check_queue(self) -> None:
         """Refuse a request when too many wait already."""
         most = self.options.max_queued_requests
-        num_places = self.llm.config.max_num_seqs * len(self.llm.replicas)
-        is_full = self.llm.stats.num_waiting >= most
-        if is_full or self.llm.num_requests >= num_places + most:
+        num_sequences = max(self.num_sequences, self.llm.num_requests)
+        if self.llm.stats.num_waiting >= most or num_sequences >= self._max_sequences:
             raise ApiError(
                 f"{most} requests are waiting already; try again later",
                 429,
@@ -75,11 +77,46 @@ class Service:
                 headers={"Retry-After": "1"},
             )
 
-    async def token_ids(self, prompt: str | list[int], **options: Any) -> list[int]:
+    def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:
+        """Refuse a request that could never run and wait as a whole."""
+        most = self._max_sequences
+        if num_prompts * n > most:
+            raise ApiError(
+                f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences, but this "
+                f"server runs and queues at most {most}; send several requests",
+                param="n" if n > 1 else None,
+            )
+
+    @contextlib.contextmanager
+    def counted(self, num_sequences: int) -> Iterator[None]:
+        """Count sequences that are under way."""
+        self.num_sequences += num_sequences
+        try:
+            yield
+        finally:
+            self.num_sequences -= num_sequences
+
+    @property
+    def _max_sequences(self) -> int:
+        """Those that may run and wait at once."""
+        num_places = self.llm.config.max_num_seqs * len(self.llm.replicas)
+        return num_places + self.options.max_queued_requests
+
+    async def token_ids(
+        self, prompt: str | list[int], param: str = "prompt", **options: Any
+    ) -> list[int]:
         """Check a prompt, and tokenise a text in another thread: a long one takes a while."""
         token_ids_of = self.llm.front.token_ids_of
         if isinstance(prompt, list):
             return token_ids_of(prompt).tolist()
+        max_len = self.llm.max_len
+        if len(prompt) > max_len * self._longest_token:  # tokenizing it would delay all others
+            raise ApiError(
+                f"the prompt is too long: this model's maximum context length is {max_len} tokens, "
+                f"which cannot hold the prompt's {len(prompt)} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
         return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
@@ -92,7 +129,7 @@ class Service:
         token_ids = []
         for index, item in enumerate(items):
             try:
-                token_ids.append(await self.token_ids(item, **options))
+                token_ids.append(await self.token_ids(item, param, **options))
             except RequestError as error:
                 where = f"{param}[{index}]: " if len(items) > 1 else ""
                 raise ApiError(f"{where}{error}", param=param) from error

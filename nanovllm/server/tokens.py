@@ -16,10 +16,12 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
     special = request.add_special_tokens
     if request.prompt is not None:
         text, special = request.prompt, True if special is None else special
+        param = "prompt"
     else:
         text = await asyncio.to_thread(render_chat, service, request, request.tools)
         check_text("a message", text)
-    ids = await service.token_ids(text, add_special_tokens=bool(special)) if text else []
+        param = "messages"
+    ids = await service.token_ids(text, param, add_special_tokens=bool(special)) if text else []
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.llm.max_len,

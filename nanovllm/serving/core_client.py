@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 import select
 import threading
@@ -17,10 +16,10 @@ from nanovllm.engine.found_model import FoundModel
 from nanovllm.engine.request import Request
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
-from nanovllm.executor.child_process import Failure, death, hear, start_child, stop
+from nanovllm.executor.child_process import Failure, Watchdog, death, hear, start_child, stop
 from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore, Watch
 
-LOOK_SECONDS = 0.25  # between looks at a core that is silent
+WAIT_SECONDS = 0.25  # after which a pause of this process is noticed
 MESSAGE_SECONDS = 3.0  # within a message: a core that stops there hangs
 CLOSED = Failure("the engine is closed; make a new one", "EngineError")
 
@@ -49,7 +48,10 @@ class CoreClient:
         is_alone = config.data_parallel_size == 1
         self.name = "the engine core" if is_alone else f"engine core {replica}"
         self._child = start_child("nanovllm.serving.core_process", self.name)
-        self._child.channel.limit_gaps(MESSAGE_SECONDS)
+        self._child.channel.set_receive_timeout(MESSAGE_SECONDS)
+        # Workers of several ranks have their own watchdog, which names the one that hangs.
+        timeout = config.step_timeout and config.step_timeout + 5.0
+        self._watchdog = Watchdog(self.name, self.pid, timeout, WAIT_SECONDS)
         self._threads = [
             threading.Thread(target=target, name="nanovllm-core", daemon=True)
             for target in (self._receive_all, self._send_all)
@@ -136,36 +138,28 @@ class CoreClient:
         self._child.channel.close()
 
     def _listen(self) -> None:
-        limit = math.inf  # a model may take any time to load
-        silence = 0.0  # while somebody listened: this thread may have to wait for others
         while self._failure is None:
             start = time.monotonic()
-            ready, _, _ = select.select([self._child.channel], [], [], LOOK_SECONDS)
-            if not ready:
-                silence += min(time.monotonic() - start, 2 * LOOK_SECONDS)
-                if silence > limit:
-                    self._fail(self._silence(limit))
-                continue
-            message = self._child.channel.receive()
-            silence = 0.0
-            if message is None:
-                self._fail(death(self._child))
-            elif message.kind is not Kind.REPLY:
-                failure = hear(self._child, message)
-                if failure is not None:
-                    self._fail(failure)
-            else:
-                record = pickle.loads(message.body)
-                if isinstance(record, CoreUpdate):
-                    limit = record.limit
-                    if record.step is not None:
-                        self._on_update(record)
-                else:
-                    self._first.put(record)
+            ready, _, _ = select.select([self._child.channel], [], [], WAIT_SECONDS)
+            waited = time.monotonic() - start
+            failure = self._receive() if ready else self._watchdog.waited(waited)
+            if failure is not None:
+                self._fail(failure)
 
-    def _silence(self, limit: float) -> Failure:
-        text = f"{self.name} (process {self.pid}) gave no sign of life for {limit:.1f} s"
-        return Failure(text, "EngineError")
+    def _receive(self) -> Failure | None:
+        message = self._child.channel.receive()
+        if message is None:
+            return death(self._child)
+        if message.kind is not Kind.REPLY:
+            return self._watchdog.heard(message) or hear(self._child, message)
+        self._watchdog.heard(message)
+        record = pickle.loads(message.body)
+        if isinstance(record, CoreUpdate):
+            self._on_update(record)
+        else:
+            self._watchdog.is_armed = isinstance(record, CoreReady)
+            self._first.put(record)
+        return None
 
     def _fail(self, failure: Failure) -> None:
         """Note the first failure, tell of it, then end the process."""

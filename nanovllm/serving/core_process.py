@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.llm_engine import find_model, start_core
-from nanovllm.engine.request import CoreStep, Ending
-from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.engine.step_clock import StepClock
-from nanovllm.executor.base import Executor
+from nanovllm.engine.request import CoreStep, Ending, Request
+from nanovllm.errors import RequestError
 from nanovllm.executor.channel import Channel, Kind, pack
-from nanovllm.executor.child import forward_logs, run_child
-from nanovllm.pending import Pending
+from nanovllm.executor.child import StepTimer, forward_logs, run_child
 from nanovllm.platforms.cpu import give_back
 from nanovllm.platforms.shares import take_share
 from nanovllm.serving.core_records import (
@@ -32,8 +31,7 @@ from nanovllm.serving.core_records import (
 )
 from nanovllm.serving.observer import Observer
 
-IDLE_SECONDS = 1.0  # between signs of life while there is nothing to do
-LEAST_SECONDS, TIMES_EXPECTED = 4.5, 10.0  # a step that takes longer is taken for hung
+IDLE_SECONDS = 1.0  # between updates while there is nothing to do
 
 Command = Add | Finish | Watch
 Send = Callable[[CoreUpdate], None]
@@ -43,7 +41,7 @@ def main(fd: int, parent_pid: int) -> None:
     run_child(fd, parent_pid, serve)
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, timer: StepTimer) -> None:
     message = channel.receive()
     if message is None:
         return
@@ -56,22 +54,23 @@ def serve(channel: Channel) -> None:
     take_share(start.config, start.replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
-    run_core(start.config, inbox, send)
+    run_core(start.config, inbox, send, timer)
 
 
 def run_core(
-    config: EngineConfig, inbox: SimpleQueue[Command | None], send: Callable[[object], None]
+    config: EngineConfig,
+    inbox: SimpleQueue[Command | None],
+    send: Callable[[object], None],
+    timer: AbstractContextManager[object],  # entered for every step
 ) -> None:
     """Start a core and follow commands until there is a None among them."""
     found = find_model(config)
     send(found)  # the front loads the tokenizer while the model is loaded here
     started = start_core(found, make_grammars(found))
-    clock = StepClock(started.info)
     core = started.core
-    core.executor = WatchedExecutor(core.executor, clock, send)
     try:
         send(CoreReady(started.info, core.max_len))
-        CoreLoop(core, clock, inbox, send).run()
+        CoreLoop(core, inbox, send, timer).run()
     finally:
         core.executor.close()
 
@@ -82,57 +81,17 @@ def _receive_all(channel: Channel, inbox: SimpleQueue[Command | None]) -> None:
     inbox.put(None)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedExecutor:
-    """Says before a long step that it will take long, so that nobody takes it for hung."""
-
-    executor: Executor
-    clock: StepClock
-    send: Send
-
-    def start(self) -> ExecutorInfo:
-        return self.executor.start()
-
-    def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        self.clock.begin(plan)
-        if (limit := step_limit(self.clock)) > LEAST_SECONDS:
-            self.send(CoreUpdate(None, None, limit))
-        pending = self.executor.submit(plan)
-        return Pending(lambda: self._result(pending))
-
-    def sample(self, masks: IntColumn) -> None:
-        self.executor.sample(masks)
-
-    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        return self.executor.mask_memory(num_rows, num_words)
-
-    def capture_one(self) -> bool:
-        return self.executor.capture_one()
-
-    def close(self) -> None:
-        self.executor.close()
-
-    def _result(self, pending: Pending[StepResult]) -> StepResult:
-        result = pending.result()
-        self.clock.end()
-        return result
-
-
-def step_limit(clock: StepClock) -> float:
-    return clock.limit(LEAST_SECONDS, TIMES_EXPECTED)
-
-
 class CoreLoop:
     """Obeys commands between steps, and steps while there is something to do."""
 
     def __init__(
         self,
         core: EngineCore,
-        clock: StepClock,
         inbox: SimpleQueue[Command | None],
         send: Send,
+        timer: AbstractContextManager[object],
     ) -> None:
-        self.core, self.clock, self.inbox, self.send = core, clock, inbox, send
+        self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # while a client is subscribed
         self._is_at_rest = self._is_capturing = self._is_over = False
@@ -140,17 +99,20 @@ class CoreLoop:
     def run(self) -> None:
         while not self._is_over:
             endings = self._obey()
-            step = self.core.step() if self.core.has_unfinished else CoreStep([], [], [])
+            step = CoreStep([], [], [])
+            if self.core.has_unfinished:
+                with self.timer:
+                    step = self.core.step()
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
             step, stats = replace(step, endings=[*endings, *step.endings]), self._stats()
             state = None if self._observer is None else self._observer.snapshot(stats)
-            self.send(CoreUpdate(step, stats, step_limit(self.clock), state))
+            self.send(CoreUpdate(step, stats, state))
 
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
         endings: list[Ending] = []
-        has_freed = False  # which the next update tells
+        has_freed = False  # or refused, which the next update tells
         while not self._is_over:
             is_idle, seconds = not self.core.has_unfinished and not has_freed, self._idle_seconds()
             try:
@@ -163,8 +125,9 @@ class CoreLoop:
                 self._is_over = True
             elif isinstance(command, Add):
                 self._is_at_rest = self._is_capturing = False
-                for request in command.requests:
-                    self.core.add(request)
+                refused = self._add(command.requests)
+                has_freed |= bool(refused)
+                endings += refused
             elif isinstance(command, Watch):
                 self._watch(command.is_on)
             else:
@@ -174,6 +137,18 @@ class CoreLoop:
                 if command.is_wanted:
                     endings += ended
         return endings
+
+    def _add(self, requests: list[Request]) -> list[Ending]:
+        """Queue requests; return the endings of those that can never run."""
+        refused = []
+        for request in requests:
+            try:
+                self.core.add(request)
+            except RequestError as error:
+                now = time.perf_counter()
+                ending = Ending(request.seq_id, [], "error", 0, 0.0, 0.0, now, [], error=str(error))
+                refused.append(ending)
+        return refused
 
     def _rest(self) -> None:
         """After work: capture missing graphs, one per call, then give back memory, once."""

@@ -115,9 +115,8 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
-    """A sign of life: what a step brought, or nothing while the core is idle or takes long."""
+    """The result of a step, or an empty one every second while the core is idle."""
 
-    step: CoreStep | None
-    stats: CoreStats | None
-    limit: float  # seconds within which the next sign is due
+    step: CoreStep
+    stats: CoreStats
     state: EngineState | None = None  # while a client is subscribed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -85,7 +86,7 @@ class CoreThread:
 
     def _run(self) -> None:
         try:
-            run_core(self._config, self._inbox, self._send)
+            run_core(self._config, self._inbox, self._send, contextlib.nullcontext())
         except NanovllmError as error:
             self._fail(error)
         except BaseException as error:  # a debugger was told to quit, for instance
@@ -96,7 +97,7 @@ class CoreThread:
     def _send(self, record: object) -> None:
         if not isinstance(record, CoreUpdate):
             self._first.put(record)
-        elif record.step is not None and self._failure is None:
+        elif self._failure is None:
             self._on_update(record)
 
     def _fail(self, error: NanovllmError) -> None:

@@ -90,8 +90,6 @@ class Replica:
 
     def _update(self, update: CoreUpdate) -> None:
         """In the core's thread: note how it is, and hand its step on."""
-        assert update.step is not None
-        assert update.stats is not None
         self.stats = update.stats
         if update.state is not None:
             self.viewers.push(update.state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
 from nanovllm.platforms.base import Platform
+from nanovllm.platforms.cuda import check_c_compiler
 from nanovllm.platforms.ranks import check_num_ranks, is_cuda
 from nanovllm.quantisation import choose_quantisation
 from nanovllm.worker.backend import choose_dtype
@@ -63,9 +65,14 @@ class Needs:
 def check_device(config: EngineConfig) -> Platform | None:
     """Return what one rank runs on; None where only the processes of ranks may touch a device."""
     if config.distributed_executor_backend == "ray":
+        if find_spec("ray") is None:
+            raise ConfigError(
+                "distributed_executor_backend='ray' needs Ray: pip install 'nanovllm[ray]'"
+            )
         return None
     check_num_ranks(config.device, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1 and is_cuda(config.device):
+        check_c_compiler()
         return None
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
     return create_platform(config.device, config.gpu_memory_utilization, num_ranks)

@@ -97,12 +97,7 @@ class Worker:
         self.runner = backend.runner(eager)
         dtype_name = str(dtype).split(".")[-1]
         return ExecutorInfo(
-            num_blocks,
-            platform.depth,
-            platform.name,
-            dtype_name,
-            platform.device_name,
-            self.model_config.num_weights_per_token,
+            num_blocks, platform.depth, platform.name, dtype_name, platform.device_name
         )
 
     def _agree(self, num_blocks: int) -> int:

@@ -56,7 +56,7 @@ def test_random_configs() -> None:
     for _ in range(400):
         with outcome(outcomes):
             check_model(engine, CpuPlatform(), odd_config(rng, rng.choice(configs)))
-    assert outcomes["CheckpointError"] > 200
+    assert outcomes["CheckpointError"] > 150
     assert outcomes["loaded"] > 30
 
 

@@ -63,6 +63,13 @@ def test_flags_have_the_names_of_vllms() -> None:
     assert config.data_parallel_size == 3
 
 
+def test_streams_have_a_target_and_batches_have_none() -> None:
+    assert config_of().target_inter_token_ms == 25.0
+    assert config_of("--target-inter-token-ms", "40").target_inter_token_ms == 40.0
+    args = parse(["batch", "rows.jsonl", "-o", "answers.jsonl"])
+    assert engine_config(args).target_inter_token_ms is None
+
+
 def test_how_weights_are_quantised() -> None:
     assert config_of().quantization is None
     assert config_of("--quantization", "none").quantization is None
@@ -231,6 +238,33 @@ def test_certificates_are_read_before_a_model_is(
 ) -> None:
     assert main(["serve", "/no/such/model", "--port", "0", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_environment_has_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"HOST": "::1", "PORT": "1", "API_KEY": "k", "MODEL": "org/name"}.items():
+        monkeypatch.setenv(f"NANOVLLM_{name}", value)
+    args = parse(["serve"])
+    assert (args.host, args.port, args.api_key) == ("::1", 1, ["k"])
+    assert engine_config(args).model == "org/name"
+    args = parse(["serve", "other", "--host", "127.0.0.1", "--port", "2", "--api-key", "a", "b"])
+    assert (args.host, args.port, args.api_key) == ("127.0.0.1", 2, ["a", "b"])
+    assert engine_config(args).model == "other"
+    monkeypatch.setenv("NANOVLLM_PORT", "http")
+    with pytest.raises(SystemExit):
+        parse(["serve"])
+    assert "argument --port: invalid int value: 'http'" in capsys.readouterr().err
+
+
+def test_origins_may_be_a_list_as_vllm_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["https://a", "*"], ['["https://a", "*"]']):
+        args = parse(["serve", "--allowed-origins", *given])
+        assert server_options(args, "m", {}).allowed_origins == ("https://a", "*")
+    for wrong in ("[", "[1]"):
+        with pytest.raises(SystemExit):
+            parse(["serve", "--allowed-origins", wrong])
+        assert f"--allowed-origins: invalid origins value: '{wrong}'" in capsys.readouterr().err
 
 
 class ServeProcess:

@@ -127,6 +127,28 @@ def test_one_params_for_all_or_one_each(llm: LLM) -> None:
             generate(llm, PROMPTS, wrong)
 
 
+def test_a_long_prompt_leaves_streams_a_token_in_every_step(checkpoint: TinyCheckpoint) -> None:
+    """With a target that no step meets, prompts beside streams get the least that they may."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompt = [1 + i % 50 for i in range(300)]
+    with make_llm(checkpoint.path, max_model_len=400, target_inter_token_ms=1e-6) as llm:
+        engine = llm.engine
+        stream = engine.add_request([1, 2, 3], params, is_streaming=True)
+        engine.step()
+        late = engine.add_request(prompt, params, is_streaming=True)
+        steps = [engine.step()]
+        while late not in [piece.seq_id for piece in steps[-1].pieces]:
+            steps.append(engine.step())
+        assert len(steps) == 5  # chunks of 64 tokens
+        assert all(stream in [piece.seq_id for piece in step.pieces] for step in steps)
+        while not engine.is_finished():
+            steps.append(engine.step())
+    finished = [output for step in steps for output in step.finished]
+    assert [output.token_ids for output in finished if output.seq_id == late] == [
+        checkpoint.generate(prompt, 20)
+    ]
+
+
 def test_no_prompts_no_results(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
     assert llm.generate([], []) == []
@@ -289,6 +311,20 @@ def each(table: list[tuple[str, list[Any]]]) -> Any:
 def test_bad_engine_options(path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         make_llm(path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "tpu"},
+        {"distributed_executor_backend": "slurm"},
+        {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_devices_and_executors_are_checked_before_anything_starts(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=list(options)[-1]):
+        EngineConfig("model", **options)
 
 
 @each(WRONG_TYPES_ENGINE)
@@ -724,6 +760,10 @@ def test_a_small_pool_is_announced_and_ends_sequences(
         params = SamplingParams(temperature=0, max_tokens=90)
         [output] = llm.generate([1] * 20, params, use_tqdm=False)
         assert (len(output.token_ids), output.finish_reason) == (12, "length")
+        assert output.outputs[0].stop_reason == "num_kvcache_blocks"
+        params = SamplingParams(max_tokens=12, ignore_eos=True)  # as many as there are places
+        [output] = llm.generate([1] * 20, params, use_tqdm=False)
+        assert (output.finish_reason, output.outputs[0].stop_reason) == ("length", None)
         with pytest.raises(RequestError, match="num_kvcache_blocks"):
             llm.add_request([1] * 32)
         assert_idle(llm)

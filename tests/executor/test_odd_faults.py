@@ -114,10 +114,10 @@ def test_a_bad_log_call_stops_nobody() -> None:
 def test_a_rank_that_cannot_be_spawned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     spawned = []
 
-    def spawn(rank: int, num_ranks: int) -> worker_processes.WorkerProcess:
+    def spawn(rank: int, num_ranks: int, timeout: float) -> worker_processes.WorkerProcess:
         if rank == 1:
             raise OSError("no more processes")
-        spawned.append(real_spawn(rank, num_ranks))
+        spawned.append(real_spawn(rank, num_ranks, timeout))
         return spawned[0]
 
     real_spawn = worker_processes.spawn

@@ -127,11 +127,14 @@ def sleeping(task: WorkerTask, rank: int) -> ObedientWorker:
 
 
 def make_executor(
-    build_worker: Callable[..., Any] = obedient, size: int = 2, workers: Workers | None = None
+    build_worker: Callable[..., Any] = obedient,
+    size: int = 2,
+    workers: Workers | None = None,
+    **options: Any,
 ) -> MultiprocExecutor:
     from nanovllm.executor.multiproc import MultiprocExecutor
 
-    config = EngineConfig("none", tensor_parallel_size=size, device="cpu")
+    config = EngineConfig("none", tensor_parallel_size=size, device="cpu", **options)
     nothing: Any = None
     return MultiprocExecutor(config, nothing, nothing, build_worker, workers)
 

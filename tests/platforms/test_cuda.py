@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from nanovllm import platforms
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.platforms import ranks
 from nanovllm.platforms.cuda import GIB, MemoryAccount
+from nanovllm.worker.memory import check_device
 
 ACCOUNT = MemoryAccount(total=80 * GIB, utilization=0.5, held=20 * GIB, step=4 * GIB, graphs=GIB)
 
@@ -33,3 +39,23 @@ def test_blocks_asked_for_by_number_may_take_all_that_is_free() -> None:
     overdrawn = MemoryAccount(8 * GIB, 0.9, held=8 * GIB, step=GIB, graphs=GIB)
     with pytest.raises(ConfigError, match=r"but 0\.00 are left"):
         overdrawn.check(1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("compiler", [None, "my-cc"])
+def test_a_gpu_without_a_c_compiler_is_refused_at_the_start(
+    num_ranks: int, compiler: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(platforms, "has_cuda", lambda: True)
+    monkeypatch.setattr(platforms, "CudaPlatform", lambda share: share)
+    monkeypatch.setattr(ranks, "has_cuda", lambda: True)
+    monkeypatch.setattr(ranks, "num_devices", lambda: num_ranks)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    config = EngineConfig("any", tensor_parallel_size=num_ranks)
+    with pytest.raises(ConfigError, match=f"needs a C compiler.*{compiler or 'gcc or clang'}"):
+        check_device(config)
+    (tmp_path / (compiler or "clang")).touch(0o755)
+    check_device(config)

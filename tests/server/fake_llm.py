@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.grammar.matching import Vocabulary
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats, EngineState
 from nanovllm.serving.viewers import Viewers
@@ -29,6 +29,7 @@ class FakeLLM:
     failure: NanovllmError | None = None  # raised after the first piece of a stream
     is_silent: bool = False  # never says a thing
     reason: str = "stop"
+    stop_reason: str | None = None
     seed: int = 0
     max_len: int = 1024
     number: int = 0  # among several engines
@@ -79,6 +80,16 @@ class FakeLLM:
             self.num_requests -= 1
             self.num_aborted += not is_over
 
+    async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
+        self.num_requests += 1
+        try:
+            while self.is_silent:
+                await asyncio.sleep(0.01)
+                self._raise_if_failed()
+            return EmbeddingOutput([1.0], prompt)
+        finally:
+            self.num_requests -= 1
+
     @property
     def replicas(self) -> list[FakeLLM]:
         return [self, *self.others]
@@ -111,6 +122,6 @@ class FakeLLM:
 
     def _output(self, prompt: list[int]) -> RequestOutput:
         ids = self.front.encode(self.text)
-        best = CompletionOutput(0, self.text, ids, None, None, self.reason, None)
+        best = CompletionOutput(0, self.text, ids, None, None, self.reason, self.stop_reason)
         own: dict[str, Any] = {"time_to_first_token": 0.1, "duration": 0.2, "outputs": [best]}
         return RequestOutput(0, None, prompt, self.text, ids, self.reason, 3, **own)

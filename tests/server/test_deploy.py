@@ -36,12 +36,17 @@ def test_the_image_copies_what_is_there() -> None:
 
 
 def test_the_image_installs_packages_that_are_pinned() -> None:
-    (line,) = instructions("RUN")
+    (line,) = [line for line in instructions("RUN") if "pip install" in line]
     pinned = {pin.split("==")[0] for pin in (ROOT / "constraints.txt").read_text().split()}
     for command in line.split("&&"):
         assert "-c constraints.txt" in command
         words = [word for word in command.split()[2:] if not word.startswith("-")]
         assert set(words) - {".", "constraints.txt"} <= pinned
+
+
+def test_the_image_has_the_c_compiler_that_triton_calls() -> None:
+    (line,) = [line for line in instructions("RUN") if "apt-get install" in line]
+    assert {"gcc", "libc6-dev"} <= set(line.split())  # a slim image has no headers of C either
 
 
 def test_the_image_and_the_service_start_with_flags_that_exist() -> None:

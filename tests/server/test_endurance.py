@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.endurance, pytest.mark.slow]
 
 NUM_STREAMS = 256
 NO_LIMITS = httpx.Limits(max_connections=None)
-SIGNS = {signal.SIGKILL: "killed by signal 9", signal.SIGSTOP: "no sign of life for 4.5 s"}
+SIGNS = {signal.SIGKILL: "killed by signal 9", signal.SIGSTOP: "sent no heartbeat for 4.5 s"}
 MAX_GROWTH = 20 * 2**20
 
 

@@ -91,6 +91,17 @@ def test_streams_have_the_blocks_of_whole_answers(
     assert whole["usage"]["output_tokens"] == len(text)
 
 
+def test_an_answer_cut_by_the_size_of_the_pool() -> None:
+    """It is no stop sequence; OpenAI's forms have the reason beside `finish_reason`."""
+    with running(FakeLLM(reason="length", stop_reason="num_kvcache_blocks")) as server:
+        message = server.post("/v1/messages", **REQUEST).json()
+        chat = {"model": "tiny", "messages": REQUEST["messages"]}
+        (choice,) = server.post("/v1/chat/completions", **chat).json()["choices"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
+    reasons = choice["finish_reason"], choice["stop_reason"]
+    assert reasons == ("length", "num_kvcache_blocks")
+
+
 def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 

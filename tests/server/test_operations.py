@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import logging
 import re
 import socket
@@ -12,18 +13,22 @@ import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 import httpx
 import pytest
 from openai import AuthenticationError, RateLimitError
+from pydantic import ValidationError
 
 from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
-from nanovllm.server import run
+from nanovllm.server import chat_completions, completions, embeddings, run, throughput
 from nanovllm.server.metrics import Metrics
+from nanovllm.server.openai_records import ChatRequest
 from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
@@ -101,6 +106,117 @@ def test_bodies_are_bounded_however_they_come(guarded: Running) -> None:
         response = guarded.http.post("/v1/completions", content=content, headers=headers)
         assert response.status_code == 413
         assert "1000 bytes" in response.json()["error"]["message"]
+
+
+def test_a_body_of_too_many_values_is_not_parsed() -> None:
+    """A million small values take much longer to parse than a text of the same size."""
+    with running(FakeLLM()) as server:
+        for body, status in ((b'{"prompt": [' + b"1," * 500_001, 413), (b'{"prompt": [1,', 400)):
+            headers = {"content-type": "application/json"}
+            response = server.http.post("/v1/completions", content=body, headers=headers)
+            assert response.status_code == status
+            assert ("500000 values" in response.json()["error"]["message"]) == (status == 413)
+
+
+def test_one_wrong_item_of_many_is_enough() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest(messages=[{}] * 1000)
+    assert len(caught.value.errors()) == 1
+
+
+LONG = "x" * 50_000  # more than 1024 tokens can hold: the longest token has 12 characters
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["x", LONG], "truncate_prompt_tokens": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/embeddings", {"input": LONG}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(path: str, body: dict[str, Any]) -> None:
+    llm, lengths = FakeLLM(), []
+    encode = llm.front.encode
+
+    def recorded(text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    llm.front.encode = recorded  # type: ignore[method-assign]
+    with running(llm) as server:
+        error = server.post(path, **body).json()["error"]
+        assert "the prompt is too long" in error["message"]
+        assert "context_length_exceeded" in (error.get("code"), *error.get("details", {}).values())
+        assert max(lengths, default=0) < len(LONG)
+        assert server.post("/tokenize", prompt="x" * 2000).json()["count"] == 2000
+
+
+def test_samples_count_as_requests_that_wait() -> None:
+    """Those of one request cannot be more than may run and wait, nor those of all requests."""
+    llm = FakeLLM(is_silent=True, config=EngineConfig("fake", max_num_seqs=2))
+    with running(llm, max_queued_requests=3) as server:
+        for body in ({"prompt": ["x"] * 3, "n": 2}, {"prompt": "x", "n": 6}):
+            refused = server.post("/v1/completions", **body)
+            assert refused.status_code == 400
+            assert "6 sequences" in refused.json()["error"]["message"]
+        assert server.post("/v1/embeddings", input=["x"] * 6).status_code == 400
+        url, body = f"{server.url}/v1/completions", {"prompt": "x", "n": 5}
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
+        thread.start()
+        wait_until(lambda: llm.num_requests == 1)
+        assert server.post("/v1/completions", prompt="x").status_code == 429
+        llm.is_silent = False
+        thread.join(60)
+        assert answers[0].status_code == 200
+        assert server.post("/v1/completions", prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": 2}),
+        ("/v1/completions", {"prompt": "x", "logprobs": 2, "echo": True, "stream": True}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/responses", {"input": "x", "top_logprobs": 2}),
+        ("/v1/responses", {"input": "x", "top_logprobs": 2, "stream": True}),
+        ("/v1/embeddings", {"input": "x"}),
+    ],
+)
+def test_large_answers_are_encoded_off_the_event_loop(
+    server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what they are made of: the logprobs of many tokens take longer than the encoding."""
+    threads: list[str] = []
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*arguments)
+
+        return call
+
+    for where, name in (
+        (completions, "_best"),
+        (chat_completions, "_logprob"),
+        (embeddings.EmbeddingAnswer, "_encoded"),
+    ):
+        monkeypatch.setattr(where, name, recorded(getattr(where, name)))
+    if "chat" in path:
+        body = body | {"messages": [{"role": "user", "content": "x"}]}
+    length = {"/v1/responses": "max_output_tokens", "/v1/embeddings": ""}.get(path, "max_tokens")
+    asked = body | ({length: 5} if length else {})
+    assert server.http.post(path, json=asked).status_code == 200
+    assert threads
+    assert {name.partition("_")[0] for name in threads} <= {"asyncio", "uvloop"}  # an executor's
 
 
 def exchanged(server: Running, version: bytes, headers: bytes, body: bytes) -> bytes:
@@ -258,6 +374,148 @@ def test_requests_that_an_engine_fails_are_counted() -> None:
         text = server.post("/v1/completions", prompt="x", stream=True).text
         assert "the core died" in text
         assert num_ended(server, "error") == 1
+
+
+def test_embeddings_are_counted_however_they_end() -> None:
+    llm = FakeLLM()
+    with running(llm) as server:
+        assert server.post("/v1/embeddings", input=["x", "y"]).status_code == 200
+        assert num_ended(server, "stop") == 2
+        llm.is_silent = True
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/embeddings", json={"input": ["x", "y", "z"]}, timeout=0.5)
+        wait_until(lambda: num_ended(server, "abort") == 3)
+        assert llm.num_requests == 0
+        llm.error = EngineError("the core died")
+        assert server.post("/v1/embeddings", input="x").status_code == 503
+        assert (num_ended(server, "stop"), num_ended(server, "error")) == (2, 1)
+
+
+def test_requests_that_never_arrive_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those whose answers take longer than that."""
+    monkeypatch.setattr(run, "RECEIVE_SECONDS", 0.5)
+    llm = FakeLLM("Hello!" * 5, pause=0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n"
+    with running(llm) as server:
+        where = ("127.0.0.1", httpx.URL(server.url).port or 0)
+        for sent in (b"", b"POST /v1/comp", head + b'{"prompt":'):
+            with socket.create_connection(where, 60) as connection:
+                connection.sendall(sent)
+                is_closed = False
+                while not is_closed:  # and a byte more from time to time does not help
+                    connection.settimeout(0.1)
+                    with contextlib.suppress(TimeoutError):
+                        try:
+                            is_closed = connection.recv(1) == b""
+                        except ConnectionError:
+                            is_closed = True
+                    with contextlib.suppress(ConnectionError):
+                        connection.sendall(b" " if sent else b"")
+        for _ in range(2):  # over one connection
+            assert "[DONE]" in server.post("/v1/completions", prompt="x", stream=True).text
+
+
+def test_a_lack_of_file_descriptors_is_logged_once_a_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running(FakeLLM()) as server:
+        loop, is_done = server.server.servers[0].get_loop(), threading.Event()
+        error = OSError(errno.EMFILE, "Too many open files")
+        context = {"message": "socket.accept() out of system resource", "exception": error}
+        start = time.monotonic()
+        for _ in range(1000):
+            loop.call_soon_threadsafe(loop.call_exception_handler, context)
+        loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "something else"})
+        loop.call_soon_threadsafe(is_done.set)
+        assert is_done.wait(60)
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines.pop() == "something else"
+        assert 1 <= len(lines) <= 1 + time.monotonic() - start
+        assert set(lines) == {"cannot accept connections: [Errno 24] Too many open files"}
+
+
+def test_too_many_requests_at_once_are_refused_early() -> None:
+    llm = FakeLLM(is_silent=True)
+    with running(llm, limit_concurrency=1) as server:
+        url, body = f"{server.url}/v1/completions", {"prompt": "x"}
+        thread = threading.Thread(target=lambda: httpx.post(url, json=body))
+        thread.start()
+        wait_until(lambda: llm.num_requests == 1)
+        refused = server.post("/v1/completions", **body)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "service_unavailable_error"
+        assert server.http.get("/health").status_code == 200
+        llm.is_silent = False
+        thread.join(60)
+        wait_until(lambda: server.post("/v1/completions", **body).status_code == 200)
+
+
+@pytest.mark.parametrize("path", ["/", "/engine/events?engine=9", "/trace?seconds=0", "/v1/models"])
+def test_a_local_server_knows_its_own_names_only(path: str) -> None:
+    """Another site's name may resolve to this machine (DNS rebinding)."""
+    with running(FakeLLM(), is_local=True) as server:
+        for host in ("localhost", "localhost:80", "127.0.0.1:8000", "127.0.0.5", "[::1]:8000"):
+            assert server.http.get(path, headers={"host": host}).status_code != 403, host
+        for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1", ""):
+            refused = server.http.get(path, headers={"host": host})
+            assert refused.status_code == 403, host
+            assert refused.json()["error"]["type"] == "permission_error"
+        assert server.http.get("/health", headers={"host": "evil.example"}).status_code == 200
+
+
+def test_log_lines_name_the_client_and_leave_files_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    with running(FakeLLM()) as server:
+        assert server.http.get("/").status_code == 200
+        assert server.http.get("/page/main.js").status_code == 200
+        assert server.http.get("/version").status_code == 200
+        wait_until(lambda: "GET /version" in caplog.text)
+    (line,) = [each for each in caplog.messages if " GET " in each]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+ \S+ GET /version: 200 after \d\.\d{3} s", line)
+
+
+def test_throughput_is_logged_while_an_engine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    times = iter((100.0, 109.0, 110.0, 120.0, 130.0))
+    monkeypatch.setattr(throughput, "monotonic", lambda: next(times))
+    llm = FakeLLM()
+    log = throughput.ThroughputLog(llm)
+    busy = CoreStats(3, 1, 100, 75, 0, 50, 25, num_prefill_tokens=200, num_decode_tokens=1000)
+    idle, restarted = replace(busy, num_running=0, num_waiting=0), CoreStats(num_prefill_tokens=10)
+    for llm.stats in (busy, busy, idle, restarted):
+        log.tick()
+    assert caplog.messages == [
+        "Engine 000: Avg prompt throughput: 20.0 tokens/s, Avg generation throughput: 100.0 "
+        "tokens/s, Running: 3 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, "
+        "Prefix cache hit rate: 50.0%",
+        "Engine 000: Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 0.0 "
+        "tokens/s, Running: 0 reqs, Waiting: 0 reqs, KV cache usage: 0.0%, "
+        "Prefix cache hit rate: 0.0%",
+    ]
+
+
+def test_pages_of_allowed_origins_are_let_in() -> None:
+    options: dict[str, Any] = {"allowed_origins": ("https://a.example",), "api_keys": ("secret",)}
+    with running(FakeLLM(), **options) as server:
+        for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            asked["access-control-request-headers"] = "authorization,content-type"
+            preflight = server.http.options("/v1/completions", headers=asked)
+            assert (preflight.status_code == 200) == is_allowed
+            headers = {"origin": origin, "x-api-key": "secret"}
+            response = server.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert response.status_code == 200
+            allowed = response.headers.get("access-control-allow-origin")
+            assert allowed == (origin if is_allowed else None)
+
+
+def test_there_is_a_schema_but_no_page_that_loads_scripts_from_elsewhere(server: Running) -> None:
+    assert server.http.get("/openapi.json").status_code == 200
+    for path in ("/docs", "/redoc"):
+        assert server.http.get(path).status_code == 404
 
 
 def test_metrics_have_the_names_of_dashboards(server: Running) -> None:

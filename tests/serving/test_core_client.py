@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
+import struct
 from array import array
 from collections.abc import Iterator
 from queue import Empty, Queue, SimpleQueue
@@ -14,13 +16,15 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import Request
+from nanovllm.engine.step import ExecutorInfo
 from nanovllm.errors import NanovllmError
+from nanovllm.executor import child_process
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child_process import ChildProcess
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving import core_client
 from nanovllm.serving.core_client import CoreClient
-from nanovllm.serving.core_records import Add, CoreUpdate, Finish, StartCore
+from nanovllm.serving.core_records import Add, CoreReady, Finish, StartCore
 from tests.executor.leftovers import wait_until
 
 LOOK, LIMIT = 0.0625, 0.5  # seconds, which add up without rounding
@@ -74,7 +78,8 @@ class Core:
         ours, theirs = socket.socketpair()
         child = ChildProcess("the core", FakeProcess(), Channel(ours))  # type: ignore[arg-type]
         monkeypatch.setattr(core_client, "start_child", lambda *_: child)
-        monkeypatch.setattr(core_client, "LOOK_SECONDS", LOOK)
+        monkeypatch.setattr(core_client, "WAIT_SECONDS", LOOK)
+        monkeypatch.setattr(child_process, "HEARTBEAT_TIMEOUT", LIMIT)
         self.looks = Looks()
         monkeypatch.setattr(core_client, "time", SimpleNamespace(monotonic=self.looks.monotonic))
         monkeypatch.setattr(core_client, "select", SimpleNamespace(select=self.looks.select))
@@ -87,10 +92,15 @@ class Core:
         assert message is not None
         return pickle.loads(message.body)
 
-    def give_sign(self) -> None:
-        sign = pickle.dumps(CoreUpdate(None, None, LIMIT))
-        self.channel.send(pack(Kind.REPLY, [sign]))
+    def send(self, kind: Kind, body: bytes) -> None:
+        self.channel.send(pack(kind, [body]))
         self.looks.add(0.0, is_ready=True)
+
+    def get_ready(self) -> None:
+        self.send(Kind.REPLY, pickle.dumps(CoreReady(ExecutorInfo(1, 0, "cpu", "float32"), 9)))
+
+    def send_heartbeat(self, step_seconds: float = 0.0) -> None:
+        self.send(Kind.HEARTBEAT, struct.pack("<d", step_seconds))
 
 
 @pytest.fixture
@@ -122,22 +132,58 @@ def test_requests_go_together_and_before_what_ends_them(core: Core) -> None:
     assert received[3] == Finish([5], "abort")
 
 
+@pytest.mark.parametrize(
+    ("type_name", "message", "told"),
+    [
+        ("AssertionError", "", "the core failed: AssertionError"),
+        ("KeyError", "'x'\nmore", "the core failed: KeyError: 'x'"),
+        ("EngineError", "no room", "no room"),
+        ("EngineError", "", "EngineError"),
+    ],
+)
+def test_an_error_is_told_with_its_reason(
+    core: Core, type_name: str, message: str, told: str
+) -> None:
+    """In the first line, which is all that clients of a server see."""
+    report = {"type": type_name, "message": message, "traceback": "Traceback ...", "time": 0.0}
+    core.channel.send(pack(Kind.ERROR, [json.dumps(report).encode()]))
+    core.looks.add(0.0, is_ready=True)
+    assert str(core.failures.get(timeout=30)).splitlines()[0] == told
+
+
 def test_silence_is_a_failure(core: Core) -> None:
-    core.give_sign()
+    core.get_ready()
     for _ in range(int(LIMIT / LOOK)):
         core.looks.add(LOOK)
     core.looks.wait()
     assert core.failures.empty()
     core.looks.add(LOOK)
-    assert "no sign of life for 0.5 s" in str(core.failures.get(timeout=30))
+    assert "sent no heartbeat for 0.5 s" in str(core.failures.get(timeout=30))
+
+
+def test_a_core_may_be_silent_while_it_loads(core: Core) -> None:
+    core.send_heartbeat()
+    for _ in range(3 * int(LIMIT / LOOK)):
+        core.looks.add(LOOK)
+    core.looks.wait()
+    assert core.failures.empty()
+
+
+def test_a_step_may_take_its_time_and_no_longer(core: Core) -> None:
+    core.get_ready()
+    core.send_heartbeat(EngineConfig("x").step_timeout)
+    core.looks.wait()
+    assert core.failures.empty()
+    core.send_heartbeat(400.0)
+    assert "did not return from a step for 400 s" in str(core.failures.get(timeout=30))
 
 
 def test_a_front_that_could_not_listen_blames_nobody(core: Core) -> None:
-    """It was held up between its look and the sign that came meanwhile, once or every time."""
-    core.give_sign()
+    """It was held up between its wait and the heartbeat that came meanwhile, once or every time."""
+    core.get_ready()
     for _ in range(20):
         core.looks.add(3 * LIMIT)
         core.looks.add(LOOK)
-        core.give_sign()
+        core.send_heartbeat()
     core.looks.wait()
     assert core.failures.empty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from array import array
@@ -10,13 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from nanovllm.engine import step_clock
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import Request
-from nanovllm.engine.step_clock import StepClock
+from nanovllm.engine.request import Ending, Request
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving import core_process, observer
@@ -126,7 +126,8 @@ def loop_updates(
 
     for command in commands:
         inbox.put(command)
-    CoreLoop(core, StepClock(core.executor.start()), inbox, send).run()
+    core.executor.start()
+    CoreLoop(core, inbox, send, contextlib.nullcontext()).run()
     return core, updates
 
 
@@ -134,23 +135,31 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
     return update.state is not None and bool(update.state.ended)
 
 
-@pytest.fixture
-def no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step_clock.FLOPS, "fake", 1.0)
-
-
-@pytest.mark.usefixtures("no_guess")
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
-    """Not with the next sign of life: until then its blocks would seem to be taken."""
+    """Not with the next idle update: until then its blocks would seem to be taken."""
     begin = time.monotonic()
     commands: list[Command] = [Add([request(0)]), Finish([0], "abort", is_wanted=False)]
     _, updates = loop_updates(commands, is_last=lambda update: True)
     assert time.monotonic() - begin < IDLE_SECONDS / 2
-    assert updates[0].stats is not None
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
 
 
-@pytest.mark.usefixtures("no_guess")
+def test_a_request_that_cannot_run_fails_alone() -> None:
+    """A core that replaced another may have less room than the front knew of."""
+    long = Request(7, array("i", range(400)), SamplingParams(max_tokens=1))
+    endings: list[Ending] = []
+
+    def is_last(update: CoreUpdate) -> bool:
+        endings.extend(update.step.endings)
+        return len(endings) == 2
+
+    loop_updates([Add([long, request(8)])], is_last)
+    refused, other = endings
+    assert (refused.seq_id, refused.finish_reason, refused.token_ids) == (7, "error", [])
+    assert "the prompt has 400 tokens" in str(refused.error)
+    assert (other.seq_id, other.finish_reason) == (8, "length")
+
+
 @pytest.mark.parametrize("watch", [[], [Watch(True)]], ids=["alone", "watched"])
 def test_a_loop_at_rest_gives_memory_back_once(
     watch: list[Command], monkeypatch: pytest.MonkeyPatch
@@ -170,7 +179,31 @@ def test_a_loop_at_rest_gives_memory_back_once(
     assert len(updates) > 5  # it has worked before
 
 
-@pytest.mark.usefixtures("no_guess")
+def test_an_idle_loop_captures_graphs_between_looks_for_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=1, is_paced=False)
+    executor: Any = core.executor
+    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    num_plans: list[int] = []  # that were run before each capture
+
+    def capture_one() -> bool:
+        assert not core.has_unfinished
+        num_plans.append(len(executor.plans))
+        if len(num_plans) == 2:
+            inbox.put(Add([request(1)]))
+        return len(num_plans) < 4
+
+    executor.capture_one = capture_one
+    monkeypatch.setattr(core_process, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(core_process, "give_back", lambda: inbox.put(None))
+    inbox.put(Add([request(0)]))
+    executor.start()
+    CoreLoop(core, inbox, lambda update: None, contextlib.nullcontext()).run()
+    first, second, third, fourth = num_plans
+    assert 0 < first == second < third == fourth
+
+
 def test_the_loop_shows_every_step_and_ending() -> None:
     _, updates = loop_updates([Watch(True), Add([request(0), request(1)])], has_shown_an_end)
     states = [update.state for update in updates if update.state is not None]
@@ -184,7 +217,6 @@ def test_the_loop_shows_every_step_and_ending() -> None:
         assert min(step.schedule, step.submit, step.wait, step.commit, step.device) >= 0
 
 
-@pytest.mark.usefixtures("no_guess")
 def test_no_snapshots_are_sent_when_nobody_is_subscribed() -> None:
     commands = [Watch(True), Watch(True), Watch(False), Watch(False), Add([request(0)])]
     commands.append(Finish([7], "abort"))

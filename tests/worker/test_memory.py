@@ -21,7 +21,7 @@ from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import cpu
 from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker import worker
+from nanovllm.worker import memory, worker
 from nanovllm.worker.memory import check_device, count_needs
 from nanovllm.worker.tables import SlotTables
 from tests.checkpoints import TinyCheckpoint
@@ -124,7 +124,8 @@ def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.Monk
         LLM(tiny("llama").path, skip_tokenizer_init=True, device="cpu", dtype="float32")
 
 
-def test_workers_of_a_cluster_need_nothing_of_this_machine() -> None:
+def test_workers_of_a_cluster_need_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "find_spec", lambda name: object())  # Ray need not be installed
     config = EngineConfig("any", tensor_parallel_size=2, device="cpu")
     assert check_device(config) is not None
     assert check_device(replace(config, distributed_executor_backend="ray")) is None

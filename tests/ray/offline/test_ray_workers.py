@@ -32,7 +32,7 @@ def executor() -> Iterator[MultiprocExecutor]:
 
     from nanovllm.executor.ray_workers import RayWorkers
 
-    executor = make_executor(meeting, workers=RayWorkers())
+    executor = make_executor(meeting, workers=RayWorkers(), step_timeout=5.0)
     executor.start()
     yield executor
     executor.close()
@@ -96,7 +96,9 @@ def test_answers_come_in_order_until_a_worker_raises(executor: MultiprocExecutor
 def test_a_hang_is_noticed(executor: MultiprocExecutor) -> None:
     executor.submit(orders(Order.MEET, NOBODY)).result()  # the first step may take longer
     pending = executor.submit(orders(Order.MEET, 1))
-    with pytest.raises(WorkerError, match=r"no worker answered a step for .* s: one of them hangs"):
+    with pytest.raises(
+        WorkerError, match=r"no worker returned from a step for .* s: one of them hangs"
+    ):
         pending.result()
 
 
