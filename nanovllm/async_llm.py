@@ -25,10 +25,9 @@ from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
-from nanovllm.serving.core_records import CoreStats, Finish, total
+from nanovllm.serving.core_records import CoreStats, EngineState, Finish, total
 from nanovllm.serving.replica import Core, Replica
 from nanovllm.serving.routing import PrefixRouter
-from nanovllm.serving.state_records import EngineNews
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,14 +185,14 @@ class AsyncLLM:
         assert output is not None
         return embedding_of(output, normalize)
 
-    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
-        """Yield the state of one replica, then what changes, until the caller leaves."""
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
+        """Yield snapshots of one replica as it changes, until the caller leaves."""
         replica = self.replicas[engine]
         if replica.error is not None:
             raise _copy(replica.error)
-        async with contextlib.aclosing(replica.viewers.look()) as news:
-            async for each in news:
-                yield each
+        async with contextlib.aclosing(replica.viewers.look()) as states:
+            async for state in states:
+                yield state
 
     def abort(self, seq_id: int | str) -> None:
         """End a request now, by its seq_id or request_id.

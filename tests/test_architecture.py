@@ -23,7 +23,7 @@ ORDER = """
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.llm_engine
-    < serving.speeds < serving.engine_thread, serving.core_process
+    < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
     < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
     engine_options
     < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
@@ -66,8 +66,6 @@ WIRE = ("engine.step",)
 # What a front may know of a core in another process; imports no torch either.
 CLIENT = (
     "serving.core_records",
-    "serving.state_records",
-    "serving.observer",
     "serving.viewers",
     "serving.routing",
     "serving.restarts",

@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine.watching_cost [--rows 64] [--step-ms 5]
 
-The device does nothing, so that all time is the host's: scheduling, and telling what changed,
-packed for the socket. The least of some rounds counts. Steps of `--step-ms` are what a device
+The device does nothing, so that all time is the host's: scheduling, and snapshots, packed for the
+socket. The least of some rounds counts. Steps of `--step-ms` are what a device
 would take; the bar is 2% of them.
 """
 
@@ -15,19 +15,10 @@ import time
 
 from benchmarks.engine.scheduler_cost import decoding_core
 from nanovllm.serving.core_records import CoreStats
-from nanovllm.serving.observer import Observer, TimedExecutor
+from nanovllm.serving.observer import SECONDS_BETWEEN, take_snapshot
 
 NUM_STEPS = 400
 ROUNDS = 7
-
-
-class FakeClock:
-    """Moves on by the time of a step, so that news come as often as they would."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def main() -> None:
@@ -48,25 +39,15 @@ def main() -> None:
 def seconds(num_rows: int, step_ms: float, is_watched: bool) -> float:
     """CPU seconds of a step of steady decode."""
     core = decoding_core(num_rows)
-    clock = FakeClock()
-    observer = Observer(core.scheduler, clock) if is_watched else None
-    if observer is not None:
-        core.executor = TimedExecutor(core.executor, observer.timer)
+    steps_between = round(SECONDS_BETWEEN / (step_ms / 1000))
     for _ in range(5):
         core.step()
     begin = time.process_time()
     for step in range(NUM_STEPS):
-        if observer is None:
-            core.step()
-            continue
-        clock.now = step * step_ms / 1000
-        observer.timer.begin()
-        taken = core.step()
-        observer.timer.end()
-        observer.end(taken.endings)
-        news = observer.news(CoreStats(num_running=num_rows, num_decode_tokens=step))
-        if news is not None:
-            pickle.dumps(news, pickle.HIGHEST_PROTOCOL)
+        core.step()
+        if is_watched and step % steps_between == 0:
+            stats = CoreStats(num_running=num_rows, num_decode_tokens=step)
+            pickle.dumps(take_snapshot(core, stats, 0.0), pickle.HIGHEST_PROTOCOL)
     return (time.process_time() - begin) / NUM_STEPS
 
 

@@ -45,6 +45,7 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._prefixes: list[Prefix | None] = [None] * num_blocks
         self.cached: dict[int, int] = {}  # hash -> block id
+        self.is_cached = bytearray(num_blocks)  # 1 for each block in `cached`
 
     @property
     def num_free(self) -> int:
@@ -134,6 +135,8 @@ class BlockManager:
         assert set(self._free) == {i for i, count in enumerate(ref_counts) if count == 0}
         cached = {p.key.hash: i for i, p in enumerate(self._prefixes) if p is not None}
         assert cached == self.cached, "the hash table and the blocks disagree"
+        cached_ids = {i for i, is_cached in enumerate(self.is_cached) if is_cached}
+        assert cached_ids == set(cached.values()), "the flags and the blocks disagree"
 
     def _shared_blocks(self, seq: Sequence, hits: list[int]) -> list[int] | None:
         """The whole blocks of a prompt that a sample takes from the first one, if that can be."""
@@ -185,6 +188,7 @@ class BlockManager:
         prefix = Prefix(key, parent)
         self._prefixes[block_id] = prefix
         self.cached[key.hash] = block_id
+        self.is_cached[block_id] = 1
         return prefix
 
     def _forget(self, block_id: int) -> None:
@@ -192,6 +196,7 @@ class BlockManager:
         if prefix is not None:
             del self.cached[prefix.key.hash]
             self._prefixes[block_id] = None
+            self.is_cached[block_id] = 0
 
     def _keys(self, seq: Sequence, num_full: int) -> list[BlockKey]:
         """Hash each full block once; may return more than `num_full`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
+from time import perf_counter
 
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
@@ -11,7 +11,10 @@ from nanovllm.engine.request import (
     Ending,
     FinishReason,
     Request,
+    SequenceEnd,
+    StepTiming,
     check_length,
+    microseconds,
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -20,6 +23,8 @@ from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
 from nanovllm.grammar.matching import BegunMasks, Grammars
 from nanovllm.pending import Pending
+
+MAX_RECORDED = 1024  # steps, and ended sequences
 
 
 class EngineCore:
@@ -45,7 +50,12 @@ class EngineCore:
         self.max_len = min(max_model_len, pool_len)
         self._is_pool_short = pool_len < max_model_len
         self._sequences: dict[int, Sequence] = {}
-        self._in_flight: deque[tuple[StepPlan, Pending[StepResult]]] = deque()
+        # Each plan, its result and the time when it was submitted.
+        self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
+        self._last_result_time = 0.0
+        # The newest steps and ended sequences; a snapshot takes them.
+        self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
+        self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
         self._masks: BegunMasks | None = None
         self._failure: str | None = None
 
@@ -77,15 +87,20 @@ class EngineCore:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
         self.raise_if_failed()
         try:
+            begin = perf_counter()
             self._send_masks()
             plan = self.scheduler.schedule()
+            scheduled = perf_counter()
             if plan is not None:
-                self._in_flight.append((plan, self.executor.submit(plan)))
+                self._in_flight.append((plan, self.executor.submit(plan), scheduled))
                 if len(self._in_flight) == 1:
                     self._begin_masks()
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
                 self._send_masks()
-                return self._commit(*self._in_flight.popleft())
+                return self._collect(begin, scheduled)
+            if plan is not None:
+                now = perf_counter()
+                self.timings.append(StepTiming(begin, scheduled, now, now, now, now))
         except BaseException as error:
             # Not the error itself: its traceback holds the engine, which would hold itself.
             self._failure = repr(error)
@@ -118,8 +133,31 @@ class EngineCore:
         if self._failure is not None:
             raise EngineError(f"the engine failed earlier and cannot go on: {self._failure}")
 
-    def _commit(self, plan: StepPlan, pending: Pending[StepResult]) -> CoreStep:
-        updated = self.scheduler.commit(plan, pending.result())
+    def _collect(self, begin: float, scheduled: float) -> CoreStep:
+        """Wait for the oldest step in flight, commit it and record the timing of this call."""
+        plan, pending, submit_time = self._in_flight.popleft()
+        submitted = perf_counter()
+        result = pending.result()
+        result_time = perf_counter()
+        step = self._commit(plan, result)
+        self.timings.append(
+            StepTiming(
+                begin,
+                scheduled,
+                submitted,
+                result_time,
+                perf_counter(),
+                max(submit_time, self._last_result_time),  # the device runs one step at a time
+                step.num_prefill_tokens,
+                step.num_decode_tokens,
+                len(plan.counts),
+            )
+        )
+        self._last_result_time = result_time
+        return step
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> CoreStep:
+        updated = self.scheduler.commit(plan, result)
         if self._in_flight:
             self._begin_masks()
         streaming = [
@@ -140,7 +178,7 @@ class EngineCore:
 
     def _begin_masks(self) -> None:
         """Compute the masks of the oldest step in flight: all tokens before it are known by now."""
-        plan, _ = self._in_flight[0]
+        plan = self._in_flight[0][0]
         if len(plan.masked_rows):
             assert self.grammars is not None
             matchers = self.scheduler.matchers(plan)
@@ -152,21 +190,33 @@ class EngineCore:
         if begun is not None:
             assert self.grammars is not None
             masks, late = self.grammars.finish(begun)
-            plan, _ = self._in_flight[0]
+            plan = self._in_flight[0][0]
             self.scheduler.postpone(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None
         del self._sequences[seq.seq_id]
+        token_ids, end_time = seq.output_token_ids, perf_counter()
+        self.ended.append(
+            SequenceEnd(
+                seq.seq_id,
+                seq.finish_reason,
+                len(token_ids),
+                microseconds(seq.start_time),
+                microseconds(seq.first_token_time),
+                microseconds(end_time),
+                microseconds(seq.request.arrival_time),
+            )
+        )
         return Ending(
             seq.seq_id,
-            seq.output_token_ids,
+            token_ids,
             seq.finish_reason,
             seq.num_cached,
             seq.start_time,
             seq.first_token_time,
-            time.perf_counter(),
+            end_time,
             list(seq.prompt_logprobs),  # a step in flight may still add to them
             seq.pooled,
             seq.error,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nanovllm.engine.step import Pooling, Vector
 from nanovllm.errors import PromptTooLongError
@@ -83,3 +83,36 @@ class CoreStep:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each new token
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+
+
+class StepTiming(NamedTuple):
+    """Times of one call of `EngineCore.step`, in seconds of `time.perf_counter`.
+
+    The counts are those of the step whose result the call collected; 0 without one.
+    """
+
+    begin: float
+    scheduled: float
+    submitted: float
+    has_result: float
+    end: float
+    device_begin: float  # when that step could begin
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_rows: int = 0
+
+
+class SequenceEnd(NamedTuple):
+    """The times of a finished sequence, in microseconds of `time.perf_counter`."""
+
+    seq_id: int
+    reason: FinishReason
+    num_new_tokens: int
+    start: int  # of its first step; 0 when there was none
+    first_token: int  # 0 when there was none
+    end: int
+    arrival: int
+
+
+def microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -19,8 +19,7 @@ from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.ray.records import Call, EngineCounts, RemoteEngine
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats, total
-from nanovllm.serving.state_records import EngineNews
+from nanovllm.serving.core_records import CoreStats, EngineState, total
 
 LOOK_SECONDS = 2.0  # between looks at all engines
 WAIT_SECONDS = 10.0  # for their answers
@@ -69,15 +68,15 @@ class RemoteLLM:
         async with contextlib.aclosing(self._answer("embed", call, normalize)) as outputs:
             return await anext(outputs)
 
-    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
-        """Yield the state of the engine with that number, then what changes."""
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
+        """Yield snapshots of the engine with that number as it changes."""
         found = [each.engine_id for each in self.replicas if each.number == engine]
         if not found:
             raise EngineError(f"engine {engine} is no longer running")
         call = Call(engine_id=found[0])
-        async with contextlib.aclosing(self._items("watch", call)) as news:
-            async for each in news:
-                yield each
+        async with contextlib.aclosing(self._items("watch", call)) as states:
+            async for state in states:
+                yield state
 
     async def follow(self) -> None:
         """Look at all engines, again and again."""

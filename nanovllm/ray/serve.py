@@ -34,7 +34,7 @@ from nanovllm.ray.records import Call, EngineCounts, EngineFacts
 from nanovllm.ray.remote_llm import RemoteLLM
 from nanovllm.server.app import make_app
 from nanovllm.server.service import Service
-from nanovllm.serving.state_records import EngineNews
+from nanovllm.serving.core_records import EngineState
 
 HEALTH_SECONDS = 2.0  # between checks; Serve replaces an engine that fails three in a row
 DRAIN_SECONDS = 60.0  # for the answers of an engine that is no longer needed
@@ -114,10 +114,10 @@ class Engine:
         self._end_if_failed()
         yield await self._llm.embed(call.token_ids, normalize=normalize)
 
-    async def watch(self, call: Call) -> AsyncGenerator[EngineNews, None]:
-        async with contextlib.aclosing(self._llm.watch()) as news:
-            async for each in news:
-                yield each
+    async def watch(self, call: Call) -> AsyncGenerator[EngineState, None]:
+        async with contextlib.aclosing(self._llm.watch()) as states:
+            async for state in states:
+                yield state
 
     async def counts(self) -> EngineCounts:
         await self.check_health()

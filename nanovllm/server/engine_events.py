@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import fields
@@ -15,14 +16,13 @@ from nanovllm.server.answer import Event
 from nanovllm.server.errors import ApiError, to_json
 from nanovllm.server.model import Model
 from nanovllm.server.trace import Trace
-from nanovllm.serving.core_records import CoreStats
-from nanovllm.serving.state_records import EngineNews, EngineState
+from nanovllm.serving.core_records import CoreStats, EngineState
 
 MAX_TRACE_SECONDS = 60.0
 
 
 class EngineEvents:
-    """A snapshot, then changes, for as long as the client reads; of any engine that answers."""
+    """Snapshots for as long as the client reads; of any engine that answers."""
 
     end = b""
     is_large = False
@@ -41,10 +41,9 @@ class EngineEvents:
         self._place = {"engine": engine, "engines": numbers}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing(self._llm.watch(self._engine)) as news:
-            async for each in news:
-                event = as_event(each)
-                yield {**event, **self._place} if isinstance(each, EngineState) else event
+        async with contextlib.aclosing(self._llm.watch(self._engine)) as states:
+            async for state in states:
+                yield {**as_event(state), **self._place}
 
     def encode(self, event: Event) -> bytes:
         return b"data: " + to_json(event) + b"\n\n"
@@ -76,9 +75,9 @@ class TraceAnswer:
     async def _record(self, trace: Trace) -> None:
         """Add what an engine does; one of several may be lost before or meanwhile."""
         try:
-            async with contextlib.aclosing(self._llm.watch(trace.engine)) as news:
-                async for each in news:
-                    trace.add(each)
+            async with contextlib.aclosing(self._llm.watch(trace.engine)) as states:
+                async for state in states:
+                    trace.add(state)
         except NanovllmError:
             if self._llm.error is not None:
                 raise
@@ -87,9 +86,12 @@ class TraceAnswer:
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def as_event(news: EngineNews) -> Event:
+def as_event(state: EngineState) -> Event:
     """Rows stay rows: lists in the order of their records' fields."""
-    event: dict[str, Any] = {field.name: getattr(news, field.name) for field in fields(news)}
-    stats = event["stats"]
-    event["stats"] = {field.name: getattr(stats, field.name) for field in fields(CoreStats)}
-    return {"kind": "state" if isinstance(news, EngineState) else "change", **event}
+    event = _fields(state)
+    cached = base64.b64encode(state.cached).decode()
+    return {"kind": "state", **event, "cached": cached, "stats": _fields(state.stats)}
+
+
+def _fields(record: EngineState | CoreStats) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -10,8 +10,7 @@ from nanovllm.engine.front import Front
 from nanovllm.errors import NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats
-from nanovllm.serving.state_records import EngineNews
+from nanovllm.serving.core_records import CoreStats, EngineState
 
 
 class OneEngine(Protocol):
@@ -73,5 +72,5 @@ class Model(Protocol):
     async def embed(self, prompt: Any, *, normalize: bool = True) -> EmbeddingOutput:
         """Return the embedding of a prompt."""
 
-    def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+    def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
         """Yield the state of the replica with that number, then what changes."""

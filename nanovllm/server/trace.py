@@ -1,36 +1,35 @@
-"""A Chrome trace of what watchers are told: the host's parts of steps, the device's, requests."""
+"""A Chrome trace of snapshots: the host's parts of steps, the device's, requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nanovllm.engine.request import SequenceEnd
 from nanovllm.server.answer import Event
-from nanovllm.serving.state_records import EngineNews, SequenceEnd, StepState
+from nanovllm.serving.core_records import EngineState, StepState
 
 HOST, DEVICE, REQUESTS = 1, 2, 3
 NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
 
 class Trace:
-    """Collects news; `events` are in the format that ui.perfetto.dev and chrome://tracing read."""
+    """Collects snapshots; `events` are in the format of ui.perfetto.dev and chrome://tracing."""
 
     def __init__(self, engine: int = 0) -> None:
         self.engine = engine
         self._end = 0
         self._steps: list[StepState] = []
         self._ended: list[SequenceEnd] = []
-        self._arrivals: dict[int, int] = {}  # of all that were seen
         self._running: dict[int, int] = {}  # when the unfinished ones were first seen to run
 
-    def add(self, news: EngineNews) -> None:
-        for seq in news.sequences:
-            self._arrivals[seq.seq_id] = seq.arrival
+    def add(self, state: EngineState) -> None:
+        for seq in state.sequences:
             if seq.status == "running":
-                self._running.setdefault(seq.seq_id, news.time)
-        self._end = news.time
-        self._steps += news.steps
-        self._ended += news.ended
-        for end in news.ended:
+                self._running.setdefault(seq.seq_id, state.time)
+        self._end = state.time
+        self._steps += state.steps
+        self._ended += state.ended
+        for end in state.ended:
             self._running.pop(end.seq_id, None)
 
     def events(self, is_alone: bool = True) -> Iterator[Event]:
@@ -50,8 +49,6 @@ class Trace:
         begin = step.begin
         for name in ("schedule", "submit", "wait", "commit"):
             duration = getattr(step, name)
-            if name == "wait":  # the parts after it end with the turn; masks may come before
-                begin = max(begin, step.device_begin + step.device - duration)
             yield self._span(HOST, 1, name, begin, duration)
             begin += duration
         counts = {
@@ -65,8 +62,7 @@ class Trace:
             yield {**counter, "ts": step.device_begin}
 
     def _ending_events(self, end: SequenceEnd) -> Iterator[Event]:
-        begin = self._arrivals.get(end.seq_id, end.start) or end.end
-        start, first = end.start or end.end, end.first_token or end.end
+        begin, start, first = end.arrival, end.start or end.end, end.first_token or end.end
         args = {"finish reason": end.reason, "tokens": end.num_new_tokens}
         whole = self._span(REQUESTS, end.seq_id, f"sequence {end.seq_id}", begin, end.end - begin)
         yield {**whole, "args": args}

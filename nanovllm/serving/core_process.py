@@ -29,7 +29,7 @@ from nanovllm.serving.core_records import (
     StartCore,
     Watch,
 )
-from nanovllm.serving.observer import Observer, TimedExecutor
+from nanovllm.serving.observer import Observer
 
 IDLE_SECONDS = 1.0  # between updates while there is nothing to do
 
@@ -93,7 +93,7 @@ class CoreLoop:
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._observer: Observer | None = None  # while somebody watches
+        self._observer: Observer | None = None  # while a client is subscribed
         self._is_at_rest = self._is_capturing = self._is_over = False
 
     def run(self) -> None:
@@ -102,12 +102,12 @@ class CoreLoop:
             step = CoreStep([], [], [])
             if self.core.has_unfinished:
                 with self.timer:
-                    step = self._step()
+                    step = self.core.step()
             self._num_prefill_tokens += step.num_prefill_tokens
             self._num_decode_tokens += step.num_decode_tokens
             step, stats = replace(step, endings=[*endings, *step.endings]), self._stats()
-            news = None if self._observer is None else self._observer.news(stats)
-            self.send(CoreUpdate(step, stats, news))
+            state = None if self._observer is None else self._observer.snapshot(stats)
+            self.send(CoreUpdate(step, stats, state))
 
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
@@ -134,8 +134,6 @@ class CoreLoop:
                 found = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
                 ended = [ending for ending in found if ending is not None]
                 has_freed = True
-                if self._observer is not None:
-                    self._observer.end(ended)
                 if command.is_wanted:
                     endings += ended
         return endings
@@ -161,34 +159,20 @@ class CoreLoop:
             give_back()
             self._is_at_rest = True
 
-    def _step(self) -> CoreStep:
-        observer = self._observer
-        if observer is None:
-            return self.core.step()
-        observer.timer.begin()
-        step = self.core.step()
-        observer.timer.end()
-        observer.end(step.endings)
-        return step
-
     def _watch(self, is_on: bool) -> None:
-        core, observer = self.core, self._observer
-        if not is_on and observer is not None:
-            observer.close()
-            assert isinstance(core.executor, TimedExecutor)
-            core.executor, self._observer = core.executor.executor, None
-        elif is_on and observer is not None:
-            observer.restart()
-        elif is_on:
-            self._observer = Observer(core.scheduler)
-            core.executor = TimedExecutor(core.executor, self._observer.timer)
+        if not is_on:
+            self._observer = None
+        elif self._observer is None:
+            self._observer = Observer(self.core)
+        else:
+            self._observer.restart()
 
     def _idle_seconds(self) -> float:
         if self._is_capturing:
             return 0.0
         if self._observer is None:
             return IDLE_SECONDS
-        return self._observer.seconds_to_news(at_most=IDLE_SECONDS)
+        return self._observer.seconds_to_snapshot(at_most=IDLE_SECONDS)
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import Literal, NamedTuple
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import CoreStep, FinishReason, Request
+from nanovllm.engine.request import CoreStep, FinishReason, Request, SequenceEnd
 from nanovllm.engine.step import ExecutorInfo
 
-if TYPE_CHECKING:
-    from nanovllm.serving.state_records import EngineNews
+# A waiting sequence that ran before is preempted; a postponed one waits for a mask of its grammar.
+SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Show the engine's state from now on, from the whole of it; or no more."""
+    """Send snapshots of the engine's state from now on, or no more."""
 
     is_on: bool
 
@@ -69,10 +69,54 @@ def total(stats: list[CoreStats]) -> CoreStats:
     return CoreStats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
 
+class SequenceState(NamedTuple):
+    seq_id: int
+    status: SequenceStatus
+    num_prompt_tokens: int
+    max_len: int  # where it ends, prompt included
+    num_cached: int  # prompt tokens that it found in the cache
+    num_computed: int
+    num_tokens: int  # prompt and answer, as far as the host knows them
+    arrival: int
+    block_ids: list[int]
+
+
+class StepState(NamedTuple):
+    """Timing of one call of `EngineCore.step`, and the step whose result it collected, if any."""
+
+    begin: int
+    schedule: int  # durations of the parts of the call
+    submit: int  # with computing the masks of grammars
+    wait: int
+    commit: int
+    device_begin: int
+    device: int  # from when the step could begin until its result was there
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_rows: int  # 0 without a result
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """A snapshot of an engine. Times are microseconds of the clock of `time.perf_counter`."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    sequences: list[SequenceState]  # all that run, and those in `queue`
+    queue: list[int]  # the first ones that wait; `stats` counts all
+    cached: bytes  # for each block 1 if it holds a prefix that others may share, in use or not
+    steps: list[StepState]  # since the last snapshot
+    ended: list[SequenceEnd]  # since the last snapshot
+    stats: CoreStats
+    time: int
+
+
 @dataclass(frozen=True, slots=True)
 class CoreUpdate:
     """The result of a step, or an empty one every second while the core is idle."""
 
     step: CoreStep
     stats: CoreStats
-    news: EngineNews | None = None  # for those who watch
+    state: EngineState | None = None  # while a client is subscribed

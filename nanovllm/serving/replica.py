@@ -91,8 +91,8 @@ class Replica:
     def _update(self, update: CoreUpdate) -> None:
         """In the core's thread: note how it is, and hand its step on."""
         self.stats = update.stats
-        if update.news is not None:
-            self.viewers.push(update.news)
+        if update.state is not None:
+            self.viewers.push(update.state)
         self._on_step(self, update.step)
 
     def _fail(self, error: NanovllmError) -> None:

@@ -15,13 +15,12 @@ from nanovllm.errors import NanovllmError
 from nanovllm.grammar.matching import Vocabulary
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats
-from nanovllm.serving.state_records import EngineNews, EngineState
+from nanovllm.serving.core_records import CoreStats, EngineState
 from nanovllm.serving.viewers import Viewers
 from tests.server.byte_model import byte_tokenizer
 
 STATS = CoreStats(num_blocks=64, num_free_blocks=64)
-IDLE = EngineState(64, 16, 8, 512, [], [], [], [], [], STATS, 0)
+IDLE = EngineState(64, 16, 8, 512, [], [], bytes(64), [], [], STATS, 0)
 
 
 @dataclass
@@ -95,13 +94,13 @@ class FakeLLM:
     def replicas(self) -> list[FakeLLM]:
         return [self, *self.others]
 
-    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineNews, None]:
+    async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
         replica = self.replicas[engine]
         if replica.error is not None:
             raise replica.error
-        async with contextlib.aclosing(replica.viewers.look()) as news:
-            async for each in news:
-                yield each
+        async with contextlib.aclosing(replica.viewers.look()) as states:
+            async for state in states:
+                yield state
 
     def close(self, reason: NanovllmError | None = None) -> None:
         self.error = reason

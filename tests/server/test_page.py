@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
@@ -16,16 +17,12 @@ import anyio
 import httpx
 import pytest
 
+from nanovllm.engine.request import SequenceEnd
 from nanovllm.errors import EngineError
 from nanovllm.server import engine_events
 from nanovllm.server.page_files import FOLDER, TYPES
 from nanovllm.server.trace import Trace
-from nanovllm.serving.state_records import (
-    EngineChange,
-    EngineNews,
-    SequenceEnd,
-    SequenceState,
-)
+from nanovllm.serving.core_records import EngineState, SequenceState
 from tests.server.fake_llm import IDLE, FakeLLM
 from tests.server.running import Running, running
 
@@ -94,9 +91,9 @@ def test_events_and_traces_need_a_key(guarded: Running) -> None:
     assert first_event(guarded, authorization="Bearer secret")["kind"] == "state"
 
 
-def test_events_begin_with_the_state_and_follow_a_request(server: Running) -> None:
+def test_events_are_snapshots_that_follow_a_request(server: Running) -> None:
     body = {"prompt": [9] * 50, "max_tokens": 400, "ignore_eos": True}
-    kinds, tokens, ended = [], 0, []
+    tokens, ended = 0, []
     with server.http.stream("GET", "/engine/events") as response:
         thread = threading.Thread(target=lambda: server.post("/v1/completions", **body))
         thread.start()
@@ -104,15 +101,13 @@ def test_events_begin_with_the_state_and_follow_a_request(server: Running) -> No
             if not line:
                 continue
             event = json.loads(line.removeprefix("data: "))
-            kinds.append(event["kind"])
-            if event["kind"] == "change":
-                tokens += sum(step[7] + step[8] for step in event["steps"])
-                ended += event["ended"]
+            assert event["kind"] == "state"
+            assert len(base64.b64decode(event["cached"])) == event["num_blocks"]
+            tokens += sum(step[7] + step[8] for step in event["steps"])
+            ended += event["ended"]
             if ended:
                 break
         thread.join()
-    assert kinds[0] == "state"
-    assert set(kinds[1:]) == {"change"}
     assert tokens > 100
     assert ended[0][1:3] == ["length", 400]
 
@@ -126,10 +121,10 @@ def test_a_trace_has_host_device_and_requests(
     scopes: list[anyio.CancelScope] = []
 
     class WatchedTrace(Trace):
-        def add(self, news: EngineNews) -> None:
-            super().add(news)
+        def add(self, state: EngineState) -> None:
+            super().add(state)
             has_begun.set()
-            if isinstance(news, EngineChange) and news.ended:
+            if state.ended:
                 has_ended.set()
 
     def move_on_when_cancelled(seconds: float) -> anyio.CancelScope:
@@ -164,7 +159,7 @@ def test_a_trace_has_host_device_and_requests(
 def test_a_trace_begins_with_the_oldest_request() -> None:
     """Perfetto drops events of negative times."""
     old = SequenceState(7, "running", 5, 16, 0, 5, 6, 1_000, [1])
-    end = SequenceEnd(7, "length", 11, 1_500, 2_000, 9_000)
+    end = SequenceEnd(7, "length", 11, 1_500, 2_000, 9_000, 1_000)
     llm = FakeLLM(idle=replace(IDLE, sequences=[old], ended=[end], time=8_000))
     with running(llm) as server:
         events = server.http.get("/trace?seconds=0.2").json()["traceEvents"]

@@ -16,17 +16,13 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.server.engine_events import as_event
-from nanovllm.serving.observer import Observer, TimedExecutor
-from nanovllm.serving.state_records import SequenceState
-from tests.engine.test_fuzz import build_core, make_requests, make_sequences
+from nanovllm.serving.core_records import SequenceState
 from tests.server.browser import LIVE, Tabs, answers, browser, say, wait_for, wait_for_answer
 from tests.server.byte_model import make_byte_model
 from tests.server.fake_llm import IDLE, FakeLLM
 from tests.server.running import Running, running
 from tests.server.test_operations import wait_until
-from tests.serving.state_changes import apply
-from tests.serving.test_observer import Clock, snapshot, stats_of
+from tests.serving.test_observer import recorded
 
 pytestmark = pytest.mark.slow
 SYSTEM = "You answer every question in one short sentence, and you never guess. " * 3
@@ -291,7 +287,7 @@ def test_the_map_shows_what_the_engine_says(tabs: Tabs, server: Running) -> None
 def test_a_large_pool_is_zoomed_to_the_blocks_in_use(tabs: Tabs) -> None:
     held, cached = [5, 15_000, 15_001], [9_000, 19_999]
     sequence = SequenceState(1, "running", 40, 100, 0, 41, 41, 0, held)
-    idle = replace(IDLE, num_blocks=20_000, sequences=[sequence], cached=cached)
+    idle = replace(IDLE, num_blocks=20_000, sequences=[sequence], cached=flags(20_000, cached))
     with served(tabs, FakeLLM(idle=idle)) as server:
         page = tabs.open(server.url)
         page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
@@ -308,10 +304,14 @@ def test_a_large_pool_is_zoomed_to_the_blocks_in_use(tabs: Tabs) -> None:
         assert page.locator("#map-detail").inner_text().startswith("Block 19999: cached")
 
 
+def flags(num_blocks: int, cached: list[int]) -> bytes:
+    return bytes(block in cached for block in range(num_blocks))
+
+
 def test_the_map_shows_more_blocks_in_smaller_cells(tabs: Tabs) -> None:
     held = list(range(0, 20_000, 2))
     sequence = SequenceState(1, "running", 40, 100, 0, 41, 41, 0, held)
-    idle = replace(IDLE, num_blocks=40_000, sequences=[sequence])
+    idle = replace(IDLE, num_blocks=40_000, sequences=[sequence], cached=bytes(40_000))
     with served(tabs, FakeLLM(idle=idle)) as server:
         page = tabs.open(server.url)
         page.evaluate("async () => { window.own = (await import('/page/main.js')).engine; }")
@@ -339,19 +339,18 @@ FREE_PIXEL = "[...own.map.drawing.context.getImageData(3, 3, 1, 1).data]"
 
 
 def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
-    """Of a pool so small that sequences are preempted, at the first change that shows one."""
-    sent, steps, state = [], [], None
-    for news, _ in recorded(1):
-        sent.append(news)
-        state = apply(state, news)
-        steps += [step for step in getattr(news, "steps", []) if step.num_rows]
+    """Of a pool so small that sequences are preempted, at the first snapshot that shows one."""
+    sent, steps = [], []
+    for _, state in recorded(random.Random(4)):
+        sent.append(state)
+        steps += [step for step in state.steps if step.num_rows]
         if any(seq.status == "preempted" for seq in state.sequences):
             break
     llm = FakeLLM()
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
-        for news in sent:
-            llm.viewers.push(news)
+        for each in sent:
+            llm.viewers.push(each)
         number = state.stats.num_preemptions
         page.wait_for_selector(f"#preemptions:text-is('{number} preempted so far')")
         chips = page.locator("#queue li")
@@ -367,7 +366,7 @@ def test_the_queue_and_the_steps_show_what_the_stream_says(tabs: Tabs) -> None:
 
 
 def test_one_of_several_engines_is_chosen(tabs: Tabs) -> None:
-    llm = FakeLLM(others=[FakeLLM(idle=replace(IDLE, num_blocks=32))])
+    llm = FakeLLM(others=[FakeLLM(idle=replace(IDLE, num_blocks=32, cached=bytes(32)))])
     with served(tabs, FakeLLM()) as server:
         assert tabs.open(server.url).locator("#engines").is_hidden()
     with served(tabs, llm) as server:
@@ -594,46 +593,3 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, canv
   .filter((each) => !each.closest("#numbers canvas") && !(each.getAttribute("aria-label")
     || each.labels?.length || each.textContent.trim() || each.closest("dl")))
   .map((each) => each.outerHTML)"""
-
-
-def test_the_page_applies_changes_as_the_engine_means_them(tabs: Tabs) -> None:
-    """What its code makes of a stream equals fresh snapshots, preemption and sharing included."""
-    with served(tabs, FakeLLM()) as server:
-        page = tabs.open(server.url)
-        for seed in range(10):
-            pairs = [(as_event(news), as_event(whole)) for news, whole in recorded(seed)]
-            assert page.evaluate(APPLY, json.loads(json.dumps(pairs))) == []
-
-
-APPLY = """async (pairs) => {
-  const { apply } = await import("/page/state.js");
-  const plain = ({ sequences, queue, cached, stats }) => JSON.stringify([
-    [...sequences.values()].sort((one, other) => one.id - other.id),
-    queue, [...cached].sort(), stats,
-  ]);
-  let state = null;
-  return pairs.filter(([news, whole]) => {
-    state = apply(state, news);
-    return plain(state) !== plain(apply(null, whole));
-  });
-}"""
-
-
-def recorded(seed: int) -> Iterator[tuple[Any, Any]]:
-    rng = random.Random(seed)
-    core = build_core(num_blocks=12, num_slots=4, budget=7, caching=True, depth=1, is_paced=False)
-    sequences = make_sequences(make_requests(rng))
-    clock = Clock()
-    observer = Observer(core.scheduler, clock)
-    core.executor = TimedExecutor(core.executor, observer.timer)
-    while sequences or core.has_unfinished:
-        while sequences and rng.random() < 0.5:
-            core.add(sequences.pop(0).request)
-        observer.timer.begin()
-        endings = core.step().endings
-        observer.timer.end()
-        observer.end(endings)
-        clock.now += rng.choice([0.0, 0.1])
-        news = observer.news(stats_of(core))
-        if news is not None:
-            yield news, replace(snapshot(core), time=news.time)

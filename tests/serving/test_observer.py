@@ -1,4 +1,4 @@
-"""A watcher who applies the changes to the snapshot knows what a fresh snapshot says."""
+"""Snapshots show what the scheduler holds, at most ten times a second, with every step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import random
 import time
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +19,12 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import Ending, Request
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving import core_process
+from nanovllm.serving import core_process, observer
 from nanovllm.serving.core_process import IDLE_SECONDS, Command, CoreLoop
-from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, Finish, Watch
-from nanovllm.serving.observer import SECONDS_BETWEEN, Observer, TimedExecutor
-from nanovllm.serving.state_records import EngineChange, EngineState
-from nanovllm.serving.viewers import MAX_UNREAD, Viewers
+from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, EngineState, Finish, Watch
+from nanovllm.serving.observer import SECONDS_BETWEEN, Observer, take_snapshot
+from nanovllm.serving.viewers import Viewers
 from tests.engine.test_fuzz import build_core, make_requests, make_samples, make_sequences
-from tests.serving.state_changes import apply, comparable
 
 
 def stats_of(core: EngineCore) -> CoreStats:
@@ -37,24 +37,10 @@ def stats_of(core: EngineCore) -> CoreStats:
     )
 
 
-def snapshot(core: EngineCore) -> EngineState:
-    blocks = core.scheduler.blocks
-    table = blocks.cached
-    news = Observer(core.scheduler).news(stats_of(core))
-    blocks.cached = table
-    assert isinstance(news, EngineState)
-    return news
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def watched_run(rng: random.Random, caching: bool, depth: int) -> tuple[EngineCore, int, int]:
-    """Compare at every change; return the core, how many there were, and the most shared blocks."""
+def recorded(
+    rng: random.Random, caching: bool = True, depth: int = 1
+) -> Iterator[tuple[EngineCore, EngineState]]:
+    """Run random requests through a small pool, and take a snapshot after every step."""
     requests = make_requests(rng)
     core = build_core(
         num_blocks=rng.choice([9, 12, 20]),
@@ -65,70 +51,60 @@ def watched_run(rng: random.Random, caching: bool, depth: int) -> tuple[EngineCo
         is_paced=False,
     )
     sequences = make_sequences(requests, make_samples(rng, requests))
-    clock = Clock()
-    observer = Observer(core.scheduler, clock)
-    core.executor = TimedExecutor(core.executor, observer.timer)
-    state, num_changes, num_shared = None, 0, 0
     while sequences or core.has_unfinished:
         while sequences and rng.random() < 0.5:
             core.add(sequences.pop(0).request)
         if rng.random() < 0.05 and core.has_unfinished:
-            ending = core.finish(rng.choice(list(core._sequences)), "abort")
-            observer.end([ending])
-        observer.timer.begin()
-        step = core.step()
-        observer.timer.end()
-        observer.end(step.endings)
-        clock.now += rng.choice([0.0, 0.02, SECONDS_BETWEEN])
-        if rng.random() < 0.02:
-            observer.restart()
-        if (news := observer.news(stats_of(core))) is None:
-            continue
-        state = apply(state, news)
-        assert comparable(state) == comparable(snapshot(core))
-        holders = [i for seq in state.sequences for i in seq.block_ids]
-        blocks = core.scheduler.blocks
-        assert len(set(holders)) == blocks.num_blocks - blocks.num_free
-        num_shared = max(num_shared, len(holders) - len(set(holders)))
-        if isinstance(news, EngineChange):
-            num_changes += 1
-    return core, num_changes, num_shared
+            core.finish(rng.choice(list(core._sequences)), "abort")
+        core.step()
+        yield core, take_snapshot(core, stats_of(core), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("caching", "depth"),
-    [
-        (True, 0),
-        (False, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 0))),
-    ],
-)
-def test_changes_add_up_to_a_fresh_snapshot(depth: int, caching: bool) -> None:
-    num_preemptions = num_changes = num_shared = 0
+@pytest.mark.parametrize(("caching", "depth"), [(True, 0), (False, 1), (True, 1)])
+def test_snapshots_show_every_block_sequence_and_ending(depth: int, caching: bool) -> None:
+    num_preemptions = num_shared = num_cached = 0
     for seed in range(60):
-        core, changes, shared = watched_run(random.Random(seed), caching, depth)
-        num_preemptions += core.scheduler.num_preemptions
-        num_changes += changes
-        num_shared = max(num_shared, shared)
+        ended = []
+        for core, state in recorded(random.Random(seed), caching, depth):
+            scheduler, blocks = core.scheduler, core.scheduler.blocks
+            holders = Counter(i for seq in state.sequences for i in seq.block_ids)
+            assert len(holders) == blocks.num_blocks - blocks.num_free
+            cached = [i for i, is_cached in enumerate(state.cached) if is_cached]
+            assert cached == sorted(blocks.cached.values())
+            running = [seq.seq_id for seq in state.sequences if seq.status == "running"]
+            assert running == list(scheduler.running)
+            assert state.queue == [seq.seq_id for seq in scheduler.waiting]
+            assert {seq.seq_id for seq in state.sequences} == {*running, *state.queue}
+            ended += [end.seq_id for end in state.ended]
+            num_shared = max(num_shared, *holders.values(), 0)
+            num_cached = max(num_cached, len(cached))
+        assert sorted(ended) == list(range(10))
+        num_preemptions += scheduler.num_preemptions
     assert num_preemptions > 20
-    assert num_changes > 300
-    assert num_shared > 0
+    assert num_shared > 1
+    assert (num_cached > 0) == caching
 
 
-def test_news_are_thinned_and_stop_when_nothing_changes() -> None:
+def test_snapshots_are_thinned_and_stop_when_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     core = build_core(num_blocks=20, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
-    clock = Clock()
-    observer = Observer(core.scheduler, clock)
-    assert isinstance(observer.news(stats_of(core)), EngineState)
+    now = 100.0
+    monkeypatch.setattr(observer, "time", SimpleNamespace(perf_counter=lambda: now))
+    watching = Observer(core)
+    assert watching.seconds_to_snapshot(at_most=1.0) == 0.0
+    assert watching.snapshot(stats_of(core)) is not None
     core.add(request(0))
     core.step()
-    assert observer.news(stats_of(core)) is None
-    assert observer.seconds_to_news(at_most=1.0) == pytest.approx(SECONDS_BETWEEN)
-    clock.now += 2 * SECONDS_BETWEEN
-    assert isinstance(observer.news(stats_of(core)), EngineChange)
-    clock.now += 2 * SECONDS_BETWEEN
-    assert observer.news(stats_of(core)) is None
-    assert observer.seconds_to_news(at_most=1.0) == 1.0
+    assert watching.snapshot(stats_of(core)) is None
+    assert watching.seconds_to_snapshot(at_most=1.0) == pytest.approx(SECONDS_BETWEEN)
+    now += 2 * SECONDS_BETWEEN
+    assert watching.snapshot(stats_of(core)) is not None
+    now += 2 * SECONDS_BETWEEN
+    assert watching.snapshot(stats_of(core)) is None
+    assert watching.seconds_to_snapshot(at_most=1.0) == 1.0
+    watching.restart()
+    assert watching.snapshot(stats_of(core)) is not None
 
 
 def request(seq_id: int, num_tokens: int = 6) -> Request:
@@ -156,7 +132,7 @@ def loop_updates(
 
 
 def has_shown_an_end(update: CoreUpdate) -> bool:
-    return isinstance(update.news, EngineChange) and bool(update.news.ended)
+    return update.state is not None and bool(update.state.ended)
 
 
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
@@ -229,75 +205,58 @@ def test_an_idle_loop_captures_graphs_between_looks_for_requests(
 
 
 def test_the_loop_shows_every_step_and_ending() -> None:
-    core, updates = loop_updates([Watch(True), Add([request(0), request(1)])], has_shown_an_end)
-    news = [update.news for update in updates if update.news is not None]
-    state, *changes = news
-    assert isinstance(state, EngineState)
-    for change in changes:
-        state = apply(state, change)
-    assert state.sequences == []
-    assert sorted(end.seq_id for change in changes for end in change.ended) == [0, 1]
-    steps = [step for change in changes for step in change.steps]
+    _, updates = loop_updates([Watch(True), Add([request(0), request(1)])], has_shown_an_end)
+    states = [update.state for update in updates if update.state is not None]
+    assert states[-1].sequences == []
+    assert sorted(end.seq_id for state in states for end in state.ended) == [0, 1]
+    steps = [step for state in states for step in state.steps]
     shown = sum(step.num_prefill_tokens + step.num_decode_tokens for step in steps)
     ran = sum(u.step.num_prefill_tokens + u.step.num_decode_tokens for u in updates if u.step)
-    assert 0 < shown <= ran
+    assert 0 < shown == ran
     for step in steps:
         assert min(step.schedule, step.submit, step.wait, step.commit, step.device) >= 0
-    assert isinstance(core.executor, TimedExecutor)
 
 
-def test_nothing_is_left_of_the_observer_when_nobody_looks() -> None:
+def test_no_snapshots_are_sent_when_nobody_is_subscribed() -> None:
     commands = [Watch(True), Watch(True), Watch(False), Watch(False), Add([request(0)])]
     commands.append(Finish([7], "abort"))
-    core, updates = loop_updates(commands, lambda update: update.step and update.step.endings)
-    assert all(update.news is None for update in updates)
-    assert not isinstance(core.executor, TimedExecutor)
-    assert type(core.scheduler.blocks.cached) is dict
+    _, updates = loop_updates(commands, lambda update: update.step and update.step.endings)
+    assert all(update.state is None for update in updates)
 
 
-def test_a_viewer_who_falls_behind_gets_the_state_anew() -> None:
-    core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=0, is_paced=False)
-    state, asked = snapshot(core), []
-    change = EngineChange([], [], [], [], None, [], [], [], [], state.stats, 0)
+def test_a_slow_subscriber_gets_the_newest_snapshot_and_every_step() -> None:
+    states = [state for _, state in recorded(random.Random(1))][:8]
+    asked = []
 
     async def look() -> None:
         viewers = Viewers(asked.append)
-        news = viewers.look()
-        first = asyncio.ensure_future(anext(news))
+        shown = viewers.look()
+        first = asyncio.ensure_future(anext(shown))
         await asyncio.sleep(0)
-        viewers.push(change)  # of a state that it does not know
-        viewers.push(state)
-        assert await first is state
-        for _ in range(MAX_UNREAD + 1):
-            viewers.push(change)
+        viewers.push(states[0])
+        assert await first is states[0]
+        for state in states[1:]:
+            viewers.push(state)
         await asyncio.sleep(0)
-        second = asyncio.ensure_future(anext(news))
-        await asyncio.sleep(0)
-        assert asked == [True, True]
-        viewers.push(state)
-        assert await second is state
+        late = await anext(shown)
+        assert late.sequences == states[-1].sequences
+        assert late.steps == [step for state in states[1:] for step in state.steps]
+        assert late.ended == [end for state in states[1:] for end in state.ended]
         viewers.fail(EngineError("it died"))
         with pytest.raises(EngineError, match="it died"):
-            await anext(news)
-        assert asked == [True, True, False]
+            await anext(shown)
+        assert asked == [True, False]
 
     asyncio.run(look())
 
 
-def test_who_joins_takes_no_step_from_those_who_watched_before() -> None:
+def test_a_new_subscriber_takes_no_step_from_the_others() -> None:
     core = build_core(num_blocks=20, num_slots=4, budget=32, caching=True, depth=0, is_paced=False)
-    clock = Clock()
-    observer = Observer(core.scheduler, clock)
-    core.executor = TimedExecutor(core.executor, observer.timer)
-    assert observer.news(stats_of(core)) is not None
+    watching = Observer(core)
     core.add(request(0, num_tokens=1))
-    observer.timer.begin()
-    step = core.step()
-    observer.timer.end()
-    observer.end(step.endings)
-    observer.restart()
-    clock.now += 2 * SECONDS_BETWEEN
-    state = observer.news(stats_of(core))
-    assert isinstance(state, EngineState)
-    assert [taken.num_prefill_tokens for taken in state.steps] == [10]
+    core.step()
+    watching.restart()
+    state = watching.snapshot(stats_of(core))
+    assert state is not None
+    assert [step.num_prefill_tokens for step in state.steps] == [10]
     assert [end.seq_id for end in state.ended] == [0]

@@ -33,7 +33,7 @@ export class BlockMap {
       const rows = new Set();
       for (const block of held.keys()) rows.add(Math.floor(block / columns));
       if (rows.size > room && size !== ZOOM_SIZES.at(-1)) continue;
-      for (const block of [...cached].reverse()) if (rows.size < room) rows.add(Math.floor(block / columns));
+      for (let block = numBlocks - 1; block >= 0 && rows.size < room; block -= 1) if (cached[block]) rows.add(Math.floor(block / columns));
       for (let row = 0; rows.size < room; row += 1) rows.add(row);
       this.setGrid(size, columns, [...rows].slice(0, room).sort((one, other) => one - other));
       return;
@@ -73,7 +73,7 @@ export class BlockMap {
     const [x, y, wide] = this.box(block);
     const side = size - gap;
     if (!owners) {
-      context.fillStyle = this.state.cached.has(block) ? colors.cached : colors.free;
+      context.fillStyle = this.state.cached[block] ? colors.cached : colors.free;
       context.globalAlpha = this.chosen === null ? 1 : 0.4;
       context.fillRect(x, y, wide, side);
       context.globalAlpha = 1;

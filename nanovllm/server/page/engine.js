@@ -38,9 +38,10 @@ export class Engine {
     this.controller?.abort();
     if (document.hidden) return;
     const controller = (this.controller = new AbortController());
+    this.place = ""; // which engine of which ones
     try {
       for await (const event of events(`engine/events${this.query}`, { signal: controller.signal })) {
-        if (event.kind === "state") this.begin(event);
+        this.setEngine(event);
         this.state = apply(this.state, event);
         this.setStatus("live", "live");
         this.drawSoon();
@@ -52,8 +53,11 @@ export class Engine {
     }
   }
 
-  /** Forget what another engine showed, and offer all that there are. */
-  begin({ engine, engines }) {
+  /** Offer all engines that there are, and forget what another one showed. */
+  setEngine({ engine, engines }) {
+    const place = JSON.stringify([engine, engines]);
+    if (place === this.place) return; // the list may be open
+    this.place = place;
     if (engine !== this.number) {
       this.number = engine;
       this.state = null;

@@ -1,4 +1,4 @@
-// The engine's state as its stream tells it: the whole once, then changes. Nothing here draws.
+// The engine's state from the snapshots of its stream. Nothing here draws.
 
 const SEQUENCE = ["id", "status", "prompt", "most", "cached", "computed", "tokens", "arrival", "blocks"];
 const STEP = ["begin", "schedule", "submit", "wait", "commit", "deviceBegin", "device", "prompt", "answer", "rows"];
@@ -6,42 +6,21 @@ export const MAX_STEPS = 400;
 
 const named = (names, row) => Object.fromEntries(names.map((name, i) => [name, row[i]]));
 
-/** The state after an event; the old one is not used any more. */
+/** The state after an event, which is a whole snapshot; only steps are kept from the old one. */
 export function apply(state, event) {
-  if (event.kind === "state") {
-    return {
-      numBlocks: event.num_blocks,
-      blockSize: event.block_size,
-      maxSeqs: event.max_num_seqs,
-      maxTokens: event.max_num_batched_tokens,
-      sequences: new Map(event.sequences.map((row) => [row[0], named(SEQUENCE, row)])),
-      queue: event.queue,
-      cached: new Set(event.cached),
-      steps: withSteps(state?.steps ?? [], event.steps),
-      stats: event.stats,
-      time: event.time,
-    };
-  }
-  for (const row of event.sequences) state.sequences.set(row[0], named(SEQUENCE, row));
-  for (let at = 0; at < event.progress.length; at += 3) {
-    const [id, computed, tokens] = event.progress.slice(at, at + 3);
-    Object.assign(state.sequences.get(id), { computed, tokens });
-  }
-  for (const [id, blocks] of event.grown) state.sequences.get(id).blocks.push(...blocks);
-  for (const id of event.gone) state.sequences.delete(id);
-  if (event.queue !== null) state.queue = event.queue;
-  for (const id of event.cached) state.cached.add(id);
-  for (const id of event.uncached) state.cached.delete(id);
-  withSteps(state.steps, event.steps);
-  state.stats = event.stats;
-  state.time = event.time;
-  return state;
-}
-
-function withSteps(steps, rows) {
-  steps.push(...rows.map((row) => named(STEP, row)));
-  steps.splice(0, steps.length - MAX_STEPS);
-  return steps;
+  const steps = event.steps.map((row) => named(STEP, row));
+  return {
+    numBlocks: event.num_blocks,
+    blockSize: event.block_size,
+    maxSeqs: event.max_num_seqs,
+    maxTokens: event.max_num_batched_tokens,
+    sequences: new Map(event.sequences.map((row) => [row[0], named(SEQUENCE, row)])),
+    queue: event.queue,
+    cached: Uint8Array.from(atob(event.cached), (flag) => flag.charCodeAt(0)), // 1 for a cached block
+    steps: [...(state?.steps ?? []), ...steps].slice(-MAX_STEPS),
+    stats: event.stats,
+    time: event.time,
+  };
 }
 
 export const running = (state) => [...state.sequences.values()].filter((each) => each.status === "running");
@@ -62,7 +41,7 @@ export function counts(state, held = holders(state)) {
   let shared = 0;
   for (const each of held.values()) shared += each.length > 1;
   let cached = 0;
-  for (const block of state.cached) cached += !held.has(block);
+  state.cached.forEach((isCached, block) => (cached += isCached && !held.has(block)));
   return { held: held.size, shared, cached, free: state.numBlocks - held.size - cached };
 }
 
@@ -74,7 +53,7 @@ export function filled(state, [sequence, index]) {
 export function describeBlock(state, block, held = holders(state)) {
   const owners = held.get(block) ?? [];
   if (owners.length === 0) {
-    return state.cached.has(block)
+    return state.cached[block]
       ? `Block ${block}: cached. Nobody holds it, and a prompt that begins the same way will take it over.`
       : `Block ${block}: free.`;
   }
