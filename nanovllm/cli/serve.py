@@ -225,8 +225,9 @@ def _add_operating_options(parser: argparse.ArgumentParser) -> None:
         help="for a whole answer (default: any time)")  # fmt: skip
     add("--shutdown-timeout", type=seconds(may_be_0=True), default=10.0, metavar="SECONDS",
         help="for answers under way when SIGTERM comes (default: %(default)s)")  # fmt: skip
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info",
-        help="info has requests and throughput (default: %(default)s)")  # fmt: skip
+    add("--log-level", choices=("debug", "info", "warning", "error"),
+        help="info has requests and throughput (default: info at a terminal or with --verbose, "
+        "else warning)")  # fmt: skip
     add("--restart-engine", action="store_true",
         help="start the engine anew when its process dies or hangs")  # fmt: skip
     add("--in-process", action="store_true",

@@ -44,7 +44,7 @@ class ApiRecord(BaseModel):
         for name in fields:
             if name not in known and name not in cls.NOT_BUILT:
                 context = {"name": name, "hint": suggestion(name, known)}
-                raise PydanticCustomError("unknown_field", "{name} is not supported{hint}", context)
+                raise PydanticCustomError("unknown_field", "is not supported", context)
         return {name: value for name, value in fields.items() if name not in cls.NOT_BUILT}
 
 
