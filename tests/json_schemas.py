@@ -60,7 +60,7 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
-def random_schema(seed: int) -> dict[str, Any]:
+def random_schema(seed: int, has_conditions: bool = True) -> dict[str, Any]:
     """A schema; about one of ten holds a part that must be refused."""
     rng = random.Random(seed)
     names = ["node", "Größe", "x~y"]
@@ -75,7 +75,7 @@ def random_schema(seed: int) -> dict[str, Any]:
     if rng.random() < 0.1:
         schema["properties"]["odd"] = rng.choice(REFUSED)
         schema.setdefault("required", []).append("odd")
-    if rng.random() < 0.3:
+    if has_conditions and rng.random() < 0.3:
         schema["properties"]["condition"] = rng.choice(CONDITIONS)
     if rng.random() < 0.5:
         schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

@@ -56,10 +56,6 @@ HOST = (
     "grammar.forms",
     "grammar.json_schema",
     "grammar.limits",
-    "grammar.json_disjoint",
-    "grammar.json_formats",
-    "grammar.json_keywords",
-    "grammar.json_negation",
 )
 # What executors and workers know of the engine.
 WIRE = ("engine.step",)

@@ -680,7 +680,7 @@ def test_generated_schemas_with_the_default_model(
 ) -> None:
     params, num_refused = [], 0
     for number in range(count(500)):
-        schema = random_schema(number)
+        schema = random_schema(number, has_conditions=False)
         if (refusal := refusal_of(smollm2, schema)) is not None:
             num_refused += 1
             assert re.search(r"'[\w$]+' at #|oneOf|nsatisfiable", refusal), refusal
@@ -697,5 +697,5 @@ def test_generated_schemas_with_the_default_model(
             validator = jsonschema.Draft202012Validator
             checked = validator(schema, format_checker=validator.FORMAT_CHECKER)
             assert checked.is_valid(json.loads(output.text)), (schema, output.text)
-    assert num_refused <= count(500) / 4
+    assert num_refused <= max(0.15 * count(500), 10)
     assert num_ended >= len(params) / 4

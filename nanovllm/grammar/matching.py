@@ -391,6 +391,8 @@ def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
 def refusal(reason: str) -> GrammarError:
     if "coerce_one_of" in reason:  # an option of llguidance's, which is not offered
         reason = "the options of 'oneOf' are not plainly disjoint"
+    if reason.startswith("circular references"):
+        reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"
     if reason.startswith("regex parse error"):
         reason = f"a 'pattern' is no regular expression: {reason}"
     return GrammarError(f"structured_outputs cannot be enforced: {reason.strip()}")

@@ -43,7 +43,8 @@ class ApiRecord(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in fields:
             if name not in known and name not in cls.NOT_BUILT:
-                context = {"name": name, "hint": suggestion(name, known)}
+                shown = str(name).encode(errors="replace").decode()  # no unpaired surrogates
+                context = {"name": shown, "hint": suggestion(shown, known)}
                 raise PydanticCustomError("unknown_field", "is not supported", context)
         return {name: value for name, value in fields.items() if name not in cls.NOT_BUILT}
 

@@ -71,7 +71,7 @@ def wide(rng: random.Random) -> dict[str, Any]:
         {"json": {"allOf": [{"pattern": pattern + "." * i} for i in range(number % 40)]}},
         {"json": {"type": "integer", "multipleOf": number * rng.choice([1, 97])}},
         {"json": {"properties": each_of(texts, {}),
-                  "propertyNames": {"pattern": pattern}}},
+                  "patternProperties": {pattern: {}}}},
     ])  # fmt: skip
 
 

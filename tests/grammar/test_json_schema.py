@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote
 
 import jsonschema
 import numpy as np
@@ -15,10 +14,9 @@ import pytest
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.errors import RequestError
-from nanovllm.grammar.json_negation import Negation
 from nanovllm.grammar.json_schema import enforceable
 from nanovllm.grammar.matching import Grammars, Matcher, Vocabulary
-from tests.json_schemas import random_schema
+from tests.json_schemas import CONDITIONS, random_schema
 
 VOCAB_SIZE, EOS = 49152, 2
 
@@ -34,110 +32,96 @@ def grammars(tokenizer: Any) -> Grammars:
     return Grammars(lambda: vocabulary, VOCAB_SIZE)
 
 
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 REFUSED: list[tuple[str, Any]] = [
-    ("uniqueItems", {"type": "array", "uniqueItems": True}),
-    ("uniqueItems", {"items": {"enum": [*range(9)]}, "uniqueItems": True}),
-    ("uniqueItems", {"items": {"enum": [*range(10_000)]}, "uniqueItems": True}),
-    ("uniqueItems", {"prefixItems": [{}], "items": {"enum": [1, 2]}, "uniqueItems": True}),
-    ("uniqueItems", {"items": {"enum": ["a", 1]}, "uniqueItems": True}),
-    ("uniqueItems", {"items": {"enum": ["a", "b"], "maxLength": 1}, "uniqueItems": True}),
-    ("uniqueItems", {"uniqueItems": True, "items": {"enum": [1, 2]}, "minItems": "1"}),
-    ("not", {"properties": {"a": {"not": {"pattern": "a"}}}}),
-    ("not", {"not": {}}),
-    ("not", {"type": ["string", "null"], "not": {"type": "string", "pattern": "^_"}}),
-    ("not", {"type": ["array", "null"], "not": {"type": "array", "items": {"const": 1}}}),
-    ("not", {"type": "number", "not": {"type": "integer"}}),
-    ("not", {"type": ["object", "null"], "not": {"type": "object", "maxProperties": 1}}),
-    ("not", {"type": ["number", "null"], "not": {"type": "number", "multipleOf": 1}}),
-    ("not", {"type": ["array", "null"], "not": {"type": "array", "contains": {}}}),
-    ("not", {"type": ["integer", "null"], "not": {"type": "number", "multipleOf": 3}}),
+    ("'uniqueItems' at # ", {"type": "array", "uniqueItems": True}),
+    ("'not' at #/properties/a ", {"properties": {"a": {"not": {"pattern": "a"}}}}),
+    ("'not' at # ", {"not": {}}),
+    ("'if' at # ", {"if": {"multipleOf": 3}, "then": {"const": 1}}),
+    ("'contains' at # ", {"contains": {"type": "null"}}),
+    ("'propertyNames' at # ", {"propertyNames": {"format": "date"}}),
+    ("'dependentRequired' at # ", {"dependentRequired": {"a": ["b"]}}),
+    ("'dependentSchemas' at # ", {"dependentSchemas": {"a": {"minProperties": 2}}}),
+    ("'dependencies' at # ", {"dependencies": {"a": ["b"]}}),
+    ("'unevaluatedProperties' at # ", {"unevaluatedProperties": False}),
+    ("'unevaluatedItems' at # ", {"unevaluatedItems": False}),
+    ("'$dynamicRef' at # ", {"$dynamicRef": "#a"}),
+    ("'$ref' at # ", {"$ref": "other.json#/a"}),
+    ("'$ref' at # ", {"$ref": "#name"}),
+    ("'$ref' at # ", {"$ref": 5}),
+    ("'$ref' at #/$defs/missing ", {"$ref": "#/$defs/missing"}),
+    ("'$ref' at # .*finite", {"$ref": "#"}),
+    ("finite", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    ("finite", {"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
     (
-        "if",
+        "'$ref' at #/$defs/b .*finite",
         {
-            "type": ["integer", "null"],
-            "if": {"type": "number", "multipleOf": 3},
-            "then": {"minimum": 10},
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "a": {"type": ["object", "null"], "properties": {"b": {"$ref": "#/$defs/b"}}},
+                "b": {
+                    "type": "object",
+                    "properties": {"b": {"$ref": "#/$defs/c"}},
+                    "required": ["b"],
+                },
+                "c": {"allOf": [{"$ref": "#/$defs/b"}]},
+            },
         },
     ),
-    ("not", {"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": "a"}}),
-    ("if", {"if": {"multipleOf": 3}, "then": {"const": 1}}),
-    (
-        "if",
-        {
-            "type": "object",
-            "if": {"properties": {"a": {"pattern": "^x"}}, "required": ["a"]},
-            "then": {"required": ["b"]},
-        },
-    ),
-    ("contains", {"contains": {"type": "null"}}),
-    ("propertyNames", {"propertyNames": {"format": "date"}}),
-    ("propertyNames", {"propertyNames": {"pattern": "a"}, "patternProperties": {"b": {}}}),
-    (
-        "propertyNames",
-        {
-            "propertyNames": {"maxLength": 2},
-            "properties": {"a": {}},
-            "additionalProperties": {"type": "null"},
-        },
-    ),
-    ("dependentRequired", {"dependentRequired": ["a", "b"]}),
-    ("minProperties", {"dependentSchemas": {"a": {"minProperties": 2}}}),
-    ("unevaluatedProperties", {"unevaluatedProperties": False, "allOf": [{}]}),
-    ("unevaluatedItems", {"unevaluatedItems": False}),
-    ("$dynamicRef", {"$dynamicRef": "#a"}),
-    ("$ref", {"$ref": "other.json#/a"}),
-    ("$ref", {"$ref": "#/$defs/missing"}),
-    ("$ref", {"$ref": "#name"}),
-    ("$ref", {"$ref": "#"}),
-    ("$ref", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
-    ("$id", {"properties": {"a": {"$id": "x", "$ref": "#/b"}}, "b": {}}),
-    ("format", {"type": "string", "format": 5}),
-    ("pattern", {"pattern": "(?=a)b"}),
-    ("pattern", {"pattern": "\\bword"}),
-    ("pattern", {"pattern": "^\\D+$"}),
-    ("pattern", {"pattern": "[^\\w]"}),
+    ("'$id' at #/properties/a ", {"properties": {"a": {"$id": "x", "$ref": "#/b"}}, "b": {}}),
+    ("'format' at # ", {"type": "string", "format": 5}),
+    ("'pattern' at # ", {"pattern": "(?=a)b"}),
+    ("'pattern' at # ", {"pattern": "\\bword"}),
+    ("'pattern' at # ", {"pattern": "^\\D+$"}),
+    ("'pattern' at # ", {"pattern": "[^\\w]"}),
     ("is not supported", {"pattern": "^[\\p{L}\\p{N}_-]*$"}),
-    ("pattern", {"pattern": "[a-z&&[^b]]"}),
-    ("pattern", {"pattern": "(a)\\1"}),
-    ("pattern", {"pattern": "("}),
-    ("patternProperties", {"patternProperties": {"(?!a)": {}}}),
-    ("oneOf", {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}),
-    ("oneOf", {"oneOf": [{"type": "string", "format": f} for f in ("ipv4", "ipv6")]}),
-    ("oneOf", {"oneOf": [{"type": kind} for kind in ("integer", "number", "null")]}),
-    ("multipleOf", {"type": "number", "multipleOf": 0.01}),
-    ("minProperties", {"type": "object", "minProperties": 2}),
+    ("'pattern' at # ", {"pattern": "[a-z&&[^b]]"}),
+    ("'pattern' at # ", {"pattern": "(a)\\1"}),
+    ("'pattern' at # ", {"pattern": ["a"]}),
+    ("'pattern'", {"pattern": "("}),
+    ("'patternProperties' at # ", {"patternProperties": {"(?!a)": {}}}),
+    ("disjoint", {"patternProperties": {"^a": {"const": 1}, "a$": {"const": 2}}}),
+    ("'oneOf'", {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}),
+    ("'oneOf'", {"oneOf": [{"type": kind} for kind in ("integer", "number", "null")]}),
+    ("'oneOf'", {"oneOf": [{"type": "object", "required": [name]} for name in "ab"]}),
+    ("'oneOf'", {"oneOf": [{}, {"type": "null"}]}),
     (
-        "'minProperties' at #/minProperties ",
-        {"minProperties": 1, "properties": {str(i): {} for i in range(100)}},
+        "'oneOf'.*'anyOf'",
+        {"type": "object", "properties": {"a": {"oneOf": [{"$ref": "#"}, {"type": "null"}]}}},
     ),
-    (
-        "'maxProperties' at #/items/maxProperties ",
-        {"items": {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}},
-    ),
-    ("minimum", {"type": "integer", "minimum": 10**19}),
+    ("'multipleOf' at # ", {"type": "number", "multipleOf": 0.01}),
+    ("'multipleOf' at # ", {"type": "number", "multipleOf": 0}),
+    ("'minProperties' at # ", {"type": "object", "minProperties": 2}),
+    ("maxProperties", {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}),
+    ("'minimum' at # ", {"type": "integer", "minimum": 10**19}),
+    ("'exclusiveMinimum' at # ", {"minimum": 1, "exclusiveMinimum": True}),
     ("minimum", {"type": "number", "minimum": 2, "maximum": 1}),
     ("minLength", {"type": "string", "minLength": 2, "maxLength": 1}),
-    ("const", {"const": 2**53 + 1}),
-    ("const", {"const": "nul\0"}),
-    ("enum", {"enum": [{"a\x1f": 1}]}),
-    ("enum", {"enum": []}),
+    ("'minLength' at # ", {"minLength": "2"}),
+    ("'const' at # ", {"const": 2**53 + 1}),
+    ("'const' at # ", {"const": "nul\0"}),
+    ("'enum' at # ", {"enum": [{"a\x1f": 1}]}),
+    ("'properties' at # ", {"properties": {"a\x1f": {}}}),
+    ("nsatisfiable", {"enum": []}),
     ("type", {"type": "text"}),
-    ("required", {"properties": {"a": {"required": True}}}),
-    ("prefixItems", {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}),
-    ("properties", {"properties": {"a": 5}}),
+    ("'required' at #/properties/a ", {"properties": {"a": {"required": True}}}),
+    ("'prefixItems' at # ", {"$schema": DRAFT_7, "prefixItems": [{}]}),
+    ("'a' at #/properties/a ", {"properties": {"a": 5}}),
+    ("'properties' at # ", {"properties": 5}),
+    ("'patternProperties' at # ", {"patternProperties": ["a"]}),
+    ("'anyOf' at # ", {"anyOf": {}}),
 ]
 
 
 @pytest.mark.parametrize(("keyword", "schema"), REFUSED)
 def test_refusals_name_the_keyword(grammars: Grammars, keyword: str, schema: Any) -> None:
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=keyword.replace("$", r"\$")):
         grammars.compile({"json": schema})
-    assert keyword in str(caught.value)
 
 
 def test_a_refusal_tells_where() -> None:
-    schema = {"properties": {"a/b": {"items": [{"uniqueItems": True}]}}}
-    with pytest.raises(RequestError, match="'uniqueItems' at #/properties/a~1b/items/0 "):
+    schema = {"properties": {"a/b": {"anyOf": [{"uniqueItems": True}]}}}
+    with pytest.raises(RequestError, match="'uniqueItems' at #/properties/a~1b/anyOf/0 "):
         enforceable(schema)
 
 
@@ -165,23 +149,46 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
         ['["a",null]'],
         ["[1]", '["a",1]'],
     ),
-    ({"minimum": 1, "exclusiveMinimum": True, "type": "integer"}, ["2"], ["1"]),
+    (
+        {"minimum": 0, "enum": [0, 1, 2], "maximum": 1},
+        ["0", "1"],
+        ["2"],
+    ),
+    (
+        {"items": [{}], "allOf": [{"type": "array"}], "additionalItems": False},
+        ["[]", "[1]"],
+        ["1", "[1,1]"],
+    ),
     ({"type": "number", "exclusiveMaximum": 100}, ["99.5"], ["100", "99.99999999999999999999"]),
     ({"type": "number", "exclusiveMaximum": 1}, ["0.9", "0.99", "-5"], ["1", "1.0"]),
-    ({"minimum": -0.25, "maximum": 99.95}, ["99.9", "-0.2", '"a"'], ["-0.3", "99.96"]),
-    ({"type": "number", "minimum": 0.91, "maximum": 0.999}, ["0.99"], ["0.9", "0.9999"]),
+    (
+        {"type": "number", "exclusiveMinimum": 98.0, "maximum": 98.5},
+        ["98.1", "98.000001", "98.5"],
+        ["98", "98.0", "98.00000000000000000001"],
+    ),
+    ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, ["-0.5", "-0.1"], ["0", "-0"]),
+    ({"type": ["integer", "null"], "exclusiveMinimum": 3}, ["4", "null"], ["3", "3.5"]),
+    ({"minimum": -0.25, "maximum": 99.95}, ["99.94", "-0.25", '"a"'], ["-0.3", "99.96"]),
     ({"type": "number", "maximum": 1.625, "multipleOf": 0.5}, ["1.5"], ["1.6", "1.62"]),
-    ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2023-02-29"', '"0000-01-01"']),
+    ({"type": "string", "format": "date"}, ['"2024-01-31"'], ['"2023-02-29"', '"0000-01-01"']),
+    (
+        {"type": "string", "format": "date-time", "pattern": "Z$"},
+        ['"2024-02-28T23:59:59Z"'],
+        ['"2024-02-28T23:59:60Z"', '"2024-02-28T23:59:59+01:00"'],
+    ),
+    ({"type": "string", "format": "idn-email"}, ['"a@b.c"'], ['"a"']),
+    ({"type": "string", "format": "uri-reference"}, ['"http://a.b/c"'], ['"\\\\"']),
+    ({"type": "string", "format": "of-our-own"}, ['"a"'], ["1"]),
     ({"type": "string", "pattern": "^\\S$"}, ['"é"'], ['" "', '"\\u001c"']),
     (
-        {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "$ref": "#/a",
-            "a": {"type": "null"},
-            "type": "string",
-        },
+        {"$schema": DRAFT_7, "$ref": "#/a", "a": {"type": "null"}, "type": "string"},
         ["null"],
         ['"a"'],
+    ),
+    (
+        {"$ref": "#/a", "a": {"type": ["null", "string"]}, "type": "string"},
+        ['"a"'],
+        ["null"],
     ),
     (
         {
@@ -194,139 +201,18 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
         ['{"k":"a"}', '{"k":"b","x":1}'],
         ["{}", '{"k":"c"}'],
     ),
-    ({"type": "integer", "format": "int32"}, ["2147483647"], ["2147483648"]),
-    ({"type": "string", "uniqueItems": True, "contains": {}}, ['"a"'], ["1"]),
-    ({"type": "array", "maxItems": 1, "uniqueItems": True}, ["[]", "[1]"], ["[1, 1]"]),
-    ({"items": {"enum": [1, 2]}, "maxItems": 1, "uniqueItems": True}, ["[2]"], ["[3]"]),
-    (
-        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True},
-        ["[]", '["a"]', '["b", "c"]', '["a","b","c"]'],
-        ['["a","a"]', '["a","b","a"]', '["d"]'],
-    ),
     (
         {
-            "type": ["array", "null"],
-            "items": {"$ref": "#/$defs/x"},
-            "minItems": 1,
-            "maxItems": 2,
-            "uniqueItems": True,
-            "$defs": {"x": {"type": "integer", "enum": [1, 2, 3, 2]}},
+            "anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}],
+            "$defs": {"list": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}},
         },
-        ["[1,3]", "[2]", "null"],
-        ["[]", "[1,2,3]", "[1,1]", "[4]", "1"],
-    ),
-    ({"type": "string", "format": "of-our-own"}, ['"a"'], ["1"]),
-    (
-        {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
-        ["{}", '{"c":1}'],
-        ['{"a":1}', '{"c":1,"b":2}'],
-    ),
-    (
-        {"type": "string", "not": {"enum": ["", "ab", "a.", "é"]}},
-        ['"a"', '"abc"', '"aé"', '"a\\n"'],
-        ['""', '"ab"', '"a."', '"é"'],
-    ),
-    ({"type": ["string", "null"], "not": {"type": "string"}}, ["null"], ['"a"']),
-    (
-        {
-            "properties": {"kind": {"enum": ["a", "b"]}, "size": {"type": "integer"}},
-            "required": ["kind"],
-            "if": {"properties": {"kind": {"const": "a"}}},
-            "then": {"required": ["size"]},
-            "else": {"properties": {"size": False}},
-            "type": "object",
-        },
-        ['{"kind":"a","size":1}', '{"kind":"b"}', '{"kind":"b","x":1}'],
-        ['{"kind":"a"}', '{"kind":"b","size":1}'],
-    ),
-    (
-        {
-            "type": "object",
-            "properties": {name: {"type": "integer"} for name in "abc"},
-            "dependentRequired": {"a": ["b"]},
-            "dependentSchemas": {"c": {"properties": {"b": {"const": 7}}}},
-        },
-        ["{}", '{"b":1}', '{"a":1,"b":2}', '{"b":7,"c":1}', '{"c":1}'],
-        ['{"a":1}', '{"b":1,"c":1}'],
-    ),
-    (
-        {
-            "type": "object",
-            "properties": {"no-name": {}, "ab": {"type": "null"}},
-            "propertyNames": {"pattern": "^[a-z]+$"},
-        },
-        ['{"ab":null}', '{"x":1}'],
-        ['{"ab":1}', '{"no-name":1}', '{"X":1}'],
-    ),
-    (
-        {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
-        ['{"a":1}'],
-        ['{"b":1}'],
-    ),
-    (
-        {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-        ['{"a":1}', '{"b":1,"c":2}'],
-        ["{}", '{"a":1,"b":1}'],
-    ),
-    (
-        {
-            "oneOf": [
-                {
-                    "type": "object",
-                    "properties": {name: {"type": "string"}},
-                    "additionalProperties": False,
-                }
-                for name in ("env", "file")
-            ]
-        },
-        ['{"env":"a"}', '{"file":"a"}'],
-        ["{}", '{"env":1}'],
-    ),
-    (
-        {
-            "oneOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "integer"}},
-            ]
-        },
-        ['"a"', '["a","b"]', "[1,2]"],
-        ["[]", '["a",1]'],
-    ),
-    (
-        {"oneOf": [{"type": "number", "maximum": 5}, {"type": "integer", "minimum": 3}]},
-        ["2.5", "6"],
-        ["4", "5"],
-    ),
-    ({"type": ["integer", "null"], "not": {"enum": [0, 2]}}, ["-1", "1", "3", "null"], ["0", "2"]),
-    (
-        {
-            "type": "object",
-            "properties": {"age": {"type": "integer"}, "guardian": {"type": "string"}},
-            "required": ["age"],
-            "if": {"properties": {"age": {"exclusiveMaximum": 18}}},
-            "then": {"required": ["guardian"]},
-        },
-        ['{"age":18}', '{"age":7,"guardian":"a"}'],
-        ['{"age":7}', '{"age":17}'],
-    ),
-    (
-        {
-            "type": "object",
-            "properties": {"id": {"type": "string"}},
-            "required": ["type"],
-            "oneOf": [
-                {"properties": {"type": {"enum": [kind]}, "of": {"pattern": f"^{kind}"}}}
-                for kind in ("a", "b")
-            ],
-        },
-        ['{"type":"a"}', '{"type":"b","of":"bc"}'],
-        ['{"of":"a"}', '{"type":"b","of":"a"}'],
+        ["null", "[]", "[[null]]"],
+        ["1", "[1]"],
     ),
     (
         {
             "$id": "https://x.org/a/b.json",
-            "items": {"$ref": "b.json#/$defs/c"},
+            "items": {"$ref": "https://x.org/a/b.json#/$defs/c"},
             "$defs": {
                 "c": {"$id": "#c", "type": "array", "items": {"$ref": "#/$defs/d"}},
                 "d": {"const": 1},
@@ -336,20 +222,31 @@ TAKEN: list[tuple[Any, list[Any], list[Any]]] = [
         ["[1]", "[[2]]"],
     ),
     (
-        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 1},
-        ['{"a":1}', '{"b":1}', '{"a":1,"b":2}', '{"a":1,"c":2}', '{"c":"x"}'],
-        ["{}", '{"a":"x"}'],
-    ),
-    (
         {
             "properties": {"a": {"type": "integer"}, "b": {}},
             "additionalProperties": False,
             "minProperties": 1,
-            "maxProperties": 2,
         },
         ['{"a":1}', '{"b":1}', '{"a":1,"b":2}', "5"],
         ["{}", '{"c":1}', '{"a":"x"}'],
     ),
+    (
+        {
+            "allOf": [
+                {"patternProperties": {"^x": {"type": "integer"}}},
+                {"additionalProperties": {"minimum": 5}},
+            ],
+            "type": "object",
+        },
+        ['{"x":6}', '{"y":6}'],
+        ['{"x":1}', '{"x":"a"}', '{"y":1}'],
+    ),
+    (
+        {"title": "a\0", "x-own": {"not": {}}, "deprecated": True, "uniqueItems": False},
+        ["[1, 1]"],
+        [" 1"],
+    ),
+    ({"const": {"k": 1}, "patternProperties": {"^x": {}}}, ['{"k":1}'], ['{"k":1,"x":1}']),
     (True, ["[1, null]"], [" 1"]),
 ]
 
@@ -367,64 +264,6 @@ def test_what_is_taken(
 
     assert [text for text in valid if not fits(text)] == []
     assert [text for text in invalid if fits(text)] == []
-
-
-def values_like(schema: Any, rng: random.Random) -> Iterator[Any]:
-    """Values that may fit a schema, or nearly."""
-    yield from (None, True, False, 0, 7, 2.5, "", "ab", "é", [], [1], {}, {"a": 1})
-    for part in [*_parts(schema)]:
-        yield from part.get("enum", ())
-        yield part.get("const")
-        names = [*part.get("properties", {})]
-        for _ in range(5):
-            chosen = rng.sample(names, rng.randint(0, len(names)))
-            yield {name: rng.choice([1, "a", None, True, [], {}]) for name in chosen}
-
-
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(schema, dict):
-        yield schema
-    if isinstance(schema, dict | list):
-        for each in schema.values() if isinstance(schema, dict) else schema:
-            yield from _parts(each)
-
-
-def test_a_value_fits_a_schema_or_its_negation_and_never_both() -> None:
-    rng, num_values = random.Random(0), 0
-    for schema in filter(is_taken, map(random_schema, range(60))):
-        negations = Negation(
-            lambda target, root=schema: resolve(root, target),
-            lambda part: part,
-            draft=10,
-        )
-        negation, lost = negations.of(schema), negations.lost(schema)
-        assert negation is not None
-        is_valid = jsonschema.Draft202012Validator(schema).is_valid
-        excludes = jsonschema.Draft202012Validator(negation).is_valid
-        for value in values_like(schema, rng):
-            if excludes(value):
-                num_values += 1
-                assert not is_valid(value), (schema, value)
-            elif not is_valid(value):
-                is_whole = type(value) is int
-                is_of_type = jsonschema.Draft202012Validator({"type": [*lost]}).is_valid
-                assert lost, (schema, value)
-                assert "integer" in lost if is_whole else is_of_type(value), (schema, value)
-    assert num_values > 600
-
-
-def is_taken(schema: Any) -> bool:
-    try:
-        enforceable(schema)
-    except RequestError:
-        return False
-    return True
-
-
-def resolve(root: Any, target: str) -> Any:
-    for step in target.split("/")[1:]:
-        root = root[unquote(step).replace("~1", "/").replace("~0", "~")]
-    return root
 
 
 def new_masks(num_rows: int, num_words: int) -> np.ndarray:
@@ -477,26 +316,48 @@ class Walker:
         return int(some[np.searchsorted(shares, rng.random() * shares[-1])])
 
 
+@pytest.fixture(scope="module")
+def walker(grammars: Grammars, tokenizer: Any) -> Walker:
+    return Walker(grammars, tokenizer)
+
+
+def test_random_texts_are_valid(walker: Walker) -> None:
+    assert check_schemas(walker, 12) <= 5
+
+
 @pytest.mark.slow
 @pytest.mark.endurance
-def test_every_random_text_is_valid(
-    grammars: Grammars, tokenizer: Any, count: Callable[[int], int]
-) -> None:
-    walker, num_schemas = Walker(grammars, tokenizer), count(2000)
-    num_refused = num_texts = 0
-    for seed in range(num_schemas):
-        schema = random_schema(10_000 + seed)
-        validator = jsonschema.Draft202012Validator(
-            schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-        )
-        try:
-            texts = [walker.walk(schema, seed), walker.walk(schema, -seed % 2**32)]
-        except RequestError:
-            num_refused += 1
-            continue
-        for text in texts:
-            if text is not None:
-                num_texts += 1
-                assert validator.is_valid(json.loads(text)), (seed, text)
-    assert num_refused <= num_schemas / 4
-    assert num_texts >= num_schemas / 2
+def test_every_random_text_is_valid(walker: Walker, count: Callable[[int], int]) -> None:
+    """Of few schemas, more than 15% may happen to be refused."""
+    assert check_schemas(walker, count(500)) <= max(0.15 * count(500), 10)
+
+
+def check_schemas(walker: Walker, num_schemas: int) -> int:
+    """Check three texts of each schema; return how many schemas are refused."""
+    schemas = [random_schema(seed, has_conditions=False) for seed in range(num_schemas)]
+    texts = [texts_of(walker, schema, seed) for seed, schema in enumerate(schemas)]
+    assert sum(len(some) for some in texts if some is not None) >= num_schemas
+    return texts.count(None)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: json.dumps(condition)[:60])
+def test_conditions_are_refused_or_enforced(walker: Walker, condition: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": condition}, "required": ["a"]}
+    texts_of(walker, {**schema, "additionalProperties": False}, seed=0)
+
+
+def texts_of(walker: Walker, schema: Any, seed: int) -> list[str] | None:
+    """Write three texts and check those that end; None if the schema is refused, by name."""
+    validator = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    try:
+        texts = [walker.walk(schema, 3 * seed + i) for i in range(3)]
+    except RequestError as error:
+        if not re.search(r"'[\w$]+' at #|oneOf|nsatisfiable", str(error)):
+            raise
+        return None
+    ended = [text for text in texts if text is not None]
+    for text in ended:
+        assert validator.is_valid(json.loads(text)), (seed, text)
+    return ended

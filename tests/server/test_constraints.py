@@ -71,7 +71,7 @@ def test_no_pattern_backtracks(
     server: Running, field: str, properties: dict[str, Any], pattern: str
 ) -> None:
     """Python's `re` would take for ever, and keep its lock."""
-    schema = {"properties": properties, "propertyNames": {"pattern": pattern}}
+    schema = {"properties": properties, "patternProperties": {pattern: {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     asked = {"response_format": form, "tools": [tool], "structured_outputs": {"json": schema}}
