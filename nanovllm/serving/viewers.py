@@ -26,8 +26,8 @@ class Viewers:
         viewer = Viewer()
         with self._lock:
             self._viewers[viewer] = None
-        self._watch(True)
         try:
+            self._watch(True)
             while (state := await viewer.next()) is not None:
                 yield state
         finally:
