@@ -72,7 +72,7 @@ class AsyncLLM:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas
         # Grammars that are slow to compile only delay requests that have one too.
-        self._compiling = ThreadPoolExecutor(4, "nanovllm-prepare")
+        self._compiling = ThreadPoolExecutor(16, "nanovllm-prepare")
         self._in_process = in_process
         options.setdefault("target_inter_token_ms", SERVING_TARGET_MS)
         given = engine_config(model, options)
@@ -263,12 +263,16 @@ class AsyncLLM:
         prepare = partial(self.front.prepare, *given)
         if _is_quick(one.content, params):
             live = prepare()
-        elif isinstance(params, SamplingParams) and params.structured_outputs is not None:
+        elif self._must_compile(params):
             live = await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)
         else:
             live = await asyncio.to_thread(prepare)
         check_length(live.samples[0].request, self.max_len)
         return live
+
+    def _must_compile(self, params: SamplingParams) -> bool:
+        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
+        return asked is not None and not self.front.grammars.is_compiled(asked)
 
     def _begin(self, live: Live, stream: Stream) -> None:
         """Send a request to the replica that has its prefix, or the least to do."""

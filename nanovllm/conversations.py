@@ -22,6 +22,12 @@ def prompts_of(front: Front, messages: Messages, **template_options: Any) -> lis
     tokenizer = front.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
+    shown = template_options.get("chat_template") or str(tokenizer.chat_template)
+    if template_options.get("tools") and "tools" not in shown:
+        raise RequestError(
+            "this model's chat template does not show tools to the model; pass another "
+            "chat_template, or leave out tools"
+        )
     special_tokens = tokenizer.special_tokens_map
     template = ChatTemplate(tokenizer.chat_template, special_tokens, **template_options)
     prompts, conversations = [], as_conversations(messages)

@@ -164,6 +164,12 @@ def test_chat_shows_tools_and_calls_to_them(llm: LLM) -> None:
         llm.chat(called, GREEDY)
 
 
+def test_chat_refuses_tools_that_the_template_cannot_show(llm: LLM) -> None:
+    kwargs = {"chat_template": "{{ messages[0].content }}"}
+    with pytest.raises(RequestError, match="does not show tools"):
+        llm.chat(ASK, GREEDY, tools=TOOLS, chat_template_kwargs=kwargs)
+
+
 def test_chat_streams(llm: LLM) -> None:
     [whole] = llm.chat(BEGUN, GREEDY, use_tqdm=False, continue_final_message=True, tools=TOOLS)
     pieces = list(llm.stream_chat(BEGUN, GREEDY, continue_final_message=True, tools=TOOLS))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
@@ -29,12 +30,14 @@ TOO_SLOW = (
     "structured_outputs cannot be enforced: it takes too long to compile; simplify the grammar or "
     "schema"
 )
+TOO_MANY = "structured_outputs: too many grammars are being compiled; try later"
 # Intersections of many expressions, and large multiples, may take hours and all memory.
-_RISKY = re.compile(r"\bpattern\b|&")
+_RISKY = re.compile(r"pattern|&")
 _MAX_RISKY = 8
 _LARGE_MULTIPLE = re.compile(r"multipleOf\W+[\d.]{0,20}(?:\d{5}|[eE])")
 _TRIAL = """
-import json, sys, threading
+import json, signal, sys, threading
+signal.alarm(10)  # it must end even if the parent does
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 def compile():
@@ -50,6 +53,7 @@ threading.Thread(target=compile).start()
 _RULE = re.compile(r'^[ \t]*[?!]?\w[^:"\n/]*:', re.MULTILINE)
 _starting = threading.Lock()  # the size of new stacks is a setting of the whole process
 _slots = threading.BoundedSemaphore(MAX_THREADS)
+_trials = threading.BoundedSemaphore(2)
 
 
 def check_text(text: str) -> None:
@@ -57,6 +61,8 @@ def check_text(text: str) -> None:
     _check("characters", len(text), MAX_CHARS)
     _check("rules", len(_RULE.findall(text)), MAX_RULES)
     _check("references", text.count('"$ref"'), MAX_REFERENCES)
+    if "%json" in text and "\\u" in text:  # could hide keywords from the checks below
+        raise GrammarError("structured_outputs: %json must not have \\u escapes")
 
 
 def check_schema(schema: Any) -> None:
@@ -68,10 +74,23 @@ def check_schema(schema: Any) -> None:
     check_text(json.dumps(schema, ensure_ascii=False))
 
 
+def is_risky(text: str) -> bool:
+    return len(_RISKY.findall(text)) > _MAX_RISKY or _LARGE_MULTIPLE.search(text) is not None
+
+
+@contextlib.contextmanager
+def trial_slot() -> Iterator[None]:
+    """Take part in the few trials that run at a time; raise GrammarError if there is no room."""
+    if not _trials.acquire(timeout=MAX_SECONDS):
+        raise GrammarError(TOO_MANY)
+    try:
+        yield
+    finally:
+        _trials.release()
+
+
 def try_compiling(text: str, tokenizer: Mapping[str, Any]) -> None:
     """Compile what may take very long in a process first: unlike a thread it can be killed."""
-    if len(_RISKY.findall(text)) <= _MAX_RISKY and not _LARGE_MULTIPLE.search(text):
-        return
     given = json.dumps({**tokenizer, "grammar": text, "stack_size": STACK_SIZE}).encode()
     command, seconds = [sys.executable, "-c", _TRIAL], START_SECONDS + MAX_SECONDS
     try:
@@ -96,7 +115,7 @@ def run_bounded(function: Callable[..., T], *args: Any) -> T:
 
     thread = threading.Thread(target=work, name="nanovllm-compile", daemon=True)
     if not _slots.acquire(timeout=MAX_SECONDS):
-        raise GrammarError("structured_outputs: too many grammars are being compiled; try later")
+        raise GrammarError(TOO_MANY)
     with _starting:
         size_before = threading.stack_size(STACK_SIZE)
         try:

@@ -6,7 +6,9 @@ i // 32 says whether token i may come next.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
 import threading
 import time
@@ -21,7 +23,7 @@ import numpy as np
 from nanovllm.engine.step import IntColumn
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.grammar.forms import grammar_text
-from nanovllm.grammar.limits import run_bounded, try_compiling
+from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compiling
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -140,6 +142,7 @@ class Grammars:
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Compiled] = OrderedDict()
+        self._known: OrderedDict[str, str] = OrderedDict()  # a request as JSON, its grammar's text
         self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
         self._tools: Tools | None = None
         self._memory: IntColumn | None = None  # of masks
@@ -147,11 +150,29 @@ class Grammars:
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
-        tokenizer = self._get_tools().tokenizer
-        text = run_bounded(grammar_text, asked, tokenizer)
-        if text not in self._cache:
-            try_compiling(text, self._get_tools().described)
-        return Grammar(text, self._compiled(text))
+        if (known := self._find(asked)) is not None:
+            return known
+        tools = self._get_tools()
+        text = run_bounded(grammar_text, asked, tools.tokenizer)
+        with trial_slot() if is_risky(text) else contextlib.nullcontext():
+            if is_risky(text) and text not in self._cache:
+                try_compiling(text, tools.described)
+            grammar = Grammar(text, self._compiled(text))
+        with self._lock:
+            self._known[json.dumps(asked)] = text
+            if len(self._known) > NUM_CACHED:
+                self._known.popitem(last=False)
+        return grammar
+
+    def is_compiled(self, asked: Mapping[str, Any]) -> bool:
+        return self._find(asked) is not None
+
+    def _find(self, asked: Mapping[str, Any]) -> Grammar | None:
+        """Return what the same request compiled before, without waiting for others."""
+        with self._lock:
+            text = self._known.get(json.dumps(asked))
+            compiled = None if text is None else self._cache.get(text)
+            return None if text is None or compiled is None else Grammar(text, compiled)
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
         """Return a matcher; where the grammar came from another process it is not ready at once."""

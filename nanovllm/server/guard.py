@@ -113,7 +113,7 @@ class Guard:
             if num_bytes > self._max_body_bytes:
                 raise HTTPException(413, f"the body is larger than {self._max_body_bytes} bytes")
             if num_commas > MAX_VALUES:
-                raise HTTPException(413, f"the body has more than {MAX_VALUES} values")
+                raise HTTPException(413, f"the body has more than {MAX_VALUES:,} values (commas)")
             return message
 
         return bounded

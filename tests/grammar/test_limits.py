@@ -61,6 +61,7 @@ def intersected(number: int) -> dict[str, Any]:
         ({"json": {"description": "é" * 65_537}}, "characters"),
         ({"json": {"pattern": "[" * 60_000}}, "'pattern' at # "),
         ({"regex": "[" * 60_000}, "invalid regex"),
+        ({"grammar": 'start: %json {"\\u0070attern": "a"}'}, "escapes"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -133,6 +134,27 @@ def test_only_so_many_are_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     may_end.set()
     monkeypatch.setattr(limits, "MAX_SECONDS", 60.0)
     assert limits.run_bounded(lambda: 5) == 5
+
+
+def test_a_grammar_that_was_compiled_waits_for_no_other(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"choice": ["yes", "no"]}
+    text = grammars.compile(asked).text
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "_slots", threading.BoundedSemaphore(1))
+    assert limits._slots.acquire()
+    assert grammars.is_compiled(asked)
+    assert grammars.compile(asked).text == text
+    with pytest.raises(GrammarError, match="too many"):
+        grammars.compile({"choice": ["other"]})
+
+
+def test_few_trials_run_at_a_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.01)
+    monkeypatch.setattr(limits, "_trials", threading.BoundedSemaphore(1))
+    with limits.trial_slot(), pytest.raises(GrammarError, match="too many"), limits.trial_slot():
+        pass
 
 
 def test_stacks_of_other_threads_keep_their_size() -> None:
