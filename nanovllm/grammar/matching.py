@@ -158,10 +158,11 @@ class Grammars:
             if is_risky(text) and text not in self._cache:
                 try_compiling(text, tools.described)
             grammar = Grammar(text, self._compiled(text))
-        with self._lock:
-            self._known[json.dumps(asked)] = text
-            if len(self._known) > NUM_CACHED:
-                self._known.popitem(last=False)
+        if (key := _key(asked)) is not None:
+            with self._lock:
+                self._known[key] = text
+                if len(self._known) > NUM_CACHED:
+                    self._known.popitem(last=False)
         return grammar
 
     def is_compiled(self, asked: Mapping[str, Any]) -> bool:
@@ -169,10 +170,12 @@ class Grammars:
 
     def _find(self, asked: Mapping[str, Any]) -> Grammar | None:
         """Return what the same request compiled before, without waiting for others."""
+        if (key := _key(asked)) is None:
+            return None
         with self._lock:
-            text = self._known.get(json.dumps(asked))
-            compiled = None if text is None else self._cache.get(text)
-            return None if text is None or compiled is None else Grammar(text, compiled)
+            text = self._known.get(key, "")
+            compiled = self._cache.get(text)
+        return None if compiled is None else Grammar(text, compiled)
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
         """Return a matcher; where the grammar came from another process it is not ready at once."""
@@ -366,6 +369,14 @@ class Grammars:
         described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
         described["eos"] = sorted(eos) or None
         return Tools(tokenizer, eos, limits, num_threads, described, LLExecutor(num_threads))
+
+
+def _key(asked: Mapping[str, Any]) -> str | None:
+    """Return the request as JSON; None if it is nested too deeply, which is refused later."""
+    try:
+        return json.dumps(asked)
+    except (RecursionError, TypeError, ValueError):
+        return None
 
 
 def _side_by_side(rows: list[tuple[int, Matcher]]) -> list[tuple[LLMatcher, int]]:
