@@ -58,7 +58,7 @@ class RequestOutput(Mapping[str, Any]):
 
     @property
     def finished(self) -> bool:
-        """Always True, as vLLM's last output of a request: pieces hold what comes before."""
+        """Always True: this is the last output of a request, and pieces are what precedes it."""
         return True
 
     def __getitem__(self, field: str) -> Any:

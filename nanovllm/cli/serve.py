@@ -245,7 +245,7 @@ def _key(text: str) -> str:
 
 
 def origins(text: str) -> list[str]:
-    """One origin, or a JSON list as vLLM takes it. Its name is in the parser's message."""
+    """Parse one origin, or a JSON list as in vLLM. argparse shows this name in its errors."""
     if not text.startswith("["):
         return [text]
     found = json.loads(text)

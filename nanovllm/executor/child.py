@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 
 from nanovllm.executor.channel import Channel, Kind, Link, pack
 
-PR_SET_PDEATHSIG = 1  # of Linux' <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class StepTimer:

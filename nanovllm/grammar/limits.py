@@ -37,7 +37,7 @@ _MAX_RISKY = 8
 _LARGE_MULTIPLE = re.compile(r"multipleOf\W+[\d.]{0,20}(?:\d{5}|[eE])")
 _TRIAL = """
 import json, signal, sys, threading
-signal.alarm(10)  # it must end even if the parent does
+signal.alarm(10)  # end even if the parent has died
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 def compile():
@@ -80,7 +80,7 @@ def is_risky(text: str) -> bool:
 
 @contextlib.contextmanager
 def trial_slot() -> Iterator[None]:
-    """Take part in the few trials that run at a time; raise GrammarError if there is no room."""
+    """Wait for one of the few trial slots; raise GrammarError if none becomes free in time."""
     if not _trials.acquire(timeout=MAX_SECONDS):
         raise GrammarError(TOO_MANY)
     try:

@@ -154,8 +154,9 @@ class Grammars:
             return known
         tools = self._get_tools()
         text = run_bounded(grammar_text, asked, tools.tokenizer)
-        with trial_slot() if is_risky(text) else contextlib.nullcontext():
-            if is_risky(text) and text not in self._cache:
+        must_try = is_risky(text)
+        with trial_slot() if must_try else contextlib.nullcontext():
+            if must_try and text not in self._cache:
                 try_compiling(text, tools.described)
             grammar = Grammar(text, self._compiled(text))
         if (key := _key(asked)) is not None:
@@ -169,7 +170,7 @@ class Grammars:
         return self._find(asked) is not None
 
     def _find(self, asked: Mapping[str, Any]) -> Grammar | None:
-        """Return what the same request compiled before, without waiting for others."""
+        """Return the grammar that an equal request compiled before, or None."""
         if (key := _key(asked)) is None:
             return None
         with self._lock:

@@ -74,7 +74,7 @@ class SequenceState(NamedTuple):
     status: SequenceStatus
     num_prompt_tokens: int
     max_len: int  # where it ends, prompt included
-    num_cached: int  # prompt tokens that it found in the cache
+    num_cached: int  # prompt tokens found in the prefix cache
     num_computed: int
     num_tokens: int  # prompt and answer, as far as the host knows them
     arrival: int
