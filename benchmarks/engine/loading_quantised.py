@@ -41,13 +41,12 @@ from benchmarks.engine.loading import (
 )
 from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION
+from nanovllm.checkpoint.quantized.float8 import PROJECTION
 from nanovllm.config import EngineConfig
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
-from nanovllm.worker.loader import UnpackedLayers, load_weights
-from nanovllm.worker.stored_weights import choose_weight_format
+from nanovllm.worker.loader import UnpackedLayers, choose_layouts, load_weights
 
 GROUP = 128
 Parts = dict[str, Tensor]
@@ -81,7 +80,7 @@ def measure_stored(file: Path) -> Load:
     checkpoint = find_checkpoint(str(file), need_tokenizer=False)
     config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
     backend = create_backend(config, model_config)
-    stored = choose_weight_format(config, checkpoint, backend.platform, backend.dtype)
+    stored = choose_layouts(config, checkpoint, backend.platform, backend.dtype)
     device, dtype, group = backend.platform.device, backend.dtype, backend.group
     build = Build(device, dtype, backend.attention, backend.ops, group, stored)
     held_bytes = resident_bytes("VmRSS")

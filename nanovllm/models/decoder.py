@@ -14,7 +14,6 @@ from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMLP
-from nanovllm.layers.plain_format import PlainLinear
 from nanovllm.layers.rotary_embedding import rope_table
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
@@ -124,7 +123,7 @@ class DecoderModel(Layer):
     def pack_step(self) -> None:
         """Pack the step of one sequence, once every layer is packed."""
         layers, embedding = self.model.layer_weights(), self.model.embed_tokens
-        table = embedding.weight.values if isinstance(embedding.weight, PlainLinear) else None
+        table = embedding.table if isinstance(embedding.table, Tensor) else None
         if layers is None or table is None or not self.lm_head.group.is_alone:
             return
         head, norm = self.lm_head.packed, self.model.norm.weights

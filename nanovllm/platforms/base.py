@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.pending import Pending
-from nanovllm.quantisation import CodeKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Platform(Protocol):
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         """Whether kernels read weights as GGUF stores them, for activations of `dtype`."""
 
-    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether kernels read codes of quantised safetensors, for activations of `dtype`."""
 
     def memory(self) -> Memory:

@@ -19,7 +19,6 @@ from torch import Tensor
 from nanovllm.pending import Pending
 from nanovllm.platforms.base import Memory
 from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
-from nanovllm.quantisation import CodeKind
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class CpuPlatform:
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return self.features.runs_kernels(dtype)
 
-    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
         return False
 
     def memory(self) -> Memory:

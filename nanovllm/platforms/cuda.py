@@ -19,7 +19,6 @@ from torch import Tensor
 from nanovllm.errors import ConfigError
 from nanovllm.pending import Pending
 from nanovllm.platforms.base import Memory
-from nanovllm.quantisation import CodeKind
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ class CudaPlatform:
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return False
 
-    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
         capability = torch.cuda.get_device_capability(self.device)
         has_kernel = capability >= ((8, 9) if kind == "fp8" else (8, 0))
         return has_kernel and dtype in (torch.bfloat16, torch.float16)

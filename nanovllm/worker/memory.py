@@ -15,7 +15,6 @@ from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
-from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms import create_platform
@@ -25,8 +24,7 @@ from nanovllm.platforms.ranks import check_num_ranks, is_cuda
 from nanovllm.quantisation import choose_quantisation
 from nanovllm.worker.backend import choose_dtype
 from nanovllm.worker.kv_cache import kv_cache_spec
-from nanovllm.worker.loader import named_layers
-from nanovllm.worker.stored_weights import choose_weight_format
+from nanovllm.worker.loader import choose_layouts, named_layers
 from nanovllm.worker.tables import slot_columns
 
 GIB = 1 << 30
@@ -94,8 +92,8 @@ def check_model(
         platform, ops, config.kvcache_block_size, config.attention_backend, dtype
     )
     group = TPGroup(0, config.tensor_parallel_size)
-    weight_format = choose_weight_format(config, checkpoint_config, platform, dtype)
-    build = Build(platform.device, dtype, attention, ops, group, weight_format)
+    layouts = choose_layouts(config, checkpoint_config, platform, dtype)
+    build = Build(platform.device, dtype, attention, ops, group, layouts)
     check_memory(config, model, platform, build)
 
 
@@ -118,7 +116,7 @@ def check_memory(
 def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs:
     """Count the parameters of a model without memory, and what the options ask for."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
-    if build.weight_format is not PLAIN:  # what it makes depends on the names of tensors
+    if build.layouts is not None:  # the parameters depend on the names of tensors
         for path, layer in named_layers(shapes):
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)

@@ -23,9 +23,8 @@ from nanovllm.pending import Pending
 from nanovllm.worker.backend import Backend
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
-from nanovllm.worker.loader import fill_dummy_weights, load_weights
+from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
 from nanovllm.worker.memory import check_memory, is_shortage
-from nanovllm.worker.stored_weights import choose_weight_format
 from nanovllm.worker.tables import SlotTables
 
 logger = logging.getLogger(__name__)
@@ -75,8 +74,8 @@ class Worker:
     def _start(self) -> ExecutorInfo:
         config, platform, group, backend = self.config, self.platform, self.group, self.backend
         dtype = backend.dtype
-        weight_format = choose_weight_format(config, self.checkpoint, platform, dtype)
-        build = Build(platform.device, dtype, backend.attention, backend.ops, group, weight_format)
+        layouts = choose_layouts(config, self.checkpoint, platform, dtype)
+        build = Build(platform.device, dtype, backend.attention, backend.ops, group, layouts)
         check_memory(config, self.model_config, platform, build)
         self._agree(0)  # no rank loads before all have looked at what is free
         model = build_model(self.model_config, config.max_model_len, build)

@@ -21,9 +21,8 @@ from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
-from nanovllm.layers.weight_format import ExpertNames
 from nanovllm.models.registry import read_config
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.platforms.cpu_features import find_cpu_features

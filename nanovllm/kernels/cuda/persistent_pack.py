@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.cuda.dequantize import CudaWeight
 from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
 from nanovllm.kernels.cuda.persistent_products import LOWER, MIDDLE
 from nanovllm.kernels.cuda.persistent_shape import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.kernels.cuda.persistent_step import PersistentStep, device_problem
 from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
-from nanovllm.kernels.cuda.stored_linear import StoredLinear
 from nanovllm.kernels.ops import (
     Activation,
     DecoderWeights,
@@ -22,26 +22,24 @@ from nanovllm.kernels.ops import (
     Routing,
     SparseWeights,
 )
-from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, StoredWeight, num_blocks
-from nanovllm.kernels.stored_weights import MIDDLE as MIDDLE_CODE
+from nanovllm.kernels.quantized_weight import BLOCK, QuantizedWeight, num_blocks
+from nanovllm.kernels.quantized_weight import MIDDLE as MIDDLE_CODE
 
 logger = logging.getLogger(__name__)
-
-Weight = Tensor | StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMatrices:
     """The matrices of a layer."""
 
-    qkv: Weight
-    o: Weight
-    gate_up: Weight
-    down: Weight
+    qkv: CudaWeight
+    o: CudaWeight
+    gate_up: CudaWeight
+    down: CudaWeight
     router: Tensor | None
 
     @property
-    def large(self) -> tuple[Weight, ...]:
+    def large(self) -> tuple[CudaWeight, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
 
@@ -79,7 +77,7 @@ def pack_constants(weights: DecoderWeights) -> StepConstants:
 
 
 def _problem(weights: DecoderWeights) -> str | None:
-    if not all(map(_is_known, weights.layers)) or not isinstance(weights.head, CudaLinear):
+    if not all(map(_is_known, weights.layers)) or not _is_dense(weights.head):
         return "its weights are not plain matrices in 16 bits, or codes beside a plain head"
     if _head(weights).dtype != torch.bfloat16:
         return "its weights are not bfloat16"
@@ -101,22 +99,24 @@ def _is_known(layer: LayerWeights) -> bool:
     linears = [layer.qkv, layer.o]
     if isinstance(layer.mlp, SparseWeights):
         is_known = isinstance(layer.mlp.experts, CudaExperts)
-        return (
-            is_known and isinstance(layer.mlp.router, CudaLinear) and all(map(_has_matrix, linears))
-        )
+        return is_known and _is_dense(layer.mlp.router) and all(map(_has_matrix, linears))
     return all(map(_has_matrix, (*linears, layer.mlp.gate_up, layer.mlp.down)))
 
 
 def _has_matrix(packed: PackedLinear) -> bool:
-    return isinstance(packed, CudaLinear | StoredLinear)
+    return isinstance(packed, CudaLinear)
 
 
-def _bits(weight: Weight) -> int:
+def _is_dense(packed: PackedLinear) -> bool:
+    return isinstance(packed, CudaLinear) and isinstance(packed.weight, Tensor)
+
+
+def _bits(weight: CudaWeight) -> int:
     return 16 if isinstance(weight, Tensor) else weight.bits
 
 
-def _is_unusual(weight: Weight) -> bool:
-    if isinstance(weight, Tensor | Fp8Weight):
+def _is_unusual(weight: CudaWeight) -> bool:
+    if isinstance(weight, Tensor) or weight.bits == 8:
         return False
     return weight.group != BLOCK or not _is_bfloat16(weight.scales)
 
@@ -154,7 +154,7 @@ def _lack_of_room(weights: DecoderWeights) -> str | None:
     return None
 
 
-def _factor_bytes(weight: Weight) -> int:
+def _factor_bytes(weight: CudaWeight) -> int:
     """Of both orders in which they are there while they are laid out, with padding of a tile."""
     if isinstance(weight, Tensor):
         return 0
@@ -195,8 +195,8 @@ def _linears(layer: LayerWeights) -> tuple[PackedLinear, ...]:
     return layer.qkv, layer.o, *rest
 
 
-def _matrix(packed: PackedLinear) -> Weight:
-    assert isinstance(packed, CudaLinear | StoredLinear)
+def _matrix(packed: PackedLinear) -> CudaWeight:
+    assert isinstance(packed, CudaLinear)
     return packed.weight
 
 
@@ -207,12 +207,12 @@ def _head(weights: DecoderWeights) -> Tensor:
 
 
 def _bias(packed: PackedLinear) -> Tensor | None:
-    assert isinstance(packed, CudaLinear | StoredLinear)
+    assert isinstance(packed, CudaLinear)
     return packed.bias
 
 
 def _activation(packed: PackedLinear) -> Activation:
-    assert isinstance(packed, CudaLinear | StoredLinear)
+    assert isinstance(packed, CudaLinear)
     assert packed.activation is not None
     return packed.activation
 
@@ -224,32 +224,31 @@ def _routing(layer: LayerWeights) -> Routing | None:
     return layer.mlp.experts.routing
 
 
-def _words(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.words
+def _words(weight: CudaWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.qweight
 
 
-def move_together(weights: list[Weight]) -> Tensor | StackedCodes:
+def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
     """Make the weights of all layers views of one tensor, so that none is held twice."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
     for i, weight in enumerate(weights):
-        stacked[i].copy_(_words(weight))
-        if isinstance(weight, Tensor):
-            weight.data = stacked[i]
-        else:
-            weight.move_to(stacked[i])
+        words = _words(weight)
+        stacked[i].copy_(words)
+        words.data = stacked[i]
     stored = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not stored:
         return stacked
     return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(factors_of, stored))))
 
 
-def factors_of(weight: StoredWeight) -> Tensor:
+def factors_of(weight: QuantizedWeight) -> Tensor:
     """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
-    if isinstance(weight, Fp8Weight):
+    if weight.bits == 8:
         scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
         return scales.contiguous().view(torch.int32)
-    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if weight.zeros is None else weight.zeros
+    zeros = weight.zero_points
+    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if zeros is None else zeros
     halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
     return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
 

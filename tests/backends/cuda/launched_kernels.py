@@ -27,7 +27,7 @@ from nanovllm.backends.cuda.backend import CudaBackend
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cpu import CpuPlatform
 from tests.backends.cuda.interpreted_engine import interpreted
-from tests.checkpoint.tiny_quantised import float_kind, write_twins
+from tests.checkpoint.tiny_quantized import float_kind, write_twins
 from tests.checkpoints import make_checkpoint, shared_checkpoint
 from tests.worker.test_quantised_models import EVEN
 

@@ -17,12 +17,11 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.bench.models import model_path
 from nanovllm.kernels.cuda import persistent_pack
-from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps
+from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps, pack_quantized
 from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
 from nanovllm.kernels.cuda.step_tensors import StackedCodes
-from nanovllm.kernels.cuda.stored_linear import StoredLinear, pack_stored
 from nanovllm.kernels.ops import DecoderWeights, GatedWeights, LayerWeights, PackedStep
-from nanovllm.kernels.stored_weights import StoredWeight
+from nanovllm.kernels.quantized_weight import QuantizedWeight
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
@@ -147,19 +146,19 @@ def test_weights_move_and_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_int4])
-def test_codes_move_and_are_not_copied(make: Callable[[Tensor], StoredWeight]) -> None:
+def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]) -> None:
     model, ops = packed_model("qwen3-0.6b")
     model.pack_step()
     assert ops.weights is not None
     weights = replace(ops.weights, layers=[with_codes(layer, make) for layer in ops.weights.layers])
     assert persistent_pack._problem(weights) is None
     stored: list[Any] = [layer.o for layer in weights.layers]
-    before = [linear.weight.widen(torch.float32) for linear in stored]
+    before = [linear.weight.dequantize(torch.float32) for linear in stored]
     stacked = persistent_pack.pack_tensors(weights).o
     assert isinstance(stacked, StackedCodes)
     for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
-        assert linear.weight.words.data_ptr() == stacked.words[i].data_ptr()
-        assert torch.equal(linear.weight.widen(torch.float32), values)
+        assert linear.weight.qweight.data_ptr() == stacked.words[i].data_ptr()
+        assert torch.equal(linear.weight.dequantize(torch.float32), values)
 
 
 def test_codes_beside_plain_weights_are_not_served() -> None:
@@ -173,9 +172,9 @@ def test_codes_beside_plain_weights_are_not_served() -> None:
     assert "groups" in str(persistent_pack._problem(replace(ops.weights, layers=coarse)))
 
 
-def with_codes(layer: LayerWeights, make: Callable[[Tensor], StoredWeight]) -> Any:
-    def stored(linear: Any) -> StoredLinear:
-        return pack_stored(TritonOps(), make(linear.weight), linear.bias, linear.activation)
+def with_codes(layer: LayerWeights, make: Callable[[Tensor], QuantizedWeight]) -> Any:
+    def stored(linear: Any) -> CudaLinear:
+        return pack_quantized(TritonOps(), make(linear.weight), linear.bias, linear.activation)
 
     assert isinstance(layer.mlp, GatedWeights)
     mlp = GatedWeights(stored(layer.mlp.gate_up), stored(layer.mlp.down))
