@@ -33,12 +33,12 @@ def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
 def weight_sizes(weight: CudaWeight) -> dict[str, int]:
     """What kernels know of a weight when they are compiled.
 
-    NUM_WORDS are those of a row, LANES those of a block; a dense weight has one value in a word,
-    and 0 LANES.
+    NUM_WORDS are those of a row, LANES those of a block, GROUP the inputs that share a scale (0: all
+    of a row). A dense weight has one value in a word, no LANES and no scale.
     """
     num_in = weight.shape[-1]
     if isinstance(weight, Tensor):
-        return {"NUM_IN": num_in, "NUM_WORDS": num_in, "LANES": 0, "GROUP": 0}
+        return {"NUM_IN": num_in, "NUM_WORDS": num_in, "LANES": 0, "GROUP": -1}
     lanes = weight.num_words // num_blocks(num_in)
     return {"NUM_IN": num_in, "NUM_WORDS": weight.num_words, "LANES": lanes, "GROUP": weight.group}
 
@@ -215,7 +215,7 @@ def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             _FP8_TO_BFLOAT16 if dtype == tl.bfloat16 else _FP8_TO_FLOAT16,
             "=&r,=&r,=&r,=&r,r,r",
             [tile],
-            dtype=(dtype, dtype, dtype, dtype),
+            dtype=(dtype.value, dtype.value, dtype.value, dtype.value),
             is_pure=True,
             pack=2,
         )
@@ -239,7 +239,16 @@ def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             _INT4_TO_BFLOAT16 if dtype == tl.bfloat16 else _INT4_TO_FLOAT16,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [tile],
-            dtype=(dtype, dtype, dtype, dtype, dtype, dtype, dtype, dtype),
+            dtype=(
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+            ),
             is_pure=True,
             pack=2,
         )

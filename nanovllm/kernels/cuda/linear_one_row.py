@@ -196,10 +196,10 @@ def _norm_scale(norms, total_squares, NUM_IN: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def row_scale(stored, rows, is_row, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """The scale of each row of a quantized weight whose groups have none."""
-    if GROUP > 0 or stored is None:
-        return 1.0
-    else:
+    if GROUP == 0:
         return tl.load(stored[0] + rows, mask=is_row, other=0.0)
+    else:
+        return 1.0
 
 
 @triton.jit
