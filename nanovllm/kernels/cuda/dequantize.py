@@ -33,8 +33,8 @@ def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
 def weight_sizes(weight: CudaWeight) -> dict[str, int]:
     """What kernels know of a weight when they are compiled.
 
-    NUM_WORDS are those of a row, LANES those of a block, GROUP the inputs that share a scale (0: all
-    of a row). A dense weight has one value in a word, no LANES and no scale.
+    NUM_WORDS are those of a row, LANES those of a block, GROUP the inputs that share a scale (0:
+    all of a row). A dense weight has one value in a word, no LANES and no scale.
     """
     num_in = weight.shape[-1]
     if isinstance(weight, Tensor):

@@ -228,7 +228,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     x_start = x + sources[None, :] * NUM_IN
     sums = multiply_tile(
         *(weight, stored, w_rows, is_out, x_start, is_row, 0, NUM_WORDS),
-        *(NUM_IN, NUM_WORDS, LANES, GROUP, BLOCK_IN, IS_EVEN),
+        *(NUM_IN, NUM_WORDS, LANES, GROUP, NUM_IN, BLOCK_IN, IS_EVEN),
     )
     targets = pairs if ACTIVATION is None else rows.to(tl.int64)
     store_tile(y, sums, tl.program_id(0), targets, is_row, num_out, BLOCK_OUT, ACTIVATION)

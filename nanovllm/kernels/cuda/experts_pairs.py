@@ -1,10 +1,12 @@
 """Mixtures of experts on CUDA, for few tokens: every pair (token, expert) reads its own weights.
 
 More tokens share them: experts_grouped.py. Neither knows on the host what was chosen, so grids are
-as large as any choice needs. Dense and quantized weights are multiplied as in linear_one_row.py.
+as large as any choice needs. Quantized weights are multiplied as in linear_one_row.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -22,10 +24,12 @@ from nanovllm.kernels.cuda.linear_one_row import (
 from nanovllm.kernels.cuda.linear_tiles import tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import NormWeights, Routing
+from nanovllm.kernels.quantized_weight import QuantizedWeight
 
-# Outputs of a program, and inputs in a tile: for dense weights, and for quantized ones.
-GATE_UP_TILES = (2, 2048), (8, 4096)
-DOWN_TILES = (4, 1024), (8, 4096)
+GATE_UP_BLOCK = 2  # outputs of a program, of dense weights
+DOWN_ELEMENTS = 4096  # of a dense weight that a program loads at a time
+QUANTIZED_BLOCK = 8  # outputs of a program, of quantized weights
+MAX_QUANTIZED_IN = 4096  # inputs in a tile
 TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before the first is used
 
 
@@ -78,26 +82,61 @@ def run_pairs(
     hidden, size = x.shape[1], down.shape[-1]
     y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
     out = torch.empty_like(x)
-    options = {"TOP_K": top_k, "num_warps": 4, **launch_options(x, num_tokens)}
-    block_out, sizes = _tile(gate_up, GATE_UP_TILES)
-    _gate_up[(triton.cdiv(size, block_out), len(y))](
-        *(y, x, *weight_arguments(gate_up), ids, size), **sizes, **options
+    options = {"TOP_K": top_k, **launch_options(x, num_tokens)}
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        _run_dense(out, y, x, ids, weights, gate_up, down, options)
+        return out
+    assert isinstance(gate_up, QuantizedWeight)
+    assert isinstance(down, QuantizedWeight)
+    options |= {"BLOCK_OUT": QUANTIZED_BLOCK, "num_warps": 4}
+    _quantized_gate_up[(triton.cdiv(size, QUANTIZED_BLOCK), len(y))](
+        *(y, x, *weight_arguments(gate_up), ids, size), **_sizes(gate_up), **options
     )
-    block_out, sizes = _tile(down, DOWN_TILES)
-    _down[(triton.cdiv(hidden, block_out), num_tokens)](
-        *(out, y, *weight_arguments(down), ids, weights, hidden), **sizes, **options
+    _quantized_down[(triton.cdiv(hidden, QUANTIZED_BLOCK), num_tokens)](
+        *(out, y, *weight_arguments(down), ids, weights, hidden), **_sizes(down), **options
     )
     return out
 
 
-def _tile(weight: CudaWeight, tiles: tuple[tuple[int, int], ...]) -> tuple[int, dict[str, int]]:
-    """Outputs of a program, and the sizes that kernels are compiled for."""
-    block_out, max_in = tiles[0 if isinstance(weight, Tensor) else 1]
+def _sizes(weight: QuantizedWeight) -> dict[str, int]:
     sizes = weight_sizes(weight)
-    lanes = sizes["LANES"]
-    block_words = triton.next_power_of_2(sizes["NUM_WORDS"])
-    most = max_in * lanes // 128 if lanes else max_in
-    return block_out, {**sizes, "BLOCK_OUT": block_out, "BLOCK_WORDS": min(block_words, most)}
+    most = MAX_QUANTIZED_IN // 128 * sizes["LANES"]
+    return {**sizes, "BLOCK_WORDS": min(triton.next_power_of_2(sizes["NUM_WORDS"]), most)}
+
+
+def _run_dense(
+    out: Tensor,
+    y: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Tiles of all experts of a token are added up at once, which is faster than one by one."""
+    num_tokens, top_k = ids.shape
+    _, hidden, size = down.shape
+    _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
+        *(y, x, gate_up, ids, size),
+        NUM_IN=hidden,
+        BLOCK_OUT=GATE_UP_BLOCK,
+        BLOCK_IN=min(triton.next_power_of_2(hidden), 2048),
+        num_warps=4,
+        **options,
+    )
+    top_k_block = triton.next_power_of_2(top_k)
+    block_in = min(max(size & -size, 64), 128)  # wastes no lane
+    block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
+    _dense_down[(triton.cdiv(hidden, block_out), num_tokens)](
+        *(out, y, down, ids, weights, hidden),
+        NUM_IN=size,
+        TOP_K_BLOCK=top_k_block,
+        BLOCK_OUT=block_out,
+        BLOCK_IN=block_in,
+        num_warps=8,
+        **options,
+    )
 
 
 @triton.jit
@@ -202,7 +241,86 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gate_up(  # type: ignore[no-untyped-def]
+def _dense_gate_up(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    weight,
+    ids,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y[pair] = silu(gate) * up."""
+    wait_for_inputs(OVERLAP)
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = (out < num_out)[:, None]
+    gates = weight + expert * 2 * num_out * NUM_IN + out[:, None] * NUM_IN
+    ups = gates + num_out * NUM_IN
+    gate_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    up_sums = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN, loop_unroll_factor=2):
+        i = begin + tl.arange(0, BLOCK_IN)
+        is_in = i < NUM_IN
+        mask = is_out & is_in[None, :]
+        gate = tl.load(gates + i[None, :], mask=mask, other=0.0)
+        up = tl.load(ups + i[None, :], mask=mask, other=0.0)
+        values = tl.load(x + pair // TOP_K * NUM_IN + i, mask=is_in, other=0.0)
+        values = values.to(tl.float32)[None, :]
+        gate_sums += gate.to(tl.float32) * values
+        up_sums += up.to(tl.float32) * values
+    value = activate(tl.sum(gate_sums, 1), "silu") * tl.sum(up_sums, 1)
+    tl.store(y + pair * num_out + out, value.to(y.dtype.element_ty), mask=out < num_out)
+
+
+@triton.jit
+def _dense_down(  # type: ignore[no-untyped-def]
+    out,
+    y,
+    weight,
+    ids,
+    pair_weights,
+    num_out,
+    NUM_IN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program computes the same outputs of all experts of a token, and adds them up."""
+    token = tl.program_id(1)
+    choices = tl.arange(0, TOP_K_BLOCK)
+    is_choice = choices < TOP_K
+    pairs = token * TOP_K + choices
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = (is_choice[:, None] & (outs < num_out)[None, :])[:, :, None]
+    # The kernel before this one started after the choice was made: weights need not wait for it.
+    expert = tl.load(ids + pairs, mask=is_choice, other=0, cache_modifier=".cg").to(tl.int64)
+    w_start = weight + ((expert[:, None] * num_out + outs[None, :]) * NUM_IN)[:, :, None]
+    lanes = tl.arange(0, BLOCK_IN)
+    w_tile = tl.load(w_start + lanes, mask=is_out & (lanes < NUM_IN), other=0.0)
+    wait_for_inputs(OVERLAP)
+    sums = tl.zeros((TOP_K_BLOCK, BLOCK_OUT, BLOCK_IN), tl.float32)
+    for begin in tl.range(0, NUM_IN, BLOCK_IN):
+        i = begin + lanes
+        after = i + BLOCK_IN
+        next_tile = tl.load(w_start + after, mask=is_out & (after < NUM_IN), other=0.0)
+        mask = is_choice[:, None] & (i < NUM_IN)
+        values = tl.load(y + pairs[:, None] * NUM_IN + i, mask=mask, other=0.0)
+        sums += w_tile.to(tl.float32) * values.to(tl.float32)[:, None, :]
+        w_tile = next_tile
+    factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
+    totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
+    tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)
+
+
+@triton.jit
+def _quantized_gate_up(  # type: ignore[no-untyped-def]
     y,
     x,
     words,
@@ -252,7 +370,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _down(  # type: ignore[no-untyped-def]
+def _quantized_down(  # type: ignore[no-untyped-def]
     out,
     y,
     words,

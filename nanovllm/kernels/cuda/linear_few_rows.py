@@ -136,10 +136,11 @@ def few_rows_linear(
         assert len(arrived) >= grid[0] * grid[1]
         size = grid[0] * grid[1] * num_splits, config.block_out * config.block_rows
         parts = torch.empty(size, device=x.device, dtype=torch.float32), arrived
+    split_words = triton.cdiv(sizes["NUM_WORDS"], num_splits * step) * step
     _few_rows[grid](
-        *(y, x, *weight_arguments(weight), bias, parts, num_rows, num_out),
-        triton.cdiv(sizes["NUM_WORDS"], num_splits * step) * step,
+        *(y, x, *weight_arguments(weight), bias, parts, num_rows, num_out, split_words),
         **sizes,
+        COUNT=split_words if isinstance(weight, Tensor) else 0,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
         BLOCK_IN=config.block_in,
@@ -167,6 +168,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     NUM_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -176,18 +178,21 @@ def _few_rows(  # type: ignore[no-untyped-def]
 ):
     """The grid is (rows, outputs, splits): programs of the same outputs run at the same time."""
     CACHE_LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    if COUNT > 0:
+        split_words = COUNT
     first, tile = tl.program_id(2) * split_words, tl.program_id(1)
     end = tl.minimum(first + split_words, NUM_WORDS)
+    num_prefetched = COUNT if COUNT > 0 else end - first
     w_rows, is_out = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
     if OVERLAP and IS_EVEN:  # the kernels before this one do not write the weight
-        for word in tl.range(first, tl.minimum(end, first + 4 * CACHE_LINE), CACHE_LINE):
-            prefetch(weight + w_rows.to(tl.int64) * NUM_WORDS + word)
+        for word in tl.range(0, tl.minimum(num_prefetched, 4 * CACHE_LINE), CACHE_LINE):
+            prefetch(weight + w_rows.to(tl.int64) * NUM_WORDS + first + word)
     wait_for_inputs(OVERLAP)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
     sums = multiply_tile(
         *(weight, stored, w_rows, is_out, x + rows[None, :] * NUM_IN, is_row, first, end),
-        *(NUM_IN, NUM_WORDS, LANES, GROUP, BLOCK_IN, IS_EVEN),
+        *(NUM_IN, NUM_WORDS, LANES, GROUP, COUNT, BLOCK_IN, IS_EVEN),
     )
     if parts is None:
         sums = add_bias(sums, bias, w_rows, is_out, first == 0)

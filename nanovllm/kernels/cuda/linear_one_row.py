@@ -134,11 +134,16 @@ def _one_row(  # type: ignore[no-untyped-def]
 ):
     """The source is where the sum goes, the residual and the update."""
     CHUNKS: tl.constexpr = (NUM_WORDS + BLOCK_WORDS - 1) // BLOCK_WORDS
-    GATED: tl.constexpr = ACTIVATION is not None
+    # A gated tile has rows of gate, then of up; of a dense weight each has a tile of its own.
+    HAS_UP: tl.constexpr = HAS_ONE_TILE and ACTIVATION is not None
+    GATED: tl.constexpr = ACTIVATION is not None and not HAS_ONE_TILE
     lanes = tl.arange(0, BLOCK_WORDS)
     first, step = tl.program_id(0), tl.num_programs(0)
     rows, is_row = tile_rows(first, num_out, BLOCK_OUT, GATED)
     tile = load_tile(weight, rows, is_row, lanes, NUM_WORDS)
+    if HAS_UP:
+        up_weight = weight + num_out.to(tl.int64) * NUM_WORDS
+        up_tile = load_tile(up_weight, rows, is_row, lanes, NUM_WORDS)
     wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     total_squares = 0.0
     if CHUNKS == 1:
@@ -151,6 +156,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     if not HAS_ONE_TILE:
         num_turns = tl.cdiv(tl.cdiv(num_out, BLOCK_OUT) - first, step) * CHUNKS
     sums = tl.zeros((rows.shape[0],), tl.float32)
+    up_sums = sums
     for turn in tl.range(0, num_turns):
         chunk, next_chunk = turn, turn + 1
         next_rows, is_next = rows, is_row
@@ -160,6 +166,8 @@ def _one_row(  # type: ignore[no-untyped-def]
             next_rows, is_next = tile_rows(next_place, num_out, BLOCK_OUT, GATED)
         next_words = next_chunk * BLOCK_WORDS + lanes
         next_tile = load_tile(weight, next_rows, is_next, next_words, NUM_WORDS)
+        if HAS_UP:
+            next_up = load_tile(up_weight, rows, is_row, next_words, NUM_WORDS)
         if CHUNKS > 1:
             word = chunk * BLOCK_WORDS + lanes
             inputs, squares = load_inputs(source, norms, word, NUM_IN, LANES)
@@ -177,12 +185,29 @@ def _one_row(  # type: ignore[no-untyped-def]
             if chunk == CHUNKS - 1:
                 sums *= row_scale(stored, rows, is_row, GROUP)
                 sums *= _norm_scale(norms, total_squares, NUM_IN)
-                _finish(y, sums, bias, place, num_out, BLOCK_OUT, ACTIVATION)
+                if bias is not None:
+                    sums += tl.load(bias + rows, mask=is_row, other=0.0)
+                if GATED:
+                    gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
+                    _store(y, activate(gate, ACTIVATION) * up, place, num_out, BLOCK_OUT)
+                else:
+                    _store(y, sums, place, num_out, BLOCK_OUT)
                 sums = tl.zeros_like(sums)
         tile = next_tile
+        if HAS_UP:
+            up_sums += tl.sum(up_tile.to(tl.float32) * inputs[0][None, :], 1)
+            up_tile = next_up
     if HAS_ONE_TILE:
-        sums *= _norm_scale(norms, total_squares, NUM_IN)
-        _finish(y, sums, bias, first, num_out, BLOCK_OUT, ACTIVATION)
+        scale = _norm_scale(norms, total_squares, NUM_IN)
+        sums *= scale
+        up_sums *= scale
+        if bias is not None:
+            sums += tl.load(bias + rows, mask=is_row, other=0.0)
+            if HAS_UP:
+                up_sums += tl.load(bias + num_out + rows, mask=is_row, other=0.0)
+        if HAS_UP:
+            sums = activate(sums, ACTIVATION) * up_sums
+        _store(y, sums, first, num_out, BLOCK_OUT)
 
 
 @triton.jit
@@ -203,16 +228,7 @@ def row_scale(stored, rows, is_row, GROUP: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    y, sums, bias, tile, num_out, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr
-):
-    """Add the bias, apply the gate and store what a tile gives."""
-    rows, is_row = tile_rows(tile, num_out, BLOCK_OUT, ACTIVATION is not None)
-    if bias is not None:
-        sums += tl.load(bias + rows, mask=is_row, other=0.0)
-    if ACTIVATION is not None:
-        gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
-        sums = activate(gate, ACTIVATION) * up
+def _store(y, sums, tile, num_out, BLOCK_OUT: tl.constexpr):  # type: ignore[no-untyped-def]
     out = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     tl.store(y + out, sums.to(y.dtype.element_ty), mask=out < num_out)
 
@@ -317,9 +333,9 @@ def add_products(  # type: ignore[no-untyped-def]
     else:
         sums = tl.zeros((tile.shape[0],), tl.float32)
         for part in tl.static_range(128 // GROUP):
-            FIRST: tl.constexpr = part * (GROUP // 16)
-            products = _int4_values(tile, FIRST) * inputs[FIRST][None, :]
-            for n in tl.static_range(FIRST + 1, FIRST + GROUP // 16):
+            products = _int4_values(tile, part * (GROUP // 16))
+            products *= inputs[part * (GROUP // 16)][None, :]
+            for n in tl.static_range(part * (GROUP // 16) + 1, (part + 1) * (GROUP // 16)):
                 products += _int4_values(tile, n) * inputs[n][None, :]
             group = (first_word // LANES + tl.arange(0, BLOCKS)) * (128 // GROUP) + part
             sums += _by_group(

@@ -61,13 +61,17 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     NUM_WORDS: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    """The products of rows of a weight with rows of x, over its words from `first` to `end`."""
+    """The products of rows of a weight with rows of x, over its words from `first` to `end`.
+
+    Of a dense weight these are COUNT, which the compiler must know for the loop to be fast.
+    """
     if LANES == 0:
         return _multiply_dense(
-            weight, w_rows, is_out, x_start, is_row, first, end, NUM_IN, BLOCK_IN, IS_EVEN
+            weight, w_rows, is_out, x_start, is_row, first, NUM_IN, COUNT, BLOCK_IN, IS_EVEN
         )
     else:
         return _multiply_quantized(
@@ -84,22 +88,24 @@ def _multiply_dense(  # type: ignore[no-untyped-def]
     x_start,
     is_row,
     first,
-    end,
     NUM_IN: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     IS_EVEN: tl.constexpr,
 ):
-    w_start = weight + w_rows.to(tl.int64)[:, None] * NUM_IN
+    w_start = weight + first + w_rows.to(tl.int64)[:, None] * NUM_IN
+    x_start += first
     sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
-    for begin in tl.range(first, end, BLOCK_IN):
+    for begin in tl.range(0, COUNT, BLOCK_IN):
         i = begin + tl.arange(0, BLOCK_IN)
         if IS_EVEN:
             w_tile = tl.load(w_start + i[None, :])
             x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
         else:
-            w_mask = is_out[:, None] & (i < end)[None, :]
+            is_in = i < NUM_IN - first
+            w_mask = is_out[:, None] & is_in[None, :]
             w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
-            x_mask = is_row[None, :] & (i < end)[:, None]
+            x_mask = is_row[None, :] & is_in[:, None]
             x_tile = tl.load(x_start + i[:, None], mask=x_mask, other=0.0)
         sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
     return sums
