@@ -169,7 +169,7 @@ class Grammars:
         call may reuse the memory.
         """
         masks, late = self._memory_for(len(matchers), allocate), []
-        eos = self._get_tools().eos_token_ids
+        eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
         now = time.thread_time()  # busy neighbors make no grammar slow
         end = now + MAX_STEP
         for row, matcher in enumerate(matchers):
@@ -182,7 +182,7 @@ class Grammars:
                 matcher.job = self._threads.submit(self._compute_ahead, matcher)
                 late.append(row)
             else:
-                compute_mask(matcher, masks[row])
+                compute_mask(matcher, masks[row], address + row * masks.strides[0])
                 before, now = now, time.thread_time()
                 matcher.compiled.is_slow = now - before > SLOW_MASK
                 allow_stops(matcher, masks[row], eos)
@@ -202,7 +202,7 @@ class Grammars:
 
     def _compute_ahead(self, matcher: Matcher) -> None:
         mask = np.empty(self._num_words, np.int32)
-        compute_mask(matcher, mask)
+        compute_mask(matcher, mask, mask.ctypes.data)
         matcher.mask = mask
 
     def _compiled(self, text: str) -> Compiled:
@@ -290,10 +290,13 @@ def _key(asked: Mapping[str, Any]) -> str | None:
         return None
 
 
-def compute_mask(matcher: Matcher, mask: IntColumn) -> None:
-    """Compute the next bitmask; one without any token ends the sequence with an error."""
+def compute_mask(matcher: Matcher, mask: IntColumn, address: int) -> None:
+    """Write the next bitmask to its address (numpy takes microseconds to tell it).
+
+    A bitmask without any token ends the sequence with an error.
+    """
     try:
-        matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher.inner.unsafe_compute_mask_ptr(address, mask.nbytes)
     except Exception:  # llguidance panicked; this must not end the engine
         logger.exception("a grammar failed")
         mask[:] = 0
