@@ -21,7 +21,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import StepPlan, StepResult
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor
-from nanovllm.grammar.matching import BegunMasks, Grammars
+from nanovllm.grammar.matching import BegunMasks, Grammars, Matcher
 from nanovllm.pending import Pending
 
 MAX_RECORDED = 1024  # steps, and ended sequences
@@ -139,7 +139,7 @@ class EngineCore:
         submitted = perf_counter()
         result = pending.result()
         result_time = perf_counter()
-        step = self._commit(plan, result)
+        step = self._commit(plan, result) if not result.is_lost else self._drop_in_flight()
         self.timings.append(
             StepTiming(
                 begin,
@@ -175,6 +175,19 @@ class EngineCore:
             plan.num_prefill_tokens,
             plan.num_decode_tokens,
         )
+
+    def _drop_in_flight(self) -> CoreStep:
+        """Have all sequences recomputed, as the steps in flight build on one that was lost."""
+        for plan, pending, _ in self._in_flight:
+            if len(plan.masked_rows):  # such a step does not end before it is sampled
+                assert self.grammars is not None
+                matchers: list[Matcher | None] = [None] * len(plan.masked_rows)
+                begun = self.grammars.begin(matchers, self.executor.mask_memory)
+                self.executor.sample(self.grammars.finish(begun)[0])
+            pending.result()
+        self._in_flight.clear()
+        self.scheduler.drop_in_flight()
+        return CoreStep([], [], [])
 
     def _begin_masks(self) -> None:
         """Compute the masks of the oldest step in flight: all tokens before it are known by now."""
