@@ -21,8 +21,8 @@ ORDER = """
     errors, pending, fp8 < validation, structured_outputs, quantisation < sampling_params, outputs
     < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
-    < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
-    < engine.core < engine.llm_engine
+    < worker.tables < worker.batch < worker.forward < logits < worker
+    < devices < backends < executor < engine.core < engine.llm_engine
     < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
     < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
     engine_options
@@ -89,7 +89,7 @@ PARSING = tuple(
 TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
-    "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
+    "torch.cuda": ("platforms/cuda", "devices/cuda/", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
     "os.environ": (

@@ -133,7 +133,7 @@ class EngineCore:
         submitted = perf_counter()
         result = pending.result()
         result_time = perf_counter()
-        step = self._commit(plan, result)
+        step = self._commit(plan, result) if not result.is_lost else self._drop_in_flight()
         self.timings.append(
             StepTiming(
                 begin,
@@ -169,6 +169,18 @@ class EngineCore:
             plan.num_prefill_tokens,
             plan.num_decode_tokens,
         )
+
+    def _drop_in_flight(self) -> CoreStep:
+        """Have all sequences recomputed, as the steps in flight build on one that was lost."""
+        for plan, pending, _ in self._in_flight:
+            if len(plan.masked_rows):  # such a step does not end before it is sampled
+                assert self.grammars is not None
+                ended = [None] * len(plan.masked_rows)
+                self.executor.sample(self.grammars.masks(ended, self.executor.mask_memory)[0])
+            pending.result()
+        self._in_flight.clear()
+        self.scheduler.drop_in_flight()
+        return CoreStep([], [], [])
 
     def _send_masks(self) -> None:
         """Let the oldest step in flight be sampled: all tokens before it are known by now."""

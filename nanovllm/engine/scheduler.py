@@ -119,6 +119,22 @@ class Scheduler:
             self._leave_running(seq)
             self.postponed[seq.seq_id] = seq
 
+    def drop_in_flight(self) -> None:
+        """Forget every plan in flight: preempt all that runs, to be recomputed from its tokens.
+
+        No cached block is kept, since steps that did not run may have been about to fill it.
+        """
+        rows = {seq.seq_id: seq for rows in self._in_flight for seq in rows}
+        self._in_flight.clear()
+        for seq in reversed(list(self.running.values())):
+            self._preempt(seq)
+        self.blocks.forget_all()
+        for seq in rows.values():
+            if seq.finish_reason is None:
+                seq.num_tokens, seq.is_dropped = len(seq.token_ids), False
+        if self.prompt_budget is not None:
+            self.prompt_budget.drop()
+
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""
         if seq.finish_reason is None:

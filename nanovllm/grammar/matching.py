@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,7 @@ class Grammars:
         return matcher
 
     def masks(
-        self, matchers: list[Matcher | None], allocate: Allocate
+        self, matchers: Sequence[Matcher | None], allocate: Allocate
     ) -> tuple[IntColumn, list[int]]:
         """Return the next bitmask of each matcher, and which rows are late and mean nothing yet.
 

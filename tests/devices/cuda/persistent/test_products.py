@@ -19,20 +19,20 @@ from nanovllm.kernels.stored_weights import (
     quantise_blocks,
     quantise_int4,
 )
-from tests.kernels.cuda.gluon_on_numpy import Shared, Source, array, load_modules
+from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, load_modules
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from nanovllm.kernels.cuda.persistent_pack import factors_of
-from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
-from nanovllm.kernels.cuda.persistent_sizes import num_halves, piece_segments, segment_groups
-from nanovllm.kernels.cuda.persistent_step import by_tile
+from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import num_halves, piece_segments, segment_groups
+from nanovllm.devices.cuda.persistent.step import by_tile
+from nanovllm.devices.cuda.persistent.weights import factors_of
 
 NAMES = "sizes", "products", "exchange", "stream", "experts"
 
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
-    loaded = load_modules(*(f"persistent_{name}" for name in NAMES))
+    loaded = load_modules(*NAMES)
     return SimpleNamespace(**dict(zip(NAMES, loaded, strict=True)))
 
 

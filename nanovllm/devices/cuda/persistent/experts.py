@@ -9,14 +9,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_exchange import CHUNK, S2, THREADS, four_floats, thread_index
-from nanovllm.kernels.cuda.persistent_products import stage
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.exchange import CHUNK, S2, THREADS, four_floats, thread_index
+from nanovllm.devices.cuda.persistent.products import stage
+from nanovllm.devices.cuda.persistent.sizes import (
     expert_segments,
     piece_segments,
     segment_groups,
 )
-from nanovllm.kernels.cuda.persistent_stream import LANES
+from nanovllm.devices.cuda.persistent.stream import LANES
 
 # Tiles of experts on their way at once
 GATE_FLYING, DOWN_FLYING = gl.constexpr(6), gl.constexpr(3)

@@ -17,9 +17,9 @@ from unittest import mock
 
 import numpy as np
 
-import nanovllm.kernels.cuda
+import nanovllm.devices.cuda
 
-FOLDER = Path(nanovllm.kernels.cuda.__file__).parent
+FOLDER = Path(nanovllm.devices.cuda.__file__).parent / "persistent"
 
 
 class Array(np.ndarray):
@@ -222,7 +222,7 @@ def make_language() -> ModuleType:
 
 
 def load_modules(*names: str) -> list[Any]:
-    """Load modules of kernels/cuda, each of which may use those before it."""
+    """Load modules of the persistent kernel, each of which may use those before it."""
     plain = lambda function: function  # noqa: E731
     language = make_language()
     nothing = lambda *args, **options: None  # noqa: E731
@@ -247,6 +247,6 @@ def load_modules(*names: str) -> list[Any]:
         module = importlib.util.module_from_spec(spec)
         with mock.patch.dict(sys.modules, modules):
             spec.loader.exec_module(module)
-        modules[f"nanovllm.kernels.cuda.{name}"] = module
+        modules[f"nanovllm.devices.cuda.persistent.{name}"] = module
         loaded.append(module)
     return loaded

@@ -1,55 +1,14 @@
-"""What a whole decode step of one sequence computes, in plain torch, and from what."""
+"""What a whole decode step of one sequence computes, in plain torch."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.ops import Activation, Routing
+from nanovllm.devices.cuda.persistent.step import StackedCodes, StepConstants, StepTensors
+from nanovllm.kernels.ops import Routing
 from nanovllm.kernels.torch_ops import TorchOps, rms_norm, rotate
-
-
-@dataclass(frozen=True, slots=True)
-class StackedCodes:
-    """Weights of all layers that stay codes; what they mean is in stored_weights.py."""
-
-    bits: int  # of a code: 8 or 4
-    words: Tensor  # int32 [layers, out, in * bits / 32]
-    factors: Tensor  # int32 [layers, out, in / 128]: see `factors_of`
-
-    @property
-    def nbytes(self) -> int:
-        return self.words.nbytes + self.factors.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """All of a model's weights, every kind of them stacked by layer."""
-
-    embedding: Tensor  # [vocab, hidden]
-    norms: Tensor  # [layers, 2, hidden]
-    qkv: Tensor | StackedCodes  # [layers, q + k + v, hidden]
-    qkv_bias: Tensor | None  # [layers, q + k + v]
-    qk_norms: Tensor | None  # [layers, 2, head_dim]
-    o: Tensor | StackedCodes  # [layers, hidden, q]
-    gate_up: Tensor | StackedCodes  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
-    down: Tensor | StackedCodes  # [layers, hidden, mlp], or [layers, experts, ...]
-    final_norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]
-    rope: Tensor  # [positions, 2, head_dim / 2], float32
-    router: Tensor | None = None  # [layers, experts, hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class StepConstants:
-    eps: float
-    scale: float  # of the scores
-    window: int | None
-    activation: Activation
-    routing: Routing | None = None  # among experts
 
 
 def reference_step(

@@ -1,20 +1,18 @@
-"""A decode step of one sequence as one kernel: which models it serves, and what it is given.
-
-docs/persistent-step.md explains the kernel.
-"""
+"""The host side of the persistent kernel: its weights, its buffers, the launch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.errors import EngineError
-from nanovllm.kernels.cuda.persistent_exchange import NUM_BUFFERS, NUM_PROGRAMS
-from nanovllm.kernels.cuda.persistent_kernel import persistent_step
-from nanovllm.kernels.cuda.persistent_products import FACTORS
-from nanovllm.kernels.cuda.persistent_shape import StepShape
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_PROGRAMS
+from nanovllm.devices.cuda.persistent.kernel import persistent_step
+from nanovllm.devices.cuda.persistent.products import FACTORS
+from nanovllm.devices.cuda.persistent.shape import StepShape
+from nanovllm.devices.cuda.persistent.sizes import (
     expert_segments,
     gated_parts,
     gated_room,
@@ -26,12 +24,52 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     piece_segments,
     segment_groups,
 )
-from nanovllm.kernels.cuda.persistent_stream import RING
-from nanovllm.kernels.cuda.step_tensors import StackedCodes, StepConstants, StepTensors
+from nanovllm.devices.cuda.persistent.stream import RING
+from nanovllm.kernels.ops import Activation, LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
-MAX_WORDS = 1 << 31  # places in a layer's cache are counted in 32 bits
+MAX_CACHE_BYTES = 4 << 31  # of a layer's keys: the kernel counts words in 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class StackedCodes:
+    """Weights of all layers that stay codes; what they mean is in stored_weights.py."""
+
+    bits: int  # of a code: 8 or 4
+    words: Tensor  # int32 [layers, out, in * bits / 32]
+    factors: Tensor  # int32 [layers, out, in / 128]: see `factors_of`
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.factors.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """All of a model's weights, every kind of them stacked by layer."""
+
+    embedding: Tensor  # [vocab, hidden]
+    norms: Tensor  # [layers, 2, hidden]
+    qkv: Tensor | StackedCodes  # [layers, q + k + v, hidden]
+    qkv_bias: Tensor | None  # [layers, q + k + v]
+    qk_norms: Tensor | None  # [layers, 2, head_dim]
+    o: Tensor | StackedCodes  # [layers, hidden, q]
+    gate_up: Tensor | StackedCodes  # [layers, 2 * mlp, hidden], or [layers, experts, ...]
+    down: Tensor | StackedCodes  # [layers, hidden, mlp], or [layers, experts, ...]
+    final_norm: Tensor  # [hidden]
+    head: Tensor  # [vocab, hidden]
+    rope: Tensor  # [positions, 2, head_dim / 2], float32
+    router: Tensor | None = None  # [layers, experts, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class StepConstants:
+    eps: float
+    scale: float  # of the scores
+    window: int | None
+    activation: Activation
+    routing: Routing | None = None  # among experts
 
 
 def device_problem(device: torch.device) -> str | None:
@@ -45,7 +83,9 @@ def device_problem(device: torch.device) -> str | None:
 
 
 class PersistentStep:
-    """See Ops.pack_step."""
+    """Runs decode steps of as many rows as `rows` names, each a sequence of its own."""
+
+    rows = (1,)
 
     def __init__(self, shape: StepShape, tensors: StepTensors, constants: StepConstants) -> None:
         self.shape, self.constants = shape, constants
@@ -83,39 +123,37 @@ class PersistentStep:
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._gave_up = self._flag.numpy()
 
-    def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
-        strides = {
-            (b.data_ptr() - a.data_ptr(), d.data_ptr() - c.data_ptr())
-            for a, b, c, d in zip(k_caches, k_caches[1:], v_caches, v_caches[1:], strict=False)
-        }
-        is_regular = len(strides) <= 1 and all(k == v for k, v in strides)
-        is_small = k_caches[0].nbytes < 4 * MAX_WORDS
-        is_whole = k_caches[0].shape[1] % 32 == 0  # a tile of keys lies in one block
-        return is_regular and is_small and is_whole and k_caches[0].is_contiguous()
+    def suits(self, caches: list[LayerCache]) -> bool:
+        return caches[0].k.nbytes < MAX_CACHE_BYTES
 
     def run(
         self,
-        slot: Tensor,
+        slots: Tensor,
         lengths: Tensor,
         tokens: Tensor,
         block_table: Tensor,
-        k_caches: list[Tensor],
-        v_caches: list[Tensor],
+        caches: list[LayerCache],
         logits: Tensor,
-        context_len: Tensor,
+        context_lens: Tensor,
     ) -> None:
+        """Run the last token of the sequences in some slots, by tables with a row for each slot.
+
+        slots [rows] and the tables are int32; a length of 0 is padding. Writes logits [rows, vocab]
+        and the sequences' lengths to context_lens [rows].
+        """
         shape, constants = self.shape, self.constants
-        k, v = k_caches[0].view(torch.int32), v_caches[0].view(torch.int32)
+        k, v = caches[0].k.view(torch.int32), caches[0].v.view(torch.int32)
         window = NO_WINDOW if constants.window is None else constants.window
-        stride = 0 if self.num_layers == 1 else k_caches[1].data_ptr() - k_caches[0].data_ptr()
+        # The same between all layers, of keys and of values.
+        stride = 0 if len(caches) == 1 else caches[1].k.data_ptr() - caches[0].k.data_ptr()
         persistent_step[(NUM_PROGRAMS.value,)](
             *self._weights,
             self._vectors,
             (k, v),
-            (slot, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
+            (slots, lengths, tokens, tokens.stride(0), block_table, block_table.stride(0)),
             (self._turns, self._flag),
             self._exchanges,
-            (logits, context_len),
+            (logits, context_lens),
             (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
             NUMBERS=shape.numbers,
             BLOCK_SIZE=k.shape[1],
@@ -124,13 +162,14 @@ class PersistentStep:
             launch_cooperative_grid=True,  # all programs run at once, or none
         )
 
-    def check(self) -> None:
-        """Raise if a step that has ended went wrong."""
-        if self._gave_up[0]:
-            raise EngineError(
-                "a decode step gave up: its programs waited for each other for too long, as they "
-                "would if other work took part of the device; the engine must be started again"
-            )
+    def gave_up(self) -> bool:
+        """Whether a step that has ended went wrong, told once; none may be run afterwards.
+
+        Its programs wait for each other, in vain if other work takes part of the device.
+        """
+        gave_up = bool(self._gave_up[0])
+        self._gave_up[0] = 0
+        return gave_up
 
 
 def describe_both(

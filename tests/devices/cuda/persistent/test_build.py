@@ -1,4 +1,4 @@
-"""Which models get a persistent step, and that packing one moves their weights; on the CPU."""
+"""Which models get a persistent step, and that building one moves their weights; on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,19 +17,20 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.bench.models import model_path
-from nanovllm.kernels.cuda import persistent_pack
-from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps
-from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
-from nanovllm.kernels.cuda.step_tensors import StackedCodes
-from nanovllm.kernels.cuda.stored_linear import StoredLinear, pack_stored
-from nanovllm.kernels.ops import DecoderWeights, GatedWeights, LayerWeights, PackedStep
+from nanovllm.devices.cuda.persistent import build, weights
+from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.step import StackedCodes
+from nanovllm.fp8 import FP8
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.cuda.stored_linear import pack_stored
+from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.loader import fill_dummy_weights
-from tests.kernels.cuda.random_steps import make_fp8, make_int4
+from tests.devices.cuda.persistent.random_steps import make_fp8, make_int4
 
 SIZES = {
     "vocab_size": 200,
@@ -41,32 +43,25 @@ SIZES = {
 }
 
 
-class NotingOps(TritonOps):
-    """Keeps what a step is to be packed from."""
-
-    def __init__(self) -> None:
-        self.weights: DecoderWeights | None = None
-
-    def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
-        self.weights = weights
-        return None
+CACHE = KVCacheSpec(3, 32, 2, 128, torch.bfloat16)
 
 
-def packed_model(
-    name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any
-) -> tuple[DecoderModel, NotingOps]:
+def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecoderModel:
     config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
-    ops = NotingOps()
+    ops = TritonOps()
     model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
     fill_dummy_weights(model, CpuPlatform(), 0)
-    return model, ops
+    return model
+
+
+def problem_of(model: DecoderModel, cache: KVCacheSpec = CACHE) -> str | None:
+    return weights.find_problem(model, weights.step_layers(model), cache)
 
 
 @pytest.fixture(autouse=True)
 def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the CPU were a Hopper GPU with room."""
-    monkeypatch.setattr(persistent_pack, "device_problem", lambda device: None)
-    monkeypatch.setattr(persistent_pack, "_lack_of_room", lambda weights: None)
+    """As if the CPU were a Hopper GPU."""
+    monkeypatch.setattr(weights, "device_problem", lambda device: None)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +86,19 @@ def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_who_is_served(name: str, changes: dict[str, Any], problem: str | None) -> None:
-    model, ops = packed_model(name, **changes)
-    model.pack_step()
-    assert ops.weights is not None
-    found = persistent_pack._problem(ops.weights)
+    found = problem_of(loaded_model(name, **changes))
     assert found is None if problem is None else problem in str(found)
 
 
+@pytest.mark.parametrize("change", [{"dtype": FP8}, {"block_size": 48}], ids=str)
+def test_which_caches_are_served(change: dict[str, Any]) -> None:
+    assert "KV cache" in str(problem_of(loaded_model("qwen3-0.6b"), replace(CACHE, **change)))
+
+
 def test_norms_with_more_digits_are_not_served() -> None:
-    model, ops = packed_model("qwen3-0.6b")
+    model = loaded_model("qwen3-0.6b")
     model.model.norm.weight.fill_(1.001)
-    model.pack_step()
-    assert ops.weights is not None
-    assert "digits" in str(persistent_pack._problem(ops.weights))
+    assert "digits" in str(problem_of(model))
 
 
 @pytest.mark.parametrize(
@@ -118,15 +113,14 @@ def test_norms_with_more_digits_are_not_served() -> None:
 )
 def test_which_experts_are_served(changes: dict[str, Any], problem: str | None) -> None:
     sizes = {"moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2}
-    model, ops = packed_model("qwen3-30b-a3b", **{**sizes, **changes})
-    model.pack_step()
-    assert ops.weights is not None
-    found = persistent_pack._problem(ops.weights)
+    model = loaded_model("qwen3-30b-a3b", **{**sizes, **changes})
+    found = problem_of(model)
     assert found is None if problem is None else problem in str(found)
     if problem is None:
+        layers = weights.step_layers(model)
         experts = StepShape(256, 4, 2, 128, 256, 200, 16, ExpertsShape(6, 2, 128, True))
-        assert persistent_pack._shape(ops.weights) == experts
-        tensors = persistent_pack.pack_tensors(ops.weights)
+        assert weights.step_shape(model, layers) == experts
+        tensors = weights.step_tensors(model, layers)
         assert isinstance(tensors.down, Tensor)
         assert tensors.down.shape == (3, 6, 256, 128)
         assert tensors.router is not None
@@ -134,12 +128,11 @@ def test_which_experts_are_served(changes: dict[str, Any], problem: str | None) 
 
 
 def test_weights_move_and_are_not_copied() -> None:
-    model, _ = packed_model("qwen3-0.6b")
+    model = loaded_model("qwen3-0.6b")
     linears: list[Any] = [layer.self_attn.qkv_proj.packed for layer in model.model.layers]
     before = [linear.weight.clone() for linear in linears]
-    assert all(isinstance(linear, CudaLinear) for linear in linears)
     with torch.inference_mode():
-        stacked = persistent_pack.move_together([linear.weight for linear in linears])
+        stacked = weights.step_tensors(model, weights.step_layers(model)).qkv
     assert isinstance(stacked, Tensor)
     for i, (linear, weight) in enumerate(zip(linears, before, strict=True)):
         assert torch.equal(linear.weight, weight)
@@ -148,14 +141,13 @@ def test_weights_move_and_are_not_copied() -> None:
 
 @pytest.mark.parametrize("make", [make_fp8, make_int4])
 def test_codes_move_and_are_not_copied(make: Callable[[Tensor], StoredWeight]) -> None:
-    model, ops = packed_model("qwen3-0.6b")
-    model.pack_step()
-    assert ops.weights is not None
-    weights = replace(ops.weights, layers=[with_codes(layer, make) for layer in ops.weights.layers])
-    assert persistent_pack._problem(weights) is None
-    stored: list[Any] = [layer.o for layer in weights.layers]
+    model = loaded_model("qwen3-0.6b")
+    for layer in model.model.layers:
+        quantise(layer, make)
+    assert problem_of(model) is None
+    stored: list[Any] = [layer.self_attn.o_proj.packed for layer in model.model.layers]
     before = [linear.weight.widen(torch.float32) for linear in stored]
-    stacked = persistent_pack.pack_tensors(weights).o
+    stacked = weights.step_tensors(model, weights.step_layers(model)).o
     assert isinstance(stacked, StackedCodes)
     for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
         assert linear.weight.words.data_ptr() == stacked.words[i].data_ptr()
@@ -163,28 +155,34 @@ def test_codes_move_and_are_not_copied(make: Callable[[Tensor], StoredWeight]) -
 
 
 def test_codes_beside_plain_weights_are_not_served() -> None:
-    model, ops = packed_model("qwen3-0.6b")
-    model.pack_step()
-    assert ops.weights is not None
-    layers = ops.weights.layers
-    mixed = [with_codes(layers[0], make_fp8), *layers[1:]]
-    assert "differ in bits" in str(persistent_pack._problem(replace(ops.weights, layers=mixed)))
-    coarse = [with_codes(layer, lambda w: make_int4(w, group=32)) for layer in layers]
-    assert "groups" in str(persistent_pack._problem(replace(ops.weights, layers=coarse)))
+    model = loaded_model("qwen3-0.6b")
+    quantise(model.model.layers[0], make_fp8)
+    assert "differ in bits" in str(problem_of(model))
 
 
-def with_codes(layer: LayerWeights, make: Callable[[Tensor], StoredWeight]) -> Any:
-    def stored(linear: Any) -> StoredLinear:
-        return pack_stored(TritonOps(), make(linear.weight), linear.bias, linear.activation)
+def test_codes_of_other_groups_are_not_served() -> None:
+    model = loaded_model("qwen3-0.6b")
+    for layer in model.model.layers:
+        quantise(layer, lambda weight: make_int4(weight, group=32))
+    assert "groups" in str(problem_of(model))
 
-    assert isinstance(layer.mlp, GatedWeights)
-    mlp = GatedWeights(stored(layer.mlp.gate_up), stored(layer.mlp.down))
-    return replace(layer, qkv=stored(layer.qkv), o=stored(layer.o), mlp=mlp)
+
+def quantise(layer: Any, make: Callable[[Tensor], StoredWeight]) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        plain = module.packed
+        module.packed = pack_stored(TritonOps(), make(plain.weight), plain.bias, plain.activation)
 
 
 def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ops = packed_model("qwen3-0.6b")
-    model.pack_step()
-    assert ops.weights is not None
     monkeypatch.setattr("triton.__version__", "3.9.0")
-    assert TritonOps().pack_step(ops.weights) is None
+    assert build(loaded_model("qwen3-0.6b"), CACHE) is None
+
+
+def test_without_room_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded_model("qwen3-0.6b")
+    lacking = mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr(weights, "move_together", lacking)
+    assert build(model, CACHE) is None
+    assert lacking.called

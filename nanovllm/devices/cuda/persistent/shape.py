@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanovllm.kernels.cuda.persistent_sizes import num_slots, power_of_two, q_width, qkv_width
+from nanovllm.devices.cuda.persistent.sizes import num_slots, power_of_two, q_width, qkv_width
 
 MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
 MAX_TOP_K = 32

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_exchange import (
+from nanovllm.devices.cuda.persistent.exchange import (
     CHUNK,
     KEEP,
     NO_SCORE,
@@ -26,8 +26,8 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     thread_index,
     words_type,
 )
-from nanovllm.kernels.cuda.persistent_products import rows_asm
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.products import rows_asm
+from nanovllm.devices.cuda.persistent.sizes import (
     head_layout,
     head_rows,
     join_layout,

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from nanovllm.kernels.cuda.persistent_shape import MIN_SLOTS, ExpertsShape, StepShape
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.shape import MIN_SLOTS, ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import (
     Line,
     blocks_at_once,
     expert_columns,
@@ -28,8 +28,8 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_tiles,
     piece_segments,
 )
-from nanovllm.kernels.cuda.persistent_step import empty_exchange
-from tests.kernels.cuda.test_persistent_step import EXPERTS, SHAPES
+from nanovllm.devices.cuda.persistent.step import empty_exchange
+from tests.devices.cuda.persistent.test_step import EXPERTS, SHAPES
 
 SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
 

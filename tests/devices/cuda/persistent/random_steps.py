@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.persistent_pack import factors_of
-from nanovllm.kernels.cuda.persistent_shape import StepShape
-from nanovllm.kernels.cuda.persistent_step import PersistentStep
-from nanovllm.kernels.cuda.step_tensors import (
+from nanovllm.devices.cuda.persistent.shape import StepShape
+from nanovllm.devices.cuda.persistent.step import (
+    PersistentStep,
     StackedCodes,
     StepConstants,
     StepTensors,
-    reference_step,
 )
-from nanovllm.kernels.ops import Activation, Routing
+from nanovllm.devices.cuda.persistent.weights import factors_of
+from nanovllm.kernels.ops import Activation, LayerCache, Routing
 from nanovllm.kernels.stored_weights import (
     Fp8Weight,
     Int4Weight,
@@ -25,6 +24,7 @@ from nanovllm.kernels.stored_weights import (
     quantise_blocks,
     quantise_int4,
 )
+from tests.devices.cuda.persistent.reference import reference_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class RandomStep:
 
     def run(self) -> Tensor:
         tables = self.lengths, self.tokens, self.table
-        self.step.run(self.slot, *tables, self.k, self.v, self.logits, self.context_len)
+        caches = [LayerCache(k, v) for k, v in zip(self.k, self.v, strict=True)]
+        self.step.run(self.slot, *tables, caches, self.logits, self.context_len)
         return self.logits
 
     def places(self, context: int) -> Tensor:
@@ -87,7 +88,7 @@ class RandomStep:
         self.logits.fill_(float("nan"))
         logits = self.run()[0]
         torch.cuda.synchronize()
-        self.step.check()
+        assert not self.step.gave_up()
         written = torch.stack([c[places[-1]] for caches in flat for c in caches])
         wanted = torch.stack([c[places[-1]] for caches in wide for c in caches])
         return difference(logits, exact), difference(plain, exact), difference(written, wanted)

@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_exchange import CHUNK, LINES, SUMS
-from nanovllm.kernels.cuda.persistent_products import (
+from nanovllm.devices.cuda.persistent.exchange import CHUNK, LINES, SUMS
+from nanovllm.devices.cuda.persistent.products import (
     ONE,
     both_blocks,
     load_factors,
@@ -18,7 +18,7 @@ from nanovllm.kernels.cuda.persistent_products import (
     multiply,
     sum_of,
 )
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.sizes import (
     factor_words,
     group_chunks,
     is_held,

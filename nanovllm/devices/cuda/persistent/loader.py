@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.cuda.persistent_experts import GATE_FLYING, ExpertLines
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.experts import GATE_FLYING, ExpertLines
+from nanovllm.devices.cuda.persistent.sizes import (
     blocks_at_once,
     gated_at_once,
     gated_width,
@@ -16,7 +16,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     q_width,
     qkv_width,
 )
-from nanovllm.kernels.cuda.persistent_stream import HEAD_FLYING, LANES, Lines
+from nanovllm.devices.cuda.persistent.stream import HEAD_FLYING, LANES, Lines
 
 
 @gluon.jit

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_attention import Attention
-from nanovllm.kernels.cuda.persistent_exchange import (
+from nanovllm.devices.cuda.persistent.attention import Attention
+from nanovllm.devices.cuda.persistent.exchange import (
     CHUNK,
     NUM_BUFFERS,
     PREFETCH_AND_KEEP,
@@ -23,11 +23,11 @@ from nanovllm.kernels.cuda.persistent_exchange import (
     prefetch,
     thread_index,
 )
-from nanovllm.kernels.cuda.persistent_experts import DOWN_FLYING, GATE_FLYING, Experts
-from nanovllm.kernels.cuda.persistent_loader import load
-from nanovllm.kernels.cuda.persistent_products import FACTORS
-from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.experts import DOWN_FLYING, GATE_FLYING, Experts
+from nanovllm.devices.cuda.persistent.loader import load
+from nanovllm.devices.cuda.persistent.products import FACTORS
+from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import (
     blocks_at_once,
     factor_piece,
     gated_at_once,
@@ -41,7 +41,7 @@ from nanovllm.kernels.cuda.persistent_sizes import (
     num_splits,
     slot_factors,
 )
-from nanovllm.kernels.cuda.persistent_stream import (
+from nanovllm.devices.cuda.persistent.stream import (
     HEAD_FLYING,
     NUM_USED,
     RING,

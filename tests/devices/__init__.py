@@ -30,7 +30,7 @@ def run_interpreted(*arguments: str) -> str:
     """
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.interpreted", *arguments],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

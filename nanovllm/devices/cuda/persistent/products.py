@@ -9,7 +9,7 @@ applied to sums. See docs/persistent-step.md.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.cuda.persistent_sizes import factor_words, segment_groups
+from nanovllm.devices.cuda.persistent.sizes import factor_words, segment_groups
 
 S3, S4, S5, S6, S8 = (
     gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1]))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import EngineError
 from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_gpu import OPTIONS, BothWays
@@ -59,13 +58,27 @@ def test_equals_eager_steps(path: Path, limit: int) -> None:
     assert 0 < difference < 0.03
 
 
-def test_a_step_that_gives_up_is_an_error(path: Path) -> None:
+def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
+    """The kernel gives up in the middle of an answer, and is not used again."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(path, **WHOLE) as llm:
         steps: Any = runner_of(llm).forward
-        with torch.inference_mode():  # as the flag was made
-            steps.eager.model.step._flag.fill_(1)
-        with pytest.raises(EngineError, match="gave up"):
-            generate(llm)
+        steps.max_whole_context = 0
+        want = llm.generate([prompts()[3]], params, use_tqdm=False)
+    with LLM(path, **WHOLE) as llm:
+        steps = runner_of(llm).forward
+        llm.engine.add_request(prompts()[3], params)
+        for _ in range(10):
+            llm.engine.step()
+        attended = steps.persistent._exchanges[3]
+        attended[..., -1] = -1  # a value that nobody will store
+        outputs = []
+        while not llm.engine.is_finished():
+            outputs += llm.engine.step()
+        assert steps.max_whole_context == 0
+        assert llm.engine.core.scheduler.num_preemptions == 1
+    assert len(outputs[0].token_ids) == len(want[0].token_ids) == 40
+    assert outputs[0].token_ids[:5] == want[0].token_ids[:5]
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"kvcache_block_size": 16}], ids=str)

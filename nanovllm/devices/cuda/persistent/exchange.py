@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from nanovllm.kernels.cuda.persistent_products import stage, stage_words
-from nanovllm.kernels.cuda.persistent_sizes import (
+from nanovllm.devices.cuda.persistent.products import stage, stage_words
+from nanovllm.devices.cuda.persistent.sizes import (
     gated_parts,
     gated_room,
     num_chunks,
