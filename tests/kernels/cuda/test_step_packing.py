@@ -14,8 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from benchmarks.models import model_path
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.bench.models import model_path
 from nanovllm.kernels.cuda import persistent_pack
 from nanovllm.kernels.cuda.ops import CudaLinear, TritonOps
 from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
