@@ -26,7 +26,7 @@ ORDER = """
     < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
     < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
     engine_options
-    < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
+    < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
     "errors",

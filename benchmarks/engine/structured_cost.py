@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.models import model_path
 from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
 
 SCHEMA: dict[str, Any] = {
