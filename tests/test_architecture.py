@@ -22,10 +22,9 @@ ORDER = """
     < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker
-    < devices < backends < executor < engine.core < engine.llm_engine
-    < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
-    < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
-    engine_options
+    < devices < backends < executor
+    < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
+    < serving.core_thread, scoring, conversations, client, engine_options
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
@@ -237,7 +236,7 @@ print([name for name in names if name in sys.modules], len(set(sys.modules) - be
         ("nanovllm.layers.linear", "from ..models import llama"),
         ("nanovllm.checkpoint.find", "from nanovllm.config import EngineConfig"),
         ("nanovllm.config", "import nanovllm"),
-        ("nanovllm.engine.core", "from .llm_engine import LLMEngine"),
+        ("nanovllm.engine.core", "from .engine_thread import EngineThread"),
         ("nanovllm.unheard_of", "import nanovllm.errors"),
     ],
 )

@@ -18,9 +18,8 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.engine.step import Executor, StepPlan, StepResult
 from nanovllm.errors import EngineError
-from nanovllm.executor.base import Executor
 from nanovllm.grammar.matching import Grammars
 from nanovllm.pending import Pending
 
