@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nanovllm.engine.detokenizer import num_held
 from nanovllm.engine.front import check_text
 from nanovllm.errors import GrammarError
 from nanovllm.server.chat_prompt import render_chat
@@ -146,11 +147,7 @@ class _Shown:
             pieces.append(text[begin:at])
             begin = at + len(self._due.popleft())
         rest = text[begin:]
-        num_held = 0 if update.finish else self._count_begun(rest)
-        self._held = rest[len(rest) - num_held :]
-        return "".join(pieces) + rest[: len(rest) - num_held]
-
-    def _count_begun(self, text: str) -> int:
-        """How many characters of a text's end may belong to a hidden token."""
-        due = self._due[0] if self._due else ""
-        return next((n for n in range(len(due) - 1, 0, -1) if text.endswith(due[:n])), 0)
+        due = tuple(self._due)[:1]
+        end = len(rest) - (0 if update.finish else num_held(rest, due))
+        self._held = rest[end:]
+        return "".join(pieces) + rest[:end]

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
+from nanovllm.engine.detokenizer import num_held
 from nanovllm.server.parsing.events import (
     CallArguments,
     CallBegun,
@@ -22,16 +23,16 @@ from nanovllm.server.parsing.events import (
     merge,
 )
 from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
-from nanovllm.server.parsing.reader import Reader, Stops, Waits
+from nanovllm.server.parsing.reader import Reader, Waits
 from nanovllm.server.parsing.tools import Tool, as_json, is_json
 
 ARGUMENT_KEYS = ('"arguments"', '"parameters"')
 KEYS = ('"name"', *ARGUMENT_KEYS, '"id"', '"type"')
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 OUTSIDE_STRING = re.compile(r"[\w\s:,.+'-]+")
-KEY_STOPS = Stops((">", "\n"))
+KEY_STOPS = (">", "\n")
 # A tag that was left out ends a value too, where the next one begins a line.
-VALUE_STOPS = Stops(("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>"))
+VALUE_STOPS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 
 
 def new_call_id() -> str:
@@ -56,7 +57,7 @@ class OutputParser:
         # A longer name first, as it may begin with a shorter one.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
         self._frames = tool_format.frames if tool_format and tools else ()
-        self._openings = Stops(dict.fromkeys(frame.opening for frame in self._frames))
+        self._openings = tuple(dict.fromkeys(frame.opening for frame in self._frames))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
@@ -103,7 +104,7 @@ class OutputParser:
         self.has_reasoning = is_begun or self._starts_in_reasoning
         if self.has_reasoning:
             yield from reader.skip("\n".__eq__)
-            if (yield from reader.until(Stops((form.end,)), self._emit_reasoning)):
+            if (yield from reader.until((form.end,), self._emit_reasoning)):
                 yield from reader.accept(form.end)
                 yield from reader.skip("\n".__eq__)
 
@@ -138,7 +139,7 @@ class OutputParser:
             furthest = max(furthest, reader.pos)
         reader.pos = furthest
         # What should not stand there may be an opening, whose beginning was taken for something.
-        reader.pos -= self._openings.num_begun(reader.since(start), len(opening))
+        reader.pos -= num_held(reader.since(start)[len(opening) :], self._openings)
         self._emit_content(reader.since(start))
 
     def _read_frame(self, frame: Frame) -> Waits[bool]:
