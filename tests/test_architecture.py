@@ -76,7 +76,7 @@ BESIDE = {
     "engine": ((), "worker.tables"),
     "grammar": ((), "worker.tables"),
     "serving": ((), "engine.core"),
-    "server.parsing": (("errors",), "server"),
+    "server.parsing": (("errors", "engine.detokenizer"), "server"),
     # Whose __version__ is told.
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "server"),
 }
