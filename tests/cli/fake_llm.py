@@ -14,8 +14,9 @@ from nanovllm.sampling_params import SamplingParams
 class FakeLLM:
     """Refuses texts with "bad" in them, the template those with "odd"; "broken" ones fail."""
 
-    def __init__(self, *texts: str, has_template: bool = True) -> None:
+    def __init__(self, *texts: str, has_template: bool = True, finish_reason: str = "stop") -> None:
         self.texts = texts
+        self.finish_reason = finish_reason
         self.num_closed = 0  # streams that ended or were left
         self.conversations: list[Any] = []  # that went through the template
         self.prompts: list[Any] = []
@@ -68,7 +69,11 @@ class FakeLLM:
         text = "".join(self.texts)
         ids = list(range(len(self.texts)))
         is_broken = "broken" in self.prompts[index]
-        end = ("error", 0, 0.1, 0.2, "logits are NaN") if is_broken else ("stop", 0, 0.1, 0.2)
+        end = (
+            ("error", 0, 0.1, 0.2, "logits are NaN")
+            if is_broken
+            else (self.finish_reason, 0, 0.1, 0.2)
+        )
         output = RequestOutput(index, None, [1, 2], text, ids, *end)
         for number, piece in enumerate(self.texts, start=1):
             if on_step is not None:
