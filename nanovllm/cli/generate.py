@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.exit_code import complain
+from nanovllm.cli.exit_code import print_error
 from nanovllm.cli.options import (
     Commands,
     add_command,
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         outputs = _generate(llm, prompts, params, args)
     for prompt, output in zip(prompts, outputs, strict=True):
         if output.error is not None:
-            complain(args.parser.prog, _at_place(prompt, prompts, output.error))
+            print_error(args.parser.prog, _at_place(prompt, prompts, output.error))
     return int(any(output.error is not None for output in outputs))
 
 
