@@ -42,7 +42,7 @@ def main() -> int:
         prompts = as_chat(llm, QUESTIONS)
         # Without a view: for output in llm.generate(prompts, params): print(output.text)
         stats = RunStats()
-        print_in_order(llm.stream(prompts, params, on_step=stats.add_step), QUESTIONS, stats)
+        print_in_order(llm.stream(prompts, params), QUESTIONS, stats)
         print("\n" + stats.summary())
     return 0
 

@@ -81,7 +81,7 @@ class Conversation:
         if not self._has_room(prompt) and _without_oldest_turn(messages) is not None:
             raise PromptTooLongError("the context has no room for an answer")
         answer, output = "", None
-        pieces = self._llm.stream(prompt, self.params, on_step=self.stats.add_step)
+        pieces = self._llm.stream(prompt, self.params)
         try:
             with contextlib.closing(pieces):
                 for piece in self.stats.count(pieces):

@@ -118,7 +118,7 @@ def _generate(
         chats = [[*system, {"role": "user", "content": text}] for text in texts]
         inputs = list(llm.apply_chat_template(chats))
     stats = RunStats()
-    pieces = _stream(llm, inputs, params, stats, None if args.keep_going else prompts)
+    pieces = _stream(llm, inputs, params, None if args.keep_going else prompts)
     if args.json:
         outputs = []
         for piece in in_order(pieces):
@@ -140,7 +140,6 @@ def _stream(
     llm: LLM | RemoteLLM,
     inputs: list[Any],
     params: SamplingParams,
-    stats: RunStats,
     strict_prompts: list[InputPrompt] | None,
 ) -> Iterator[StreamPiece]:
     """Stream all answers.
@@ -158,7 +157,7 @@ def _stream(
         output = RequestOutput(index, None, [], "", [], "error", 0, 0.0, 0.0, error=str(error))
         refused.append(StreamPiece(index, "", [], output, index=index))
 
-    for piece in llm.stream(inputs, params, on_step=stats.add_step, on_refusal=on_refusal):
+    for piece in llm.stream(inputs, params, on_refusal=on_refusal):
         while refused:
             yield refused.pop()
         yield piece

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nanovllm.outputs import RequestOutput, StreamPiece
-from nanovllm.serving.speeds import Speeds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,31 +22,30 @@ _CONTROLS |= {ord("\t"): "    ", ord("\n"): "\n"}
 
 
 class RunStats:
-    """Statistics over the steps and the finished outputs of a run."""
+    """Statistics over the streamed pieces and the finished outputs of a run."""
 
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
-        self._speeds = Speeds()
-        self.add_step = self._speeds.add_step
-
-    @property
-    def seconds(self) -> float:
-        return self._speeds.prefill.seconds + self._speeds.decode.seconds
+        self.seconds = 0.0
+        self._num_pieces = 0
 
     def count(self, pieces: Iterable[StreamPiece]) -> Iterator[StreamPiece]:
-        """Yield the pieces, and keep their outputs; time begins to count with the first one."""
-        self._speeds.step_start = time.perf_counter()
+        """Yield the pieces, and count them and the time until the last one."""
+        last = time.perf_counter()
         for piece in pieces:
+            now = time.perf_counter()
+            self.seconds, last = self.seconds + now - last, now
+            self._num_pieces += 1
             if piece.output is not None:
                 self.outputs.append(piece.output)
             yield piece
 
-    def speeds(self) -> str:
-        prefill, decode = self._speeds.prefill.speed, self._speeds.decode.speed
-        return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+    def status(self, num_prompts: int) -> str:
+        rate = self._num_pieces / max(self.seconds, 1e-9)  # a piece is a token, most often
+        return f"{len(self.outputs)}/{num_prompts} {rate:,.0f} tok/s"
 
     def summary(self) -> str:
-        outputs, prefill, decode = self.outputs, self._speeds.prefill, self._speeds.decode
+        outputs, seconds = self.outputs, max(self.seconds, 1e-9)
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
         num_cached = sum(output.num_cached_tokens for output in outputs)
         num_new = sum(len(output.token_ids) for output in outputs)
@@ -56,8 +54,7 @@ class RunStats:
         rows = {
             "prompts": f"{len(outputs)}, {num_prompt:,} tokens",
             "generated": f"{num_new:,} tokens in {self.seconds:.2f} s",
-            "prefill": f"{prefill.speed:,.0f} tok/s ({prefill.num_tokens:,} tokens)",
-            "decode": f"{decode.speed:,.0f} tok/s ({decode.num_tokens:,} tokens)",
+            "speed": f"input {num_prompt / seconds:,.0f}, output {num_new / seconds:,.0f} tok/s",
             "first token": f"after {first:.2f} s on average",
             "prefix cache": f"{num_cached:,} of {num_prompt:,} prompt tokens",
             "finished": ", ".join(f"{count} by {reason}" for reason, count in reasons),
@@ -121,9 +118,8 @@ class TextView:
         line = Text(self._open_line, no_wrap=True, overflow="crop")
         if self._stats is None:
             return line
-        num_done, num_prompts = len(self._stats.outputs), self._num_prompts
-        bar = ProgressBar(num_prompts, num_done, width=20)
-        return Group(line, Columns([bar, f"{num_done}/{num_prompts} {self._stats.speeds()}"]))
+        bar = ProgressBar(self._num_prompts, len(self._stats.outputs), width=20)
+        return Group(line, Columns([bar, self._stats.status(self._num_prompts)]))
 
 
 def printable(text: str) -> str:

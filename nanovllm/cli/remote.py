@@ -14,7 +14,7 @@ from nanovllm.cli.options import check_no_engine_options, engine_config
 from nanovllm.cli.start import load_llm
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class RemoteLLM:
         prompts: Any,
         params: SamplingParams,
         *,
-        on_step: Callable[[StepOutput], None] = lambda step: None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
         """As `LLM.stream` does; a prompt is a text, or the messages of a chat."""
@@ -78,8 +77,6 @@ class RemoteLLM:
             while num_left:
                 item = loop.run_until_complete(queue.get())
                 if isinstance(item, StreamPiece):
-                    # Servers do not say how many tokens a piece has: count one.
-                    on_step(StepOutput([], [item], 0, int(not item.finished)))
                     yield item
                     continue
                 num_left -= 1

@@ -36,13 +36,13 @@ async def run_job(
     async def work() -> None:
         while (row := await queue.get()) is not None:
             try:
-                line: dict[str, Any] | None = await answer(row)
+                line = await answer(row)
                 _write(ledger, row, line)
+                on_line(line)
             except RowError as error:
-                line = None
                 custom_id = row.custom_id if isinstance(row.custom_id, str | int) else None
                 ledger.write_error(row.index, custom_id, error.code, error.message)
-            on_line(line)
+                on_line(None)
 
     tasks = [asyncio.create_task(each()) for each in (feed, *[work] * num_at_once)]
     try:

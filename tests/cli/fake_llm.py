@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -41,7 +41,6 @@ class FakeLLM:
         self,
         prompts: Any,
         params: SamplingParams,
-        on_step: Callable[[StepOutput], None] | None = None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Iterator[StreamPiece]:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -56,16 +55,12 @@ class FakeLLM:
                     on_refusal(index, error)
                 else:
                     accepted.append(index)
-            if on_step is not None:
-                on_step(StepOutput([], [], 4, 0))
             for index in reversed(accepted):
-                yield from self._pieces(index, on_step)
+                yield from self._pieces(index)
         finally:
             self.num_closed += 1
 
-    def _pieces(
-        self, index: int, on_step: Callable[[StepOutput], None] | None
-    ) -> Iterator[StreamPiece]:
+    def _pieces(self, index: int) -> Iterator[StreamPiece]:
         text = "".join(self.texts)
         ids = list(range(len(self.texts)))
         is_broken = "broken" in self.prompts[index]
@@ -76,7 +71,5 @@ class FakeLLM:
         )
         output = RequestOutput(index, None, [1, 2], text, ids, *end)
         for number, piece in enumerate(self.texts, start=1):
-            if on_step is not None:
-                on_step(StepOutput([], [], 0, 1))
             is_last = number == len(self.texts)
             yield StreamPiece(index, piece, [1], output if is_last else None, index=index)

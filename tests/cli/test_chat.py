@@ -37,6 +37,10 @@ def say(conversation: Conversation, lines: str) -> None:
     converse(conversation, lambda prompt: next(file, None))
 
 
+def interrupt(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
 def roles(conversation: Conversation) -> list[str]:
     return [message["role"] for message in conversation.messages]
 
@@ -58,16 +62,10 @@ def test_a_stopped_answer_stays_in_the_history() -> None:
 
 
 def test_a_question_that_was_stopped_before_its_answer_is_forgotten() -> None:
-    llm = FakeLLM("one")
-    conversation = new_conversation(llm)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    conversation.stats.add_step = interrupt  # type: ignore[method-assign]
+    conversation = new_conversation(FakeLLM("one"))
+    conversation.stats.count = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        conversation.ask("A long one.", interrupt)
-    assert llm.num_closed == 1
+        conversation.ask("A long one.", lambda text: None)
     assert conversation.messages == []
 
 
@@ -268,11 +266,7 @@ def test_retry_answers_the_last_question_again(capsys: pytest.CaptureFixture[str
     assert [message["content"] for message in llm.conversations[0]] == ["One?", "yes", "Two?"]
     assert roles(conversation) == ["user", "assistant"] * 2
     before = conversation.messages
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    conversation.stats.add_step = interrupt  # type: ignore[method-assign]
+    conversation.stats.count = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         conversation.retry(lambda text: None)
     assert conversation.messages == before
@@ -303,7 +297,7 @@ def test_stats_count_all_answers(capsys: pytest.CaptureFixture[str]) -> None:
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
     assert rows["prompts"] == "2, 4 tokens"
     assert rows["generated"].startswith("4 tokens in ")
-    assert rows["decode"].endswith("(4 tokens)")
+    assert rows["finished"] == "2 by stop"
 
 
 def typed(keys: str) -> list[str]:
