@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.options import Commands, add_command, add_model_argument, at_least
-from nanovllm.cli.serve import (
-    add_model_options,
-    engine_config,
-    read_chat_template,
-    read_sampling_defaults,
-)
+from nanovllm.cli.serve import add_model_options, engine_config
 from nanovllm.cli.start import set_child_threads
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, NanovllmError
@@ -48,7 +43,6 @@ SECONDS_BETWEEN_LINES = 30.0  # of progress, where they go to a file
 SETTINGS = (
     *("model", "revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens"),
     *("quantization", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"),
-    "served_model_name",
 )
 
 
@@ -64,7 +58,6 @@ def add_parser(commands: Commands) -> None:
     add("--raw", action="store_true",
         help='continue the text of "prompt" rows, without the chat template')  # fmt: skip
     add("--overwrite", action="store_true", help="begin anew whatever there is of the output")
-    add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
     _add_ray_options(parser)
     add_model_options(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -97,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     options = _row_options(args, config)
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"model": config.model, "input": found.digest}
+    settings["served_model_name"] = list(args.served_model_name) or None
     # Of files what they hold, not where they are.
     settings["chat_template"] = options.server.chat_template
     settings["generation_config"] = options.sampling_defaults or args.generation_config
@@ -144,17 +138,17 @@ async def _answer_all(
 def _row_options(args: argparse.Namespace, config: EngineConfig) -> RowOptions:
     """Read all that this machine has in files: an engine may be on another one."""
     from nanovllm.jobs.engine import RowOptions
-    from nanovllm.server.options import ServerOptions
+    from nanovllm.server.options import ServerOptions, read_chat_template, read_sampling_defaults
 
     server = ServerOptions(
-        model_names=tuple(args.served_model_name or [config.model]),
+        served_model_name=tuple(args.served_model_name or [config.model]),
         chat_template=read_chat_template(args.chat_template),
-        tool_parser=args.tool_call_parser,
+        tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
     where = args.generation_config
     defaults = None if where == "auto" else read_sampling_defaults(where, {})
-    override = args.override_generation_config
+    override = args.override_generation_config or {}
     return RowOptions(config, server, defaults, override, args.max_tokens, args.raw)
 
 
