@@ -23,7 +23,7 @@ ORDER = """
     < platforms, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
     < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
-    < serving.core_thread, scoring, conversations, client, engine_options
+    < scoring, conversations, client, engine_options
     < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
@@ -96,7 +96,7 @@ ONLY_IN = {
         "config.py",
         "cli/serve.py",
         "cli/start.py",
-        "executor/child_process.py",
+        "executor/supervisor.py",
         "platforms/cuda.py",  # CC, which Triton reads too
         "platforms/shares.py",
     ),
