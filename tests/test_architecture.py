@@ -21,10 +21,11 @@ ORDER = """
     errors, pending, fp8 < validation, structured_outputs, quantisation < sampling_params, outputs
     < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
-    < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
+    < worker.tables < worker.batch < worker.forward < logits < worker
+    < devices < backends < executor
     < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
     < scoring, conversations, client, engine_options
-    < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
+    < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
     "errors",
@@ -42,14 +43,12 @@ HOST = (
     "engine.request",
     "engine.sequence",
     "engine.block_manager",
-    "engine.packed_logprobs",
     "engine.prompt_budget",
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
-    "engine.waiting",
     "grammar.matching",
     "grammar.forms",
     "grammar.json_schema",
@@ -77,7 +76,7 @@ BESIDE = {
     "engine": ((), "worker.tables"),
     "grammar": ((), "worker.tables"),
     "serving": ((), "engine.core"),
-    "server.parsing": (("errors",), "server"),
+    "server.parsing": (("errors", "engine.detokenizer"), "server"),
     # Whose __version__ is told.
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "server"),
 }
@@ -89,7 +88,7 @@ PARSING = tuple(
 TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
-    "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
+    "torch.cuda": ("platforms/cuda", "devices/cuda/", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
     "os.environ": (

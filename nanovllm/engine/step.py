@@ -88,6 +88,8 @@ class StepResult:
     pooled: Vector | None = None
     # Rows whose logits processors failed, and how; they sampled NO_TOKEN.
     failures: dict[int, str] | None = None
+    # The device could not finish the step: this result and those of later steps in flight are void.
+    is_lost: bool = False
 
 
 def num_scored(start: int, count: int, num_prompt_tokens: int) -> int:

@@ -26,7 +26,7 @@ from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
-from nanovllm.server import chat_completions, completions, embeddings, run, throughput
+from nanovllm.server import completions, embeddings, logprobs, run, throughput
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.serving.core_records import CoreStats
@@ -206,7 +206,7 @@ def test_large_answers_are_encoded_off_the_event_loop(
 
     for where, name in (
         (completions, "_best"),
-        (chat_completions, "_logprob"),
+        (logprobs, "_logprob"),
         (embeddings.EmbeddingAnswer, "_encoded"),
     ):
         monkeypatch.setattr(where, name, recorded(getattr(where, name)))
