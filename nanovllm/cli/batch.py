@@ -36,7 +36,7 @@ SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
 SETTINGS = (
     *("revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens", "raw"),
     *("quantization", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"),
-    "override_generation_config",
+    *("generation_config", "override_generation_config"),
 )
 
 
