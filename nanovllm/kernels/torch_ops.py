@@ -12,7 +12,6 @@ from torch import Tensor
 from nanovllm.kernels.fp8_rows import quantise, spread, spread_exponents
 from nanovllm.kernels.ops import (
     Activation,
-    DecoderWeights,
     Hidden,
     LayerCache,
     LinearFn,
@@ -89,9 +88,6 @@ class TorchOps:
 
     def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
         return compose_experts(self, gate_up, down, routing, self.product_dtype)
-
-    def pack_step(self, weights: DecoderWeights) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

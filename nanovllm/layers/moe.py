@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.config import ExpertsConfig
-from nanovllm.kernels.ops import Hidden, PackedExperts, Routing, SparseWeights
+from nanovllm.kernels.ops import Hidden, PackedExperts, Routing
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
@@ -62,7 +62,3 @@ class SparseMLP(Layer):
         gate_up, down = (w.for_ops(self.num_experts) for w in (self.gate_up, self.down))
         self.packed = self.ops.pack_experts(gate_up, down, self.routing)
         del self.gate_up, self.down
-
-    @property
-    def weights(self) -> SparseWeights:
-        return SparseWeights(self.gate.packed, self.packed)

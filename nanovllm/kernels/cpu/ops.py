@@ -13,7 +13,6 @@ from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
-    DecoderWeights,
     Hidden,
     LayerCache,
     LinearFn,
@@ -159,9 +158,6 @@ class NumbaOps:
         self.launcher.compile_experts()
         most = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
         return ComposedExperts(self, NumbaExperts(self, gate_up, down, routing, num_experts, most))
-
-    def pack_step(self, weights: DecoderWeights) -> None:
-        return None
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

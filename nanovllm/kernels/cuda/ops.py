@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from nanovllm.kernels.cuda import elementwise
@@ -32,21 +30,16 @@ from nanovllm.kernels.cuda.linear_fp8 import (
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.ops import (
     Activation,
-    DecoderWeights,
     Hidden,
     NormWeights,
     PackedExperts,
     PackedLinear,
-    PackedStep,
     Routing,
 )
 from nanovllm.kernels.quantized_weight import QuantizedWeight, Weight
 from nanovllm.kernels.torch_ops import ComposedLinear, TorchOps
 
-logger = logging.getLogger(__name__)
-
 ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
-STEP_TRITON = "3.6."  # gluon, in which the persistent step is written, changes with every release
 # Up to here activations are not quantized for FP8 by output, which would gain little.
 MAX_EXACT_ROWS = 16
 # Up to here they are not for FP8 by block; its values are then dequantized in registers.
@@ -83,22 +76,13 @@ class TritonOps:
         assert isinstance(down, QuantizedWeight)
         return CudaExperts(self, gate_up, down, routing)
 
-    def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
-        if not triton.__version__.startswith(STEP_TRITON):
-            version = triton.__version__
-            logger.info("A sequence alone runs layer by layer: triton is %s, not 3.6", version)
-            return None
-        from nanovllm.kernels.cuda.persistent_pack import pack_step  # needs gluon as it is there
-
-        return pack_step(weights)
-
 
 @dataclass(slots=True)
 class CudaLinear:
     """One row runs in one fused kernel, a few in another, more through the library's products."""
 
     ops: TritonOps
-    weight: CudaWeight  # which `pack_step` may move
+    weight: CudaWeight
     bias: Tensor | None
     activation: Activation | None
     library: LibraryWeight | None = None  # for products of many rows in FP8
