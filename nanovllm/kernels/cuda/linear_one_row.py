@@ -142,7 +142,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     rows, is_row = tile_rows(first, num_out, BLOCK_OUT, GATED)
     tile = load_tile(weight, rows, is_row, lanes, NUM_WORDS)
     if HAS_UP:
-        up_weight = weight + num_out.to(tl.int64) * NUM_WORDS
+        up_weight = weight + num_out * NUM_WORDS
         up_tile = load_tile(up_weight, rows, is_row, lanes, NUM_WORDS)
     wait_for_inputs(OVERLAP)  # the weight does not depend on the kernels before this one
     total_squares = 0.0
