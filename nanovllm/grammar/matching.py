@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.engine.step import IntColumn
-from nanovllm.errors import GrammarError, RequestError
+from nanovllm.errors import GrammarError
 from nanovllm.grammar.forms import grammar_text
 from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compiling
 
@@ -149,7 +149,7 @@ class Grammars:
         self._has_late = False  # whether some are still being written there
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
-        """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
+        """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
         if (known := self._find(asked)) is not None:
             return known
         tools = self._get_tools()
@@ -351,20 +351,16 @@ class Grammars:
     def _make_tools(self) -> Tools:
         vocabulary = self._load()
         if vocabulary.tokenizer is None:
-            raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
+            raise GrammarError("needs a tokenizer, not skip_tokenizer_init=True")
         try:
             from llguidance import LLExecutor, LLParserLimits, LLTokenizer
         except ImportError as error:
-            raise RequestError(
-                "structured_outputs need the package llguidance: pip install llguidance"
-            ) from error
+            raise GrammarError("needs the package: pip install llguidance") from error
         text, eos = vocabulary.tokenizer.backend_tokenizer.to_str(), vocabulary.eos_token_ids
         try:
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(eos) or None)
         except ValueError as error:
-            raise RequestError(
-                f"structured_outputs do not work with this model's tokenizer: {error}"
-            ) from error
+            raise GrammarError(f"does not work with this model's tokenizer: {error}") from error
         num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
@@ -428,4 +424,4 @@ def refusal(reason: str) -> GrammarError:
         reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"
     if reason.startswith("regex parse error"):
         reason = f"a 'pattern' is no regular expression: {reason}"
-    return GrammarError(f"structured_outputs cannot be enforced: {reason.strip()}")
+    return GrammarError(f"cannot be enforced: {reason.strip()}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Set
@@ -11,21 +10,25 @@ from typing import Any
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
-from nanovllm.server.answer import Answer
+from nanovllm.server.answer import Answer, Event, whole_body
 from nanovllm.server.chat_completions import OF_PROMPT, answer_chat
 from nanovllm.server.completions import answer_completion
-from nanovllm.server.embeddings import answer_embeddings
-from nanovllm.server.errors import ApiError, as_api_error
-from nanovllm.server.openai_records import ChatRequest, CompletionRequest, EmbeddingRequest
-from nanovllm.server.records import ApiRecord, as_record
-from nanovllm.server.responses import answer_response
-from nanovllm.server.responses_records import ResponsesRequest
+from nanovllm.server.embeddings import embed
+from nanovllm.server.errors import openai_body
+from nanovllm.server.records import (
+    ApiRecord,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    as_record,
+)
+from nanovllm.server.responses import ResponsesRequest, answer_response
 from nanovllm.server.service import Service
 
-ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answer]]]] = {
+ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answer | Event]]]] = {
     "/v1/chat/completions": (ChatRequest, answer_chat),
     "/v1/completions": (CompletionRequest, answer_completion),
-    "/v1/embeddings": (EmbeddingRequest, answer_embeddings),
+    "/v1/embeddings": (EmbeddingRequest, embed),
     "/v1/responses": (ResponsesRequest, answer_response),
 }
 TEXT_FIELDS = ("add_special_tokens", "best_of", "echo")  # no fields of a chat
@@ -52,7 +55,7 @@ class Answers:
         """Return the line of a row; raises RowError for a bad one."""
         if row.error is not None:
             raise RowError("invalid_row", row.error)
-        error: NanovllmError | ApiError | None = None
+        error: NanovllmError | None = None
         for _ in self._service.llm.replicas:  # where one is lost, another one answers
             try:
                 return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
@@ -60,11 +63,11 @@ class Answers:
                 if self._service.llm.error is not None:
                     raise
                 error = failure
-            except (ApiError, RequestError, ConfigError) as refusal:
+            except (RequestError, ConfigError) as refusal:
                 error = refusal
                 break
         assert error is not None
-        told = as_api_error(error).openai()["error"]
+        told = openai_body(error)["error"]
         raise RowError(told["code"] or told["type"], told["message"]) from error
 
     async def _batch_line(self, row: Row) -> dict[str, Any]:
@@ -122,9 +125,8 @@ class Answers:
             defaults["max_tokens"] = self._max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
         made = await answer(self._service, as_record(kind, {**defaults, **body}))
-        async with contextlib.aclosing(made.events()) as events:
-            collected = [event async for event in events]
-        settled: dict[str, Any] = _Settled(index).value(made.whole(collected))
+        whole = made if isinstance(made, dict) else await whole_body(made)
+        settled: dict[str, Any] = _Settled(index).value(whole)
         return settled
 
 

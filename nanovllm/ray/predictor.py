@@ -15,14 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from nanovllm.engine_options import engine_config
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.jobs.answers import RowError
 from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.rows import Row
-from nanovllm.server.errors import ApiError
-from nanovllm.server.openai_records import ChatRequest, CompletionRequest
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.records import as_record
+from nanovllm.server.records import ChatRequest, CompletionRequest, as_record
 
 IDS = "prompt_token_ids"  # a column of these is not answered by another
 PROMPTS = ("prompt", IDS, "messages")
@@ -66,7 +64,7 @@ class Predictor:
         self._sampling = dict(sampling or {})
         try:
             as_record(CompletionRequest, {"prompt": "", **self._sampling})
-        except ApiError as error:
+        except RequestError as error:
             raise ConfigError(f"sampling: {error}") from error
         server = ServerOptions(
             model_names=(str(model),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Protocol
 
 import anyio
@@ -12,56 +12,50 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.errors import NanovllmError
-from nanovllm.server.errors import ApiError, as_api_error, to_json
+from nanovllm.server.errors import timeout_error, to_json
 
 Event = dict[str, Any]
 
 
-class Answer(Protocol):
-    """An answer in the form of one API."""
-
-    def events(self) -> AsyncGenerator[Event, None]:
-        """Yield what it is made of."""
-
-    def whole(self, events: list[Event]) -> Event:
-        """Make one body of all events."""
-
-
 class EventStream(Protocol):
-    """What is sent event by event."""
-
-    def events(self) -> AsyncGenerator[Event, None]:
-        """Yield what it is made of."""
-
-    def encode(self, event: Event) -> bytes:
-        """Write an event as a stream has it."""
-
-    def error(self, error: ApiError) -> list[Event]:
-        """End a stream that has begun."""
+    """Server-sent events in the form of one API."""
 
     end: bytes  # of every stream
     is_large: bool  # events may take long to encode: not on the event loop
 
+    def events(self) -> AsyncGenerator[Event, None]: ...
 
-class StreamedAnswer(Answer, EventStream, Protocol):
-    """One that may be sent either way."""
+    def encode(self, event: Event) -> bytes: ...
+
+    def error(self, error: NanovllmError) -> Event:
+        """Return the event that ends a stream that has begun."""
+
+
+class Answer(EventStream, Protocol):
+    """One that may also be sent as a whole."""
+
+    def whole(self, events: list[Event]) -> Event: ...
+
+
+async def whole_body(answer: Answer) -> Event:
+    async with contextlib.aclosing(answer.events()) as events:
+        return answer.whole([event async for event in events])
 
 
 class WholeResponse(Response):
-    """Sends an answer when it is there; whatever is wrong with it raises."""
+    """Sends a body when it is there; whatever is wrong with it raises."""
 
-    def __init__(self, answer: Answer, timeout: float | None) -> None:
+    def __init__(self, body: Awaitable[Event], timeout: float | None) -> None:
         super().__init__(media_type="application/json")
-        self._answer, self._timeout = answer, timeout
+        self._body, self._timeout = body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _while_connected(receive):
             with anyio.fail_after(self._timeout):
-                async with contextlib.aclosing(self._answer.events()) as events:
-                    collected = [event async for event in events]
+                body = await self._body
             # A body may have megabytes, which take seconds to encode.
-            body = await asyncio.to_thread(lambda: to_json(self._answer.whole(collected)))
-            await Response(body, media_type=self.media_type)(scope, receive, send)
+            data = await asyncio.to_thread(to_json, body)
+            await Response(data, media_type=self.media_type)(scope, receive, send)
 
 
 class StreamResponse(Response):
@@ -85,22 +79,20 @@ class StreamResponse(Response):
                 async with contextlib.aclosing(answer.events()) as events:
                     async for event in events:
                         if not has_begun:
-                            await self._begin(send)
+                            start = {"status": 200, "headers": self.raw_headers}
+                            await send({"type": "http.response.start", **start})
                             has_begun = True
                         if answer.is_large:
                             body = await asyncio.to_thread(answer.encode, event)
                         else:
                             body = answer.encode(event)
                         await _send_body(send, body)
-        except (NanovllmError, ApiError, TimeoutError) as error:
+        except (NanovllmError, TimeoutError) as error:
             if not has_begun:
                 raise
-            for event in answer.error(as_api_error(error)):
-                await _send_body(send, answer.encode(event))
+            told = timeout_error() if isinstance(error, TimeoutError) else error
+            await _send_body(send, answer.encode(answer.error(told)))
         await _send_body(send, answer.end, is_last=True)
-
-    async def _begin(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
 
 @contextlib.asynccontextmanager

@@ -8,13 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.engine.front import BROKEN
-from nanovllm.errors import GrammarError
+from nanovllm.errors import GrammarError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError, about
 from nanovllm.server.parsing.events import BlockEvent
 from nanovllm.server.service import Service
+from nanovllm.validation import errors_about
 
 Logprobs = Sequence[dict[int, Logprob]]
 MAX_AHEAD = 16  # pieces of one request that wait to be written
@@ -88,45 +87,34 @@ class Usage:
 async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
     """Answer all prompts at once; leaving the iterator aborts what is left."""
     num_samples = job.params[0].n
-    with service.counted(job.num_choices):
+    with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
         async with contextlib.aclosing(_pieces(service, job)) as pieces:
             async for prompt, piece in pieces:
                 first = prompt * num_samples
-                if job.is_streaming:
-                    logprobs = piece.logprobs
-                    if piece.text or piece.token_ids:
-                        yield Update(first + piece.sample, piece.text, piece.token_ids, logprobs)
-                if piece.output is not None:
-                    for output in piece.output.outputs:
-                        finish = _finish(piece.output, output)
-                        choice = first + output.index
-                        if job.is_streaming:
-                            yield Update(choice, finish=finish)
-                        else:
-                            yield Update(
-                                choice, output.text, output.token_ids, output.logprobs, finish
-                            )
+                if job.is_streaming and (piece.text or piece.token_ids):
+                    choice = first + piece.sample
+                    yield Update(choice, piece.text, piece.token_ids, piece.logprobs)
+                if piece.output is None:
+                    continue
+                for output in piece.output.outputs:
+                    choice = first + output.index
+                    finish = _finish(piece.output, output, job.params[prompt])
+                    if job.is_streaming:
+                        yield Update(choice, finish=finish)
+                    else:
+                        new = (output.text, output.token_ids, output.logprobs)
+                        yield Update(choice, *new, finish)
 
 
-def _finish(answer: RequestOutput, output: CompletionOutput) -> Finish:
+def _finish(answer: RequestOutput, output: CompletionOutput, params: SamplingParams) -> Finish:
     if answer.error is not None:
-        is_broken = answer.error in (BROKEN.format("logits"), BROKEN.format("hidden states"))
-        raise ApiError(answer.error, 500 if is_broken else 400)
+        raise RequestError(answer.error, status=400 if params.can_exclude_tokens else 500)
     num_cached = answer.num_cached_tokens if output.index == 0 else 0
     return Finish(output.finish_reason, output.stop_reason, answer.prompt_logprobs, num_cached)
 
 
 async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    """Pieces of all prompts, each with the number of its prompt."""
-    try:
-        async with contextlib.aclosing(_all_pieces(service, job)) as pieces:
-            async for piece in pieces:
-                yield piece
-    except GrammarError as error:
-        raise about(job.grammar_param, error) from error
-
-
-async def _all_pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
+    """Yield pieces of all prompts, each with the number of its prompt."""
     streams = [
         service.metrics.observed(
             service.llm.generate(
