@@ -21,12 +21,11 @@ ORDER = """
     errors, pending, fp8 < validation < quantisation < sampling_params, outputs
     < prompts, chat_template, config
     < platforms, distributed < kernels < attention < layers < models
-    < worker.tables < worker.batch < worker.forward < logits < worker < backends < executor
-    < engine.core < engine.llm_engine
-    < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
-    < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
-    engine_options
-    < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
+    < worker.tables < worker.batch < worker.forward < logits < worker
+    < devices < backends < executor
+    < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
+    < serving.core_thread, scoring, conversations, client, engine_options
+    < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
     "errors",
@@ -43,14 +42,12 @@ HOST = (
     "engine.request",
     "engine.sequence",
     "engine.block_manager",
-    "engine.packed_logprobs",
     "engine.prompt_budget",
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
-    "engine.waiting",
     "grammar.matching",
     "grammar.forms",
     "grammar.json_schema",
@@ -90,7 +87,7 @@ PARSING = tuple(
 TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
-    "torch.cuda": ("platforms/cuda", "attention/", "kernels/"),
+    "torch.cuda": ("platforms/cuda", "devices/cuda/", "attention/", "kernels/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
     "os.environ": (
@@ -238,7 +235,7 @@ print([name for name in names if name in sys.modules], len(set(sys.modules) - be
         ("nanovllm.layers.linear", "from ..models import llama"),
         ("nanovllm.checkpoint.find", "from nanovllm.config import EngineConfig"),
         ("nanovllm.config", "import nanovllm"),
-        ("nanovllm.engine.core", "from .llm_engine import LLMEngine"),
+        ("nanovllm.engine.core", "from .engine_thread import EngineThread"),
         ("nanovllm.unheard_of", "import nanovllm.errors"),
     ],
 )

@@ -101,8 +101,8 @@ def test_persistent_step(bits: int, has_experts: bool) -> None:
     """A few contexts, each shorter or longer than what one program reads."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.kernels.cuda.persistent_shape import NO_EXPERTS, ExpertsShape, StepShape
-    from tests.kernels.cuda.random_steps import RandomStep, Variant
+    from nanovllm.devices.cuda.persistent.shape import NO_EXPERTS, ExpertsShape, StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     experts = ExpertsShape(6, 2, 256) if has_experts else NO_EXPERTS
     shape = StepShape(256, 4, 2, 128, 512, 1000, bits, experts)

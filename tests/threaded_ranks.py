@@ -20,7 +20,7 @@ from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.distributed.group import TPGroup, connect
-from nanovllm.engine import llm_engine
+from nanovllm.engine import start
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.worker.backend import Backend
 from nanovllm.worker.worker import Worker
@@ -110,5 +110,5 @@ def engines_of(
     """Make engines run on several ranks."""
     tqdm.set_lock(threading.RLock())  # an interrupt of some other test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_backend=make_backend)
-    with mock.patch.object(llm_engine, "create_executor", executor):
+    with mock.patch.object(start, "create_executor", executor):
         yield

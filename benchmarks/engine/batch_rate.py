@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.structured_cost import made_up
+from benchmarks.models import model_path
+from benchmarks.workloads import Workload, mixed
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.models import model_path
-from nanovllm.bench.workloads import Workload, mixed
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.ledger import Ledger

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.timing import GpuTimer, floor
-from nanovllm.bench.models import model_path
+from benchmarks.models import model_path
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.kernels.cuda.persistent_shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
 from nanovllm.models.registry import read_config
-from tests.kernels.cuda.random_steps import RandomStep, Variant
+from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
 STEPS = 10
 TOKENS = 9

@@ -7,9 +7,18 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm import __version__
-from nanovllm.cli import batch, bench, chat, generate, models, serve, trace
+from nanovllm.cli import (
+    batch,
+    bench_latency,
+    bench_serve,
+    chat,
+    generate,
+    models,
+    serve,
+    trace,
+)
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.options import HELP_FORMAT, dashed
+from nanovllm.cli.options import HELP_FORMAT, Commands, add_command, dashed
 from nanovllm.cli.start import configure_logging
 
 EXAMPLES = """\
@@ -21,10 +30,17 @@ examples:
   nanovllm generate --lines --json < questions.txt   answer every line of a file
   nanovllm serve --port 8000                         answer requests over HTTP
   nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
-  nanovllm bench throughput                          measure this machine
+  nanovllm bench latency                             measure this machine
   nanovllm models                                    list what can be loaded
 
 `nanovllm COMMAND --help` explains every option."""
+
+
+BENCH = "Measure this machine, or a server. The repository has more in bench.py and benchmarks/."
+BENCH_EXAMPLES = """\
+examples:
+  nanovllm bench latency --batch 1 64                generate, by batch size
+  nanovllm bench serve --url http://127.0.0.1:8000   what clients of a server wait for"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +80,17 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_parser(commands)
     serve.add_parser(commands)
     batch.add_parser(commands)
-    bench.add_parser(commands)
+    add_bench(commands)
     trace.add_parser(commands)
     models.add_parser(commands)
     return parser
+
+
+def add_bench(commands: Commands) -> None:
+    usage = "nanovllm bench NAME [options]"
+    parser = add_command(commands, "bench", "measure speed", usage, BENCH, BENCH_EXAMPLES)
+    names = parser.add_subparsers(
+        title="benchmarks", metavar="NAME", required=True, prog="nanovllm bench"
+    )
+    bench_latency.add_parser(names)
+    bench_serve.add_parser(names)

@@ -1,70 +1,77 @@
-"""`nanovllm bench serve`: what users of an OpenAI server wait for, under a load of requests."""
+"""`nanovllm bench serve`: what clients of an OpenAI server wait for, under a load of requests."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
-from nanovllm.bench.load import (
-    Limits,
-    Load,
-    Measured,
-    random_prompts,
-    read_prompts,
-    run_load,
-    summary,
-    table,
-    waits,
+from nanovllm.cli.options import (
+    Commands,
+    add_command,
+    add_server_options,
+    append_text,
+    at_least,
+    read_text,
+    seconds,
 )
-from nanovllm.bench.plot import draw
-from nanovllm.bench.report import check_writable
-from nanovllm.cli.options import Commands, add_command, add_server_options, at_least
 from nanovllm.client import OpenAIClient
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, NanovllmError
 
 DESCRIPTION = """\
-Send requests to a server with OpenAI's API and measure what users wait for: from sending to the
-first token, from each piece of an answer to the next, and to its end. Requests come at random
+Send requests to a server with OpenAI's API and measure what its clients wait for: from sending to
+the first token, from each piece of an answer to the next, and to its end. Requests come at random
 (a Poisson process) with --rate, or as soon as another one ends with --concurrency; with both, no
-more than that many are under way. Answers are streamed; nothing but the standard API is used."""
+more than that many are in flight. Answers are streamed."""
 
 EXAMPLES = """\
 examples:
   nanovllm bench serve --concurrency 64 --num-requests 512
   nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50
-  nanovllm bench serve --shared-words 1000 --prompt-words 1100 --json result.json --plot result.svg
   nanovllm bench serve --url https://example.com/v1 --api-key KEY --prompts chats.jsonl"""
 
-SENDING_SECONDS = 20.0  # unless it is said how many requests to send
+WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"
+LIMITS = ("first-token", "inter-token", "end-to-end")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One request: seconds from when it was sent."""
+
+    sent: float  # since the load began
+    first_token: float = 0.0
+    gaps: tuple[float, ...] = ()  # between the pieces of its answer
+    seconds: float = 0.0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    error: str | None = None
+
+    def is_within(self, limits_ms: Sequence[float]) -> bool:
+        """Whether the first token, the mean gap and the end came in time."""
+        times = self.first_token, sum(self.gaps) / max(len(self.gaps), 1), self.seconds
+        return all(1000 * each <= most for each, most in zip(times, limits_ms, strict=True))
 
 
 def add_parser(names: Commands) -> None:
-    about, usage = "measure a server with OpenAI's API under load", "nanovllm bench serve [options]"
+    about, usage = "measure a server with OpenAI's API", "nanovllm bench serve [options]"
     parser = add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
     add_server_options(parser, url="http://127.0.0.1:8000")
-    add = parser.add_argument
-    add("-v", "--verbose", action="store_true", help="tell more (default: at a terminal)")
+    add, count = parser.add_argument, at_least(1)
     add("--model", metavar="NAME", help="to ask for (default: the server's first)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    _add_load_options(parser)
-    _add_result_options(parser)
-    parser.set_defaults(run=run, parser=parser)
-
-
-def _add_load_options(parser: argparse.ArgumentParser) -> None:
-    add, count = parser.add_argument_group("load").add_argument, at_least(1)
     text = "requests a second (default: as fast as they end)"
-    add("--rate", "--request-rate", type=float, metavar="X", help=text)
-    text = "most under way at once (default: 16 without --rate, else any number)"
+    add("--rate", "--request-rate", type=seconds(may_be_0=False), metavar="X", help=text)
+    text = "most in flight at once (default: 16 without --rate, else any number)"
     add("--concurrency", "--max-concurrency", type=count, metavar="N", help=text)
-    text = "how many to send (default: all of --prompts, or 128, or as many as a slow server takes"
-    text += f" in {SENDING_SECONDS:.0f} seconds)"
+    text = "how many to send (default: all of --prompts, or 64)"
     add("--num-requests", "--num-prompts", type=count, metavar="N", help=text)
     add("--max-tokens", type=count, default=128, metavar="N", help="of an answer (default: 128)")
     text = "words of a random prompt (default: %(default)s)"
@@ -73,73 +80,147 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--shared-words", type=at_least(0), default=0, metavar="N", help=text)
     text = 'a file with a JSON object per line, "messages" or "prompt" (default: random prompts)'
     add("--prompts", metavar="FILE", help=text)
-
-
-def _add_result_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("results").add_argument
-    names = {"first-token": "to the first token", "inter-token": "between tokens, on average"}
-    for name, text in {**names, "end-to-end": "to the last token"}.items():
-        text = f"most milliseconds {text}, to count as goodput (default: any)"
-        add(f"--goodput-{name}-ms", type=float, metavar="X", help=text)
-    add("--json", metavar="FILE", help="write the result and every request (default: no file)")
-    add("--plot", metavar="FILE", help="draw the distributions as SVG (default: no file)")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    for name in LIMITS:
+        text = f"longest {name} time of a request in the goodput, in ms (default: any)"
+        add(f"--goodput-{name}-ms", type=float, default=math.inf, metavar="X", help=text)
+    add("--json", metavar="FILE", help="append the result and every request (default: no file)")
+    parser.set_defaults(run=run, parser=parser, verbose=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rate is not None and not args.rate > 0:
-        raise ConfigError(f"--rate must be more than 0, got {args.rate}")
-    check_writable(args.json)
-    check_writable(args.plot)
-    concurrency = args.concurrency or (16 if args.rate is None else None)
-    load = Load(args.rate, concurrency, args.max_tokens, args.seed)
-    measured: list[Measured] = []
-    is_interrupted = False
-    try:
-        asyncio.run(_run(args, load, measured.append))
-    except KeyboardInterrupt:
-        is_interrupted = True  # the requests that have ended are reported
-    in_seconds = [
-        None if each is None else each / 1000
-        for each in (
-            args.goodput_first_token_ms,
-            args.goodput_inter_token_ms,
-            args.goodput_end_to_end_ms,
-        )
-    ]
-    result = summary(measured, Limits(*in_seconds))
-    print(table(result))
-    if args.json is not None:
-        requests = [asdict(one) for one in sorted(measured, key=lambda one: one.sent)]
-        record = {"load": asdict(load), "limits": in_seconds, **result, "requests": requests}
-        Path(args.json).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    if args.plot is not None:
-        Path(args.plot).write_text(draw(waits(measured)), encoding="utf-8")
-    if is_interrupted:
-        raise KeyboardInterrupt
-    return 1 if result["num_failed"] else 0
-
-
-async def _run(args: argparse.Namespace, load: Load, on_done: Callable[[Measured], object]) -> None:
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
+    append_text(args.json, "")  # fails now if it cannot be written
     prompts = read_prompts(args.prompts) if args.prompts else []
-    number = args.num_requests or len(prompts) or 128
-    seconds = math.inf if args.num_requests or prompts else SENDING_SECONDS
+    number = args.num_requests or len(prompts) or 64
     if prompts:
         prompts = [prompts[index % len(prompts)] for index in range(number)]
     else:
         prompts = random_prompts(number, args.prompt_words, args.shared_words, args.seed)
-    model = args.model or await client.model()
-    num_done = 0
-
-    def count(measured: Measured) -> None:
-        nonlocal num_done
-        on_done(measured)
-        num_done += 1
-        if sys.stderr.isatty():
-            print(f"\r{num_done} of {number}", end="", file=sys.stderr, flush=True)
-
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
+    args.model = args.model or asyncio.run(client.model())
+    done: list[Measured] = []
     try:
-        await run_load(client, model, prompts, load, count, seconds)
-    finally:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+        asyncio.run(send_all(client, prompts, args, done))
+    finally:  # after Ctrl-C, the requests that have ended
+        limits = [getattr(args, f"goodput_{name.replace('-', '_')}_ms") for name in LIMITS]
+        result = summary(done, limits)
+        for name, value in result.items():
+            print(f"{name.replace('_', ' '):<30}{shown(value)}")
+        requests = [asdict(one) for one in sorted(done, key=lambda one: one.sent)]
+        append_text(args.json, json.dumps(result | {"requests": requests}) + "\n")
+    return 1 if result["num_failed"] else 0
+
+
+def random_prompts(number: int, num_words: int, num_shared: int, seed: int) -> list[str]:
+    """Texts that have only their first words in common."""
+    words, rng = WORDS.split(), random.Random(seed)
+    shared = rng.choices(words, k=min(num_shared, num_words))
+    return [
+        " ".join([*shared, *rng.choices(words, k=num_words - len(shared)), f"({index})"])
+        for index in range(number)
+    ]
+
+
+def read_prompts(path: str) -> list[Any]:
+    """Read a prompt from each line of JSON: its "messages", or its "prompt"."""
+    try:
+        records = [json.loads(line) for line in read_text(path).splitlines() if line.strip()]
+        prompts = [record.get("messages") or record["prompt"] for record in records]
+    except (ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"cannot read prompts from {path}: {error!r}") from error
+    if not prompts:
+        raise ConfigError(f"{path} has no prompts")
+    return prompts
+
+
+async def send_all(
+    client: OpenAIClient, prompts: Sequence[Any], args: argparse.Namespace, done: list[Measured]
+) -> None:
+    """Send every prompt once, at random times or as soon as there is room."""
+    from tqdm import tqdm
+
+    fields = {"model": args.model, "max_tokens": args.max_tokens}
+    room = asyncio.Semaphore(args.concurrency or (16 if args.rate is None else len(prompts)))
+    rng, begin = random.Random(args.seed), time.perf_counter()
+    bar = tqdm(total=len(prompts), unit="request", disable=None, leave=False)
+
+    async def send(prompt: Any) -> None:
+        try:
+            done.append(await measure(client, prompt, fields, begin))
+        finally:
+            room.release()
+            bar.update()
+
+    tasks, due = [], begin
+    with bar:
+        for prompt in prompts:
+            if args.rate is not None:
+                due += rng.expovariate(args.rate)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            await room.acquire()
+            tasks.append(asyncio.create_task(send(prompt)))
+        await asyncio.gather(*tasks)
+
+
+async def measure(
+    client: OpenAIClient, prompt: Any, fields: dict[str, Any], origin: float
+) -> Measured:
+    is_chat = any(isinstance(each, dict) for each in prompt)  # else a text, or token ids
+    body = {**fields, "stream_options": {"include_usage": True}}
+    body |= {"messages" if is_chat else "prompt": prompt}
+    path = "chat/completions" if is_chat else "completions"
+    begin = time.perf_counter()
+    times: list[float] = []
+    usage: dict[str, int] = {}
+    try:
+        async with contextlib.aclosing(client.stream(path, body)) as events:
+            async for event in events:
+                usage = event.get("usage") or usage
+                if any(map(_has_text, event["choices"])):
+                    times.append(time.perf_counter())
+    except NanovllmError as error:
+        return Measured(begin - origin, error=str(error))
+    end = time.perf_counter()
+    if not times:
+        return Measured(begin - origin, seconds=end - begin, error="no text came")
+    gaps = tuple(after - before for before, after in pairwise(times))
+    counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or len(times)
+    return Measured(begin - origin, times[0] - begin, gaps, end - begin, *counts)
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or choice
+    names = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
+    return any(delta.get(name) for name in names)
+
+
+def summary(measured: Sequence[Measured], limits_ms: Sequence[float]) -> dict[str, Any]:
+    """Rates over the whole time, and percentiles in milliseconds."""
+    good = [one for one in measured if one.error is None]
+    seconds = max((one.sent + one.seconds for one in measured), default=0.0) or 1e-9
+    return {
+        "num_requests": len(measured),
+        "num_failed": len(measured) - len(good),
+        "seconds": seconds,
+        "requests_per_second": len(good) / seconds,
+        "goodput_requests_per_second": sum(one.is_within(limits_ms) for one in good) / seconds,
+        "prompt_tokens_per_second": sum(one.num_prompt_tokens for one in good) / seconds,
+        "tokens_per_second": sum(one.num_tokens for one in good) / seconds,
+        "first_token_ms": percentiles([one.first_token for one in good]),
+        "inter_token_ms": percentiles([gap for one in good for gap in one.gaps]),
+        "end_to_end_ms": percentiles([one.seconds for one in good]),
+        "errors": Counter(one.error for one in measured if one.error is not None),
+    }
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    import numpy as np
+
+    points = (50, 90, 99) if seconds else ()
+    return {f"p{point}": 1000 * float(np.percentile(seconds, point)) for point in points}
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {shown(each)}" for name, each in value.items())
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

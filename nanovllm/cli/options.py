@@ -285,6 +285,17 @@ def read_text(path: str) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
+def append_text(path: str | None, text: str) -> None:
+    """Append to a file, if one was asked for."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
 def _defaults(record: Record) -> dict[str, Any]:
     return {field.name: field.default for field in fields(record) if field.default is not MISSING}
 

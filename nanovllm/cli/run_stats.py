@@ -5,20 +5,35 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from nanovllm.outputs import RequestOutput, StepOutput
-from nanovllm.serving.speeds import Speeds
+
+
+@dataclass(slots=True)
+class Phase:
+    """Tokens run in prefill or in decode, and the time they took."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+
+    @property
+    def speed(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
 class RunStats:
     """Feed it every step and every finished output; read it at any time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._speeds = Speeds(clock)
-        self.prefill, self.decode = self._speeds.prefill, self._speeds.decode
+        self.prefill, self.decode = Phase(), Phase()
         self.outputs: list[RequestOutput] = []
         self._clock = clock
-        self._start = self._paused_at = self._speeds.step_start
+        self._start = self._paused_at = self._step_start = clock()
 
     @property
     def seconds(self) -> float:
@@ -29,11 +44,19 @@ class RunStats:
         self._paused_at = self._clock()
 
     def resume(self) -> None:
-        self._speeds.step_start = self._clock()
-        self._start += self._speeds.step_start - self._paused_at
+        self._step_start = self._clock()
+        self._start += self._step_start - self._paused_at
 
     def add_step(self, step: StepOutput) -> None:
-        self._speeds.add_step(step)
+        """Count a step; one that mixes prefill and decode shares its time out by tokens."""
+        num_tokens = step.num_prefill_tokens + step.num_decode_tokens
+        if not num_tokens:  # only fills the pipeline: its time belongs to the step that follows
+            return
+        now = self._clock()
+        seconds_per_token = (now - self._step_start) / num_tokens
+        self.prefill.add(step.num_prefill_tokens, step.num_prefill_tokens * seconds_per_token)
+        self.decode.add(step.num_decode_tokens, step.num_decode_tokens * seconds_per_token)
+        self._step_start = now
 
     def summary(self) -> str:
         outputs, count = self.outputs, max(len(self.outputs), 1)

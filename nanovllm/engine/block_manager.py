@@ -120,6 +120,11 @@ class BlockManager:
             seq.prefix = self._insert(seq.block_ids[index], keys[index], seq.prefix)
         seq.next_full_len = (num_full + 1) * self.block_size
 
+    def forget_all(self) -> None:
+        """Let no sequence share the blocks that are cached now."""
+        for block_id in list(self.cached.values()):
+            self._forget(block_id)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -35,6 +35,10 @@ class PromptBudget:
         """A step is submitted; it runs behind those in flight."""
         self._submitted.append(self._clock())
 
+    def drop(self) -> None:
+        """The steps in flight are not counted."""
+        self._submitted.clear()
+
     def end(self, num_prompt_tokens: int, num_decode_rows: int) -> None:
         """The oldest step in flight is done."""
         now = self._clock()

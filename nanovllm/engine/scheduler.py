@@ -10,12 +10,11 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.packed_logprobs import add_logprobs, add_prompt_logprobs
+from nanovllm.engine.logprobs import add_logprobs, add_prompt_logprobs
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
-from nanovllm.engine.sequence import NO_SLOT, Sequence
+from nanovllm.engine.sequence import NO_SLOT, Sequence, Waiting
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
-from nanovllm.engine.waiting import Waiting
 from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
 
@@ -119,6 +118,22 @@ class Scheduler:
             seq.is_dropped = True
             self._leave_running(seq)
             self.postponed[seq.seq_id] = seq
+
+    def drop_in_flight(self) -> None:
+        """Forget every plan in flight: preempt all that runs, to be recomputed from its tokens.
+
+        No cached block is kept, since steps that did not run may have been about to fill it.
+        """
+        rows = {seq.seq_id: seq for rows in self._in_flight for seq in rows}
+        self._in_flight.clear()
+        for seq in reversed(list(self.running.values())):
+            self._preempt(seq)
+        self.blocks.forget_all()
+        for seq in rows.values():
+            if seq.finish_reason is None:
+                seq.num_tokens, seq.is_dropped = len(seq.token_ids), False
+        if self.prompt_budget is not None:
+            self.prompt_budget.drop()
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""

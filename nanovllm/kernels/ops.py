@@ -149,79 +149,6 @@ class PackedExperts(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class GatedWeights:
-    """A gated MLP."""
-
-    gate_up: PackedLinear
-    down: PackedLinear
-
-
-@dataclass(frozen=True, slots=True)
-class SparseWeights:
-    """Experts instead of one gated MLP, and the router that chooses them."""
-
-    router: PackedLinear
-    experts: PackedExperts
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """A layer of norm, attention, norm and MLP, as a step that is packed whole needs it."""
-
-    norm: NormWeights
-    qkv: PackedLinear
-    qk_norm: QKNormWeights | None
-    o: PackedLinear
-    mlp_norm: NormWeights
-    mlp: GatedWeights | SparseWeights
-    rope: Tensor  # as for Ops.rope_write
-    scale: float  # of the scores
-    window: int | None  # how many of the newest keys a query sees
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All that turns a token into logits."""
-
-    embedding: Tensor  # [vocab_size, hidden]
-    embedding_scale: float
-    layers: list[LayerWeights]
-    norm: NormWeights
-    head: PackedLinear
-    num_heads: int
-    head_dim: int
-
-
-class PackedStep(Protocol):
-    """The decode step of one sequence, from its last token to logits, as the device runs it."""
-
-    max_context: int  # beyond it layers are faster one by one
-
-    def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
-        """Whether it can work with these, one of each a layer, as for Ops.rope_write."""
-
-    def run(
-        self,
-        slot: Tensor,
-        lengths: Tensor,
-        tokens: Tensor,
-        block_table: Tensor,
-        k_caches: list[Tensor],
-        v_caches: list[Tensor],
-        logits: Tensor,
-        context_len: Tensor,
-    ) -> None:
-        """Run the last token of the sequence in a slot, by tables that have a row for each slot.
-
-        slot [1] and the tables are int32; a length of 0 is padding. Writes logits [1, vocab_size]
-        and the sequence's length to context_len [1].
-        """
-
-    def check(self) -> None:
-        """Raise an EngineError if a step that has ended went wrong; this does not wait."""
-
-
 class Ops(Protocol):
     """`torch_ops.py` says in plain torch what each one computes."""
 
@@ -285,10 +212,4 @@ class Ops(Protocol):
         """Make a layer of experts whose weights stay quantised, as `pack_experts` does.
 
         The rows of all experts are those of one weight, one expert's after another's.
-        """
-
-    def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
-        """Pack the whole step of one sequence, if there is a way faster than layer by layer.
-
-        The projections may be moved in memory.
         """

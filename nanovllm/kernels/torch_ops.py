@@ -13,7 +13,6 @@ from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.fp8_rows import quantise, spread, spread_exponents
 from nanovllm.kernels.ops import (
     Activation,
-    DecoderWeights,
     Hidden,
     LayerCache,
     NormWeights,
@@ -99,9 +98,6 @@ class TorchOps:
         self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         return compose_code_experts(self, gate_up, down, routing)
-
-    def pack_step(self, weights: DecoderWeights) -> None:
-        return None
 
 
 def compose_codes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import GatedWeights, Hidden
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear, RowParallelLinear
@@ -26,7 +26,3 @@ class GatedMLP(Layer):
     def forward(self, hidden: Hidden, norm: RMSNorm) -> Hidden:
         gated, residual = self.gate_up_proj.after_norm(hidden, norm)
         return self.down_proj.add_to(residual, gated)
-
-    @property
-    def weights(self) -> GatedWeights:
-        return GatedWeights(self.gate_up_proj.packed, self.down_proj.packed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.config import ExpertsConfig
-from nanovllm.kernels.ops import Hidden, PackedExperts, Routing, SparseWeights
+from nanovllm.kernels.ops import Hidden, PackedExperts, Routing
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
@@ -39,7 +39,3 @@ class SparseMLP(Layer):
     def pack(self, has_room: bool) -> None:
         self.packed = self.weight.pack(self.ops, self.routing)
         del self.weight
-
-    @property
-    def weights(self) -> SparseWeights:
-        return SparseWeights(self.gate.packed, self.packed)

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.ops import DecoderWeights, Hidden, LayerWeights, PackedStep
+from nanovllm.kernels.ops import Hidden
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build, ForwardBatch, Layer
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SparseMLP
-from nanovllm.layers.plain_format import PlainLinear
 from nanovllm.layers.rotary_embedding import rope_table
 
 BuildLayer = Callable[[ModelConfig, int, Build], nn.Module]
@@ -43,23 +40,6 @@ class DecoderLayer(Layer):
         hidden = self.self_attn.o_proj.add_to(residual, output)
         return self.mlp(hidden, self.post_attention_layernorm)
 
-    def weights(self, rope: Tensor) -> LayerWeights | None:
-        """The layer's weights for `Ops.pack_step`, if its MLP is one that all families share."""
-        if not isinstance(self.mlp, GatedMLP | SparseMLP):
-            return None
-        attention = self.self_attn
-        return LayerWeights(
-            norm=self.input_layernorm.weights,
-            qkv=attention.qkv_proj.packed,
-            qk_norm=None if attention.qk_norm is None else attention.qk_norm.weights,
-            o=attention.o_proj.packed,
-            mlp_norm=self.post_attention_layernorm.weights,
-            mlp=self.mlp.weights,
-            rope=rope,
-            scale=attention.spec.scale,
-            window=attention.spec.window,
-        )
-
 
 class DecoderBody(Layer):
     """Embedding, layers, final norm: what checkpoints call `model`."""
@@ -86,16 +66,6 @@ class DecoderBody(Layer):
             hidden = layer(hidden, rope, batch)
         return hidden
 
-    def layer_weights(self) -> list[LayerWeights] | None:
-        """Those of every layer, if all have what `Ops.pack_step` takes."""
-        pairs = zip(self.layers, self.ropes, strict=True)
-        weights = [
-            layer.weights(rope) if isinstance(layer, DecoderLayer) else None
-            for layer, rope in pairs
-        ]
-        known = [layer for layer in weights if layer is not None]
-        return known if len(known) == len(weights) else None
-
 
 class DecoderModel(Layer):
     """A causal language model: batch in, logits [sampled tokens, vocab_size] out."""
@@ -107,8 +77,6 @@ class DecoderModel(Layer):
         self.model = DecoderBody(config, max_model_len, build, build_layer)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build, tied)
-        self.heads = config.num_heads, config.head_dim
-        self.step: PackedStep | None = None  # the step of one sequence, where it is packed whole
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.logits(self.model(batch))
@@ -120,13 +88,3 @@ class DecoderModel(Layer):
         """Return hidden states after the final norm."""
         norm = self.model.norm
         return norm.ops.norm(hidden, norm.weights)[0]
-
-    def pack_step(self) -> None:
-        """Pack the step of one sequence, once every layer is packed."""
-        layers, embedding = self.model.layer_weights(), self.model.embed_tokens
-        table = embedding.weight.values if isinstance(embedding.weight, PlainLinear) else None
-        if layers is None or table is None or not self.lm_head.group.is_alone:
-            return
-        head, norm = self.lm_head.packed, self.model.norm.weights
-        weights = DecoderWeights(table, embedding.scale, layers, norm, head, *self.heads)
-        self.step = self.lm_head.ops.pack_step(weights)

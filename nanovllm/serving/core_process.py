@@ -13,8 +13,8 @@ from queue import Empty, SimpleQueue
 from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
-from nanovllm.engine.llm_engine import find_model, start_core
 from nanovllm.engine.request import CoreStep, Ending, Request
+from nanovllm.engine.start import find_model, start_core
 from nanovllm.errors import RequestError
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import StepTimer, forward_logs, run_child

@@ -9,7 +9,9 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.group import TPGroup
+from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.kernels.ops import Ops
+from nanovllm.models.decoder import DecoderModel
 from nanovllm.platforms.base import Platform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner, Sampler
@@ -41,8 +43,10 @@ class Backend(Protocol):
     def sampler(self, tables: SlotTables) -> Sampler:
         """Make what draws tokens from logits."""
 
-    def compile_ahead(self, largest_step: Callable[[], EagerForward]) -> None:
-        """Compile the kernels of every step at once, if that takes long and is not done yet."""
+    def prepare(
+        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+    ) -> None:
+        """Build and compile what steps of a loaded model need, before memory is measured."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:
         """Make what runs steps: recorded ones where the device gains by them."""

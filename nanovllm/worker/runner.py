@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -40,7 +41,7 @@ class ModelRunner:
     eager: EagerForward
     forward: Forward  # the same, or what replays steps
     sampler: Sampler
-    check: Callable[[], None] | None = None  # raises if the device could not finish a step
+    check: Callable[[], bool] | None = None  # whether the device could not finish a step
     note: Callable[[StepPlan], None] | None = None  # tells `forward` of a plan that it does not run
     score: TokenScorer = token_logprobs
     mask: TokenMasker = keep_allowed
@@ -118,11 +119,11 @@ class ModelRunner:
         processed: ProcessedRows | None,
     ) -> StepResult:
         tokens, *others = fetched.result()
-        if self.check is not None:
-            self.check()
+        if self.check is not None and self.check():
+            return StepResult(tokens[:, None], is_lost=True)
         failures = None
         if processed is not None:
             processed.note(tokens)
             failures = processed.failures
-        arrays = dict(zip(names, others, strict=True))
+        arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         return StepResult(tokens[:, None], **arrays, failures=failures)

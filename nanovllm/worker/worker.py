@@ -85,11 +85,8 @@ class Worker:
         else:
             load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
         spec = kv_cache_spec(config, self.model_config, dtype, group)
-        if not config.enforce_eager and not spec.has_exponents:  # which no whole step reads
-            model.pack_step()
-
         largest_step = partial(self._largest_step, model, spec)
-        backend.compile_ahead(largest_step)
+        backend.prepare(model, spec, largest_step)
         platform.profile(largest_step)
         num_blocks = self._agree(choose_num_blocks(config, spec, platform))
         caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,10 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import StepPlan
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.watched import Watched, add
-from tests.fake_executor import EOS, FakeExecutor, reference
+from tests.fake_executor import EOS, Done, FakeExecutor, reference
 
 BLOCK_SIZE = 4
 
@@ -138,6 +140,46 @@ def test_any_schedule_gives_the_reference_tokens(
     assert num_preemptions > 0.4 * count(1000)
     assert num_hits > 4 * count(1000)
     assert num_copies > 0.4 * count(1000)
+
+
+class LosingExecutor(FakeExecutor):
+    """Loses some steps, after which the cache and the tables hold garbage."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(20, BLOCK_SIZE)
+        self.rng = rng
+        self.num_lost = 0
+
+    def submit(self, plan: StepPlan) -> Done:
+        result = super().submit(plan).result()
+        if self.rng.random() > 0.1:
+            return Done(result)
+        self.num_lost += 1
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            for position in range(start, start + count):
+                self.kv[self._address(slot, position)] = 200  # no token
+            self.tokens[slot][start + count] = 0
+        return Done(replace(result, tokens=0 * result.tokens, is_lost=True))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_lost_steps_change_no_token(depth: int) -> None:
+    num_lost = 0
+    for seed in range(50):
+        rng = random.Random(seed)
+        requests = make_requests(rng)
+        executor = LosingExecutor(rng)
+        budget = PromptBudget(1e-9) if seed % 2 else None
+        scheduler = Scheduler(BlockManager(20, BLOCK_SIZE, True), 4, 16, budget)
+        core = EngineCore(scheduler, executor, depth, max_model_len=1000)
+        sequences = make_sequences(requests, make_samples(rng, requests))
+        run(core, [(rng.choice([0, 5]), seq) for seq in sequences], {})
+        for seq, asked in zip(sequences, requests, strict=True):
+            want = [] if seq.request.pooling is not None else reference(*asked)
+            assert seq.output_token_ids == want
+        assert scheduler.blocks.num_free == 20
+        num_lost += executor.num_lost
+    assert num_lost > 50
 
 
 @pytest.mark.parametrize("depth", [0, 1])

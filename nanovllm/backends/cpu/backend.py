@@ -13,7 +13,9 @@ from nanovllm.backends.cpu.sampler import TorchSampler
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels import create_cpu_ops
+from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.kernels.ops import Ops
+from nanovllm.models.decoder import DecoderModel
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
@@ -32,7 +34,9 @@ class CpuBackend:
     def sampler(self, tables: SlotTables) -> TorchSampler:
         return TorchSampler(tables, self.group)
 
-    def compile_ahead(self, largest_step: Callable[[], EagerForward]) -> None:
+    def prepare(
+        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+    ) -> None:
         """Nothing is left to do: one compilation, with the ops, brings every kernel."""
 
     def runner(self, eager: EagerForward) -> ModelRunner:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +24,21 @@ from nanovllm.backends.cuda.prefill_graphs import (
 )
 from nanovllm.backends.cuda.sampler import TritonSampler
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.cuda.persistent import build
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
 from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.masks import keep_allowed
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.models.decoder import DecoderBody
+from nanovllm.kernels.kv_layout import KVCacheSpec
+from nanovllm.models.decoder import DecoderBody, DecoderModel
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.persistent.step import PersistentStep
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ KERNEL_OPTIONS = (  # which kernels there are depends on
 MIN_PROCESSES, MAX_PROCESSES = 4, 12  # that compile; each takes a while to import what it needs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class CudaBackend:
     platform: CudaPlatform
     dtype: torch.dtype
@@ -59,6 +65,7 @@ class CudaBackend:
     attention: AttentionBackend
     config: EngineConfig
     model_config: ModelConfig
+    persistent: PersistentStep | None = None  # once a model is loaded
 
     def __post_init__(self) -> None:
         attention = self._graphed_attention()
@@ -87,6 +94,13 @@ class CudaBackend:
     def sampler(self, tables: SlotTables) -> TritonSampler:
         return TritonSampler(tables, self.model_config.vocab_size, self.group)
 
+    def prepare(
+        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+    ) -> None:
+        if self._graphed_attention() is not None:
+            self.persistent = build(model, cache)
+        self.compile_ahead(largest_step)
+
     def compile_ahead(self, largest_step: Callable[[], EagerForward]) -> None:
         """With fewer cores, or in a group, whose ranks would compile the same, it does not pay."""
         num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
@@ -110,15 +124,11 @@ class CudaBackend:
             self.capture_all(graphed)
         else:
             graphed.capture_first()
-        step = eager.model.step
-        if step is not None and self.config.kv_cache_dtype != "auto":
-            logger.info("A sequence alone runs layer by layer: its KV cache is of eight bits")
-        check = None if step is None else step.check
         return ModelRunner(
             eager,
             graphed,
             graphed.sample,
-            check=check,
+            check=graphed.has_lost_step,
             note=graphed.note,
             score=token_logprobs,
             mask=keep_allowed,
@@ -151,7 +161,9 @@ class CudaBackend:
         if isinstance(attention, TritonAttention):
             chunks = GraphedChunks(eager, attention, platform, self.prefill_sizes)
         captures_ahead = self.config.is_for_streams
-        return GraphedSteps(eager, attention, sampler, platform, chunks, captures_ahead)
+        return GraphedSteps(
+            eager, attention, sampler, platform, chunks, captures_ahead, self.persistent
+        )
 
     def _graphed_attention(self) -> GraphedAttention | None:
         """The attention, if its decode steps are to be graphs and can be."""

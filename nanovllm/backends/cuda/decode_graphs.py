@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +29,11 @@ from nanovllm.layers.build import ForwardBatch
 from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.persistent.step import PersistentStep
+
+logger = logging.getLogger(__name__)
 
 # What is recorded, the simplest first; a batch that asks for less is served by the first of them
 # that has it all, one that asks for more by launching the sampler's kernels.
@@ -90,6 +97,7 @@ class GraphedSteps:
         platform: CudaPlatform,
         chunks: GraphedChunks | None,
         captures_ahead: bool,
+        persistent: PersistentStep | None = None,
     ) -> None:
         self.eager = eager
         self.captures_ahead = captures_ahead  # or when a step first needs a graph
@@ -112,10 +120,10 @@ class GraphedSteps:
         self._positions, self._cache_offsets = torch.zeros(
             2, num_slots, dtype=torch.int64, device=platform.device
         )
-        self._kv = [cache.k for cache in eager.caches], [cache.v for cache in eager.caches]
-        step = eager.model.step
-        is_whole = step is not None and step.suits(*self._kv)
-        self.max_whole_context = step.max_context if step is not None and is_whole else 0
+        self.persistent = None
+        if persistent is not None and persistent.suits(eager.caches):
+            self.persistent = persistent
+        self.max_whole_context = 0 if self.persistent is None else self.persistent.max_context
         self._graphs: dict[tuple[int, int], StepGraphs] = {}  # by size and longest context
         # The model for rows that share their first keys, and its logits.
         self._shared_graphs: dict[int, tuple[Callable[[], None], Tensor]] = {}
@@ -139,8 +147,8 @@ class GraphedSteps:
                 step = self._step_logits(logits, size, None)
                 self.sampler.sample(step, sampling)  # as after a step with prompts
                 self.sampler.sample(step, sampling, None, host)
-            if size == 1 and self.max_whole_context > 0:
-                self._run_whole(logits)
+            if self.persistent is not None and size in self.persistent.rows:
+                self._run_whole(self.persistent, logits)
             if size >= MIN_ROWS and self._can_share:
                 self._run_model(size, self.max_context, self._shared.rows(size))
         if self.chunks is not None:
@@ -211,11 +219,22 @@ class GraphedSteps:
         graphs = self.graphs(size, max_context)
         self._send_slots(plan.slots)
         run_whole = graphs.run_whole
-        if run_whole is None or plan.starts[0] >= self.max_whole_context:
+        if run_whole is None or plan.starts.max() >= self.max_whole_context:
             graphs.run_model()
         else:
             run_whole()
         return self._step_logits(graphs.logits, num_rows, (size, max_context))
+
+    def has_lost_step(self) -> bool:
+        """Whether the persistent kernel gave up; it is not used again then."""
+        if self.persistent is None or not self.persistent.gave_up():
+            return False
+        logger.warning(
+            "A decode step gave up waiting for the rest of the device: its sequences are "
+            "recomputed, and sequences alone run layer by layer from now on"
+        )
+        self.max_whole_context = 0
+        return True
 
     def note(self, plan: StepPlan) -> None:
         """Learn which sequences enter with a plan that runs elsewhere."""
@@ -312,8 +331,8 @@ class GraphedSteps:
     def _capture(self, size: int, max_context: int) -> StepGraphs:
         run_model, logits = self._record(partial(self._run_model, size, max_context))
         run_whole = None
-        if size == 1 and self.max_whole_context > 0:
-            run_whole, _ = self._record(partial(self._run_whole, logits))
+        if self.persistent is not None and size in self.persistent.rows:
+            run_whole, _ = self._record(partial(self._run_whole, self.persistent, logits))
         # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
         logits = self.platform.borrow(logits)
         return StepGraphs(run_model, run_whole, logits, {})
@@ -349,10 +368,9 @@ class GraphedSteps:
         plan = self.attention.decode_plan(rows)
         return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
 
-    def _run_whole(self, logits: Tensor) -> Tensor:
-        """Run the one row as one kernel, which reads the tables itself."""
-        step, tables = self.eager.model.step, self.tables
-        assert step is not None
+    def _run_whole(self, step: PersistentStep, logits: Tensor) -> Tensor:
+        """Run the rows as one kernel, which reads the tables itself."""
+        tables, rows = self.tables, slice(len(logits))
         state = tables.lengths, tables.tokens, tables.block_table
-        step.run(self._slots[:1], *state, *self._kv, logits, self._context_lens[:1])
+        step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])
         return logits

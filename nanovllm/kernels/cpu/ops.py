@@ -15,7 +15,6 @@ from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
     ACTIVATIONS,
     Activation,
-    DecoderWeights,
     Hidden,
     LayerCache,
     LinearFn,
@@ -152,9 +151,6 @@ class NumbaOps:
         self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
     ) -> PackedExperts:
         return compose_code_experts(self, gate_up, down, routing)
-
-    def pack_step(self, weights: DecoderWeights) -> None:
-        return None
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from nanovllm.kernels.composed_linear import ComposedLinear
@@ -20,21 +18,16 @@ from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.stored_linear import pack_stored
 from nanovllm.kernels.ops import (
     Activation,
-    DecoderWeights,
     Hidden,
     NormWeights,
     PackedExperts,
     PackedLinear,
-    PackedStep,
     Routing,
 )
 from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.kernels.torch_ops import TorchOps
 
-logger = logging.getLogger(__name__)
-
 ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
-STEP_TRITON = "3.6."  # gluon, in which the persistent step is written, changes with every release
 MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
@@ -71,22 +64,13 @@ class TritonOps:
     ) -> PackedExperts:
         return CudaExperts(self, gate_up, down, routing)
 
-    def pack_step(self, weights: DecoderWeights) -> PackedStep | None:
-        if not triton.__version__.startswith(STEP_TRITON):
-            version = triton.__version__
-            logger.info("A sequence alone runs layer by layer: triton is %s, not 3.6", version)
-            return None
-        from nanovllm.kernels.cuda.persistent_pack import pack_step  # needs gluon as it is there
-
-        return pack_step(weights)
-
 
 @dataclass(slots=True)
 class CudaLinear:
     """One row runs in one fused kernel, a few in another, more through cuBLAS."""
 
     ops: TritonOps
-    weight: Tensor  # which `pack_step` may move
+    weight: Tensor
     bias: Tensor | None
     activation: Activation | None
 

@@ -25,21 +25,26 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
-from nanovllm.backends.cuda import decode_graphs, shared_prefixes
+from nanovllm.backends.cuda import backend, decode_graphs, shared_prefixes
 from nanovllm.backends.cuda.backend import CudaBackend
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.cuda.persistent.weights import (
+    step_constants,
+    step_layers,
+    step_tensors,
+)
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.executor import create
 from nanovllm.grammar.matching import Grammar
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.cuda.persistent_pack import pack_constants, pack_tensors
-from nanovllm.kernels.cuda.step_tensors import reference_step
-from nanovllm.kernels.ops import DecoderWeights, Sampling
+from nanovllm.kernels.ops import LayerCache, Sampling
+from nanovllm.models.decoder import DecoderModel
 from nanovllm.pending import Pending
 from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.backend import choose_dtype
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
+from tests.devices.cuda.persistent.reference import reference_step
 from tests.forced_tokens import Ids, forced_logits
 from tests.test_fp8_kv_cache import answer
 from tests.threaded_ranks import engines_of
@@ -274,44 +279,51 @@ def check_logits(root: Path) -> None:
 
 
 class ReferenceStep:
-    """A packed step in plain torch, for short contexts."""
+    """A persistent step in plain torch, for short contexts."""
 
-    max_context = 9
+    max_context, rows = 9, (1,)
 
-    def __init__(self, weights: DecoderWeights) -> None:
-        self.tensors, self.constants = pack_tensors(weights), pack_constants(weights)
+    def __init__(self, model: DecoderModel, lost: int | None) -> None:
+        layers = step_layers(model)
+        self.tensors, self.constants = step_tensors(model, layers), step_constants(model, layers)
         self.contexts: list[int] = []
+        self.lost = lost  # the step with which it gives up
+        self.is_lost = False
 
-    def suits(self, k_caches: list[Tensor], v_caches: list[Tensor]) -> bool:
-        return len(k_caches) == len(v_caches) == len(self.tensors.qkv)
+    def suits(self, caches: list[LayerCache]) -> bool:
+        return True
+
+    def gave_up(self) -> bool:
+        is_lost, self.is_lost = self.is_lost, False
+        return is_lost
 
     def run(
         self,
-        slot: Tensor,
+        slots: Tensor,
         lengths: Tensor,
         tokens: Tensor,
         block_table: Tensor,
-        k_caches: list[Tensor],
-        v_caches: list[Tensor],
+        caches: list[LayerCache],
         logits: Tensor,
-        context_len: Tensor,
+        context_lens: Tensor,
     ) -> None:
-        row, block_size = int(slot[0]), k_caches[0].shape[1]
+        row, block_size = int(slots[0]), caches[0].k.shape[1]
         length = int(lengths[row])
-        context_len.fill_(length)
+        context_lens.fill_(length)
         if length == 0:
+            return
+        if len(self.contexts) == self.lost:
+            self.is_lost, self.lost = True, None
             return
         positions = torch.arange(length)
         blocks = block_table[row, positions // block_size].long()
         places = blocks * block_size + positions % block_size
-        k, v = ([cache.flatten(0, 1) for cache in caches] for caches in (k_caches, v_caches))
+        k, v = [cache.k.flatten(0, 1) for cache in caches], [c.v.flatten(0, 1) for c in caches]
         token = int(tokens[row, length - 1])
         logits[0] = reference_step(
             self.tensors, self.constants, token, places, k, v, torch.float32
         ).to(logits.dtype)
         self.contexts.append(length)
-
-    def check(self) -> None: ...
 
 
 def check_whole_step(root: Path) -> None:
@@ -325,14 +337,33 @@ def check_whole_step(root: Path) -> None:
     with (
         interpreted(),
         mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
-        mock.patch.object(TritonOps, "pack_step", lambda _, weights: ReferenceStep(weights)),
+        mock.patch.object(backend, "build", lambda model, _: ReferenceStep(model, None)),
         LLM(path, dtype="float16", max_num_seqs=1, **OPTIONS) as llm,
     ):
         ours = forced_logits(llm, prompts, answers)
-        step: Any = runner_of(llm).forward.eager.model.step
+        step: Any = runner_of(llm).forward.persistent
     for a, b in zip(ours, exact, strict=True):
         assert (a - b).abs().max() < 0.02 * b.abs().max()
     assert sorted(step.contexts) == [1, 2, 3, 6, 7, 8, 9]  # a prompt of one token decodes, too
+
+
+def check_lost_step(root: Path) -> None:
+    """The packed step gives up once: the sequence is recomputed, then runs layer by layer."""
+    path = make_checkpoint(root / "lost", WHOLE, seed=3).path
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(path, dtype="float32", **OPTIONS) as llm:
+        want = llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids
+    with (
+        interpreted(),
+        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(backend, "build", lambda model, _: ReferenceStep(model, 3)),
+        LLM(path, dtype="float16", max_num_seqs=1, depth=1, **OPTIONS) as llm,
+    ):
+        assert llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids == want
+        step: Any = runner_of(llm).forward.persistent
+        assert llm.engine.core.scheduler.num_preemptions == 1
+    assert step.contexts[:3] == [3, 4, 5]
+    assert len(step.contexts) <= 4  # one more may have been in flight
 
 
 def main() -> None:
@@ -348,6 +379,7 @@ def main() -> None:
             check_cache_of_eight_bits(Path(folder))
         check_logits(Path(folder))
         check_whole_step(Path(folder))
+        check_lost_step(Path(folder))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cuda import backend
 from nanovllm.backends.cuda.backend import CudaBackend
-from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.platforms.cpu import CpuPlatform
 from tests.backends.cuda.interpreted_engine import interpreted
 from tests.checkpoint.tiny_quantised import float_kind, write_twins
@@ -74,7 +74,7 @@ def check(path: Path, **options: Any) -> None:
         mock.patch.object(
             CudaBackend, "compile_ahead", lambda *args: launches.compile_ahead(*args)
         ),
-        mock.patch.object(TritonOps, "pack_step", return_value=None),
+        mock.patch.object(backend, "build", return_value=None),
         # The library's products launch nothing of ours, and take minutes on CPUs without bfloat16.
         mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
         mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from benchmarks.models import model_path
 from nanovllm import LLM
 from nanovllm.attention.base import AttentionSpec, DecodeRows
 from nanovllm.attention.sdpa import SdpaAttention
@@ -35,7 +36,6 @@ from nanovllm.backends.cuda.prefill_graphs import (
     count_many_tokens,
     needed_size,
 )
-from nanovllm.bench.models import model_path
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps, reference_attention

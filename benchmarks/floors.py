@@ -1,0 +1,144 @@
+"""The physical floor: bytes and operations that a workload cannot do without, at a device's rates.
+
+Only matrices, KV and attention are counted: whatever an engine does, it cannot be faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from benchmarks.workloads import Workload
+from nanovllm.config import ExpertsConfig, ModelConfig
+from nanovllm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device sustains. The defaults are an H200's: a device copy, a bf16 8192^3 product."""
+
+    bytes_per_second: float = 4.28e12
+    flops_per_second: float = 788e12
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second / 1e12:g} TB/s, {self.flops_per_second / 1e12:g} TFLOP/s"
+
+
+def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) -> Rates | None:
+    """The rates given in tera, or an H200's on an H200; those of other devices are not known."""
+    given = [bandwidth, tflops]
+    if not all(rate is None or 0 < rate < math.inf for rate in given):
+        raise ConfigError(f"--bandwidth and --tflops must be above 0, got {bandwidth}, {tflops}")
+    if "H200" not in device_name and None in given:
+        if given == [None, None]:
+            return None
+        raise ConfigError(
+            f"the rates of this device ({device_name}) are not known: give both --bandwidth "
+            "and --tflops, or neither"
+        )
+    default = Rates()
+    return Rates(
+        default.bytes_per_second if bandwidth is None else bandwidth * 1e12,
+        default.flops_per_second if tflops is None else tflops * 1e12,
+    )
+
+
+def add_rate_options(parser: argparse.ArgumentParser) -> None:
+    title = "floor (of an H200; elsewhere there is one if both are given)"
+    add = parser.add_argument_group(title).add_argument
+    bandwidth, tflops = (rate / 1e12 for rate in asdict(Rates()).values())
+    text = f"TB/s that memory sustains (default: on an H200, {bandwidth:g})"
+    add("--bandwidth", type=float, metavar="X", help=text)
+    text = f"TFLOP/s that products sustain (default: on an H200, {tflops:g})"
+    add("--tflops", type=float, metavar="X", help=text)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a model costs per token or per step, counted from its config."""
+
+    layer_weights: int  # elements of all layers' matrices: every token meets each once
+    head_weights: int  # of the LM head: only tokens that are sampled from meet it
+    kv_bytes: int  # of one token, all layers
+    attention_flops: int  # of one token attending to one token, all layers and heads
+    itemsize: int
+    expert_weights: int = 0  # of one expert, all layers: every token meets top_k of the experts
+    num_experts: int = 1
+    top_k: int = 0
+
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Read in a step; of an input embedding that is not also the head, a few rows are.
+
+        Tokens that choose experts evenly and independently meet this many of them on average.
+        """
+        met = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+        elements = self.layer_weights + self.head_weights + met * self.expert_weights
+        return elements * self.itemsize
+
+
+def model_cost(config: ModelConfig, itemsize: int, kv_cache_dtype: str = "auto") -> ModelCost:
+    row_bytes = config.head_dim * itemsize if kv_cache_dtype == "auto" else config.head_dim + 1
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * q_size + 2 * kv_size)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    num_whole = sum(layer.window is None for layer in config.layers)  # windows are left out
+    cost = ModelCost(
+        layer_weights=config.num_layers * (attention + mlp),
+        head_weights=config.vocab_size * config.hidden_size,
+        kv_bytes=num_whole * 2 * config.num_kv_heads * row_bytes,
+        attention_flops=num_whole * 4 * q_size,
+        itemsize=itemsize,
+    )
+    return cost if config.experts is None else _with_experts(cost, config, config.experts, mlp)
+
+
+def _with_experts(
+    cost: ModelCost, config: ModelConfig, experts: ExpertsConfig, mlp: int
+) -> ModelCost:
+    num_sparse = config.num_layers - len(experts.dense_layers)
+    router = config.hidden_size * experts.num_experts
+    return replace(
+        cost,
+        layer_weights=cost.layer_weights + num_sparse * (router - mlp),
+        expert_weights=num_sparse * 3 * config.hidden_size * experts.size,
+        num_experts=experts.num_experts,
+        top_k=experts.top_k,
+    )
+
+
+def step_floor(
+    cost: ModelCost, rates: Rates, num_tokens: int, num_sampled: int, num_kv: int, num_pairs: int
+) -> float:
+    """Seconds of a step: products, then attention, each bound by memory or by arithmetic."""
+    per_token = cost.layer_weights + cost.top_k * cost.expert_weights
+    product_flops = 2 * (per_token * num_tokens + cost.head_weights * num_sampled)
+    return max(
+        cost.weight_bytes(num_tokens) / rates.bytes_per_second,
+        product_flops / rates.flops_per_second,
+    ) + max(
+        cost.kv_bytes * num_kv / rates.bytes_per_second,
+        cost.attention_flops * num_pairs / rates.flops_per_second,
+    )
+
+
+def prefill_floor(
+    cost: ModelCost, rates: Rates, prompt_lens: Sequence[int], num_cached: int = 0
+) -> float:
+    """Seconds until every prompt has its first token; `num_cached` tokens of each are known."""
+    num_tokens = sum(length - num_cached for length in prompt_lens)
+    pairs = sum(n * (n + 1) // 2 - num_cached * (num_cached + 1) // 2 for n in prompt_lens)
+    return step_floor(cost, rates, num_tokens, len(prompt_lens), sum(prompt_lens), pairs)
+
+
+def decode_floor(cost: ModelCost, rates: Rates, workload: Workload) -> float:
+    """Seconds from the first token of all to the end, when all prompts run together."""
+    rows = list(zip(workload.prompt_lens, workload.max_tokens, strict=True))
+    seconds = 0.0
+    for step in range(1, max(workload.max_tokens)):
+        contexts = [length + step for length, max_tokens in rows if max_tokens > step]
+        num_rows, num_kv = len(contexts), sum(contexts)
+        seconds += step_floor(cost, rates, num_rows, num_rows, num_kv, num_kv)
+    return seconds

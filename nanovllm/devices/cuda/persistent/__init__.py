@@ -1,0 +1,51 @@
+"""The persistent kernel: a decode step of one sequence as one kernel on Hopper GPUs.
+
+`build` is the only entry; docs/persistent-step.md explains the kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from nanovllm.kernels.kv_layout import KVCacheSpec
+from nanovllm.models.decoder import DecoderModel
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.persistent.step import PersistentStep
+
+logger = logging.getLogger(__name__)
+
+TRITON = "3.6."  # gluon, in which the kernel is written, changes with every release
+
+
+def build(model: DecoderModel, cache: KVCacheSpec) -> PersistentStep | None:
+    """Return the persistent step of a loaded model, or None if it cannot have one.
+
+    Moves the projections of all layers into one tensor for each kind.
+    """
+    problem = f"triton is {triton.__version__}, not {TRITON}x"
+    if triton.__version__.startswith(TRITON):
+        # These need gluon as it is in that release.
+        from nanovllm.devices.cuda.persistent.step import PersistentStep
+        from nanovllm.devices.cuda.persistent.weights import (
+            find_problem,
+            step_constants,
+            step_layers,
+            step_shape,
+            step_tensors,
+        )
+
+        layers = step_layers(model)
+        problem = find_problem(model, layers, cache) or ""
+        if not problem:
+            shape, constants = step_shape(model, layers), step_constants(model, layers)
+            try:
+                return PersistentStep(shape, step_tensors(model, layers), constants)
+            except torch.OutOfMemoryError:  # what has moved may stay where it is
+                problem = "there is no room to move its weights together"
+    logger.info("A sequence alone runs layer by layer: %s", problem)
+    return None

@@ -1,0 +1,244 @@
+"""Read the weights of a finished model for the persistent step, or say why it cannot have one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.base import AttentionSpec
+from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
+from nanovllm.devices.cuda.persistent.shape import NO_EXPERTS, ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.step import (
+    StackedCodes,
+    StepConstants,
+    StepTensors,
+    device_problem,
+)
+from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
+from nanovllm.kernels.cuda.stored_linear import StoredLinear
+from nanovllm.kernels.kv_layout import KVCacheSpec
+from nanovllm.kernels.ops import NormWeights, QKNormWeights, Routing
+from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, StoredWeight, num_blocks
+from nanovllm.kernels.stored_weights import MIDDLE as MIDDLE_CODE
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.plain_format import PlainLinear
+from nanovllm.models.decoder import DecoderLayer, DecoderModel
+
+KEY_TILE = 32  # keys; a tile lies in one block of the cache
+
+Linear = CudaLinear | StoredLinear
+Weight = Tensor | StoredWeight
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayer:
+    """A decoder layer as the kernel reads it."""
+
+    attention: AttentionSpec
+    rope: Tensor
+    norm: NormWeights
+    mlp_norm: NormWeights
+    qk_norm: QKNormWeights | None
+    linears: list[Linear]  # qkv, o, then gate_up and down, or the router
+    experts: CudaExperts | None
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """The weights of qkv, o, gate_up and down."""
+        if self.experts is None:
+            return tuple(linear.weight for linear in self.linears)
+        qkv, o, _ = self.linears
+        return qkv.weight, o.weight, self.experts.gate_up, self.experts.down
+
+    @property
+    def router(self) -> Tensor | None:
+        weight = self.linears[-1].weight
+        return weight if self.experts is not None and isinstance(weight, Tensor) else None
+
+    @property
+    def routing(self) -> Routing | None:
+        return None if self.experts is None else self.experts.routing
+
+
+def step_layers(model: DecoderModel) -> list[StepLayer]:
+    """Return the layers of a model; none at all if one is of a kind that the kernel cannot run."""
+    pairs = zip(model.model.layers, model.model.ropes, strict=True)
+    layers = [_step_layer(layer, rope) for layer, rope in pairs]
+    known = [layer for layer in layers if layer is not None]
+    return known if len(known) == len(layers) else []
+
+
+def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
+    if not isinstance(layer, DecoderLayer):
+        return None
+    attention, mlp, experts = layer.self_attn, layer.mlp, None
+    modules = [attention.qkv_proj, attention.o_proj]
+    if isinstance(mlp, GatedMLP):
+        modules += [mlp.gate_up_proj, mlp.down_proj]
+    elif isinstance(mlp, SparseMLP) and isinstance(mlp.packed, CudaExperts):
+        modules.append(mlp.gate)
+        experts = mlp.packed
+    packed = [module.packed for module in modules]
+    linears = [linear for linear in packed if isinstance(linear, CudaLinear | StoredLinear)]
+    found = StepLayer(
+        attention.spec,
+        rope,
+        layer.input_layernorm.weights,
+        layer.post_attention_layernorm.weights,
+        None if attention.qk_norm is None else attention.qk_norm.weights,
+        linears,
+        experts,
+    )
+    is_known = len(linears) == len(packed) == (4 if experts is None else 3)
+    return found if is_known and (experts is None or found.router is not None) else None
+
+
+def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> str | None:
+    """Return why the kernel cannot run a model."""
+    head = model.lm_head.packed
+    if not model.lm_head.group.is_alone:
+        return "several ranks share it"
+    if not layers or not isinstance(head, CudaLinear) or _embedding(model) is None:
+        return "its weights are not plain matrices in 16 bits, or codes beside a plain head"
+    if head.weight.dtype != torch.bfloat16:
+        return "its weights are not bfloat16"
+    if cache.has_exponents or cache.block_size % KEY_TILE:
+        return f"its KV cache is FP8, or its blocks are not whole tiles of {KEY_TILE} tokens"
+    matrices = [matrix for layer in layers for matrix in layer.matrices]
+    if len({_bits(matrix) for matrix in matrices}) > 1:
+        return "its weights differ in bits"
+    if any(map(_is_unusual, matrices)):
+        return "its codes have other groups than of 128, or scales of more digits than bfloat16"
+    if len({layer.routing for layer in layers}) > 1:
+        return "some layers have experts, and some have none"
+    return (
+        device_problem(head.weight.device)
+        or step_shape(model, layers).problem
+        or _odd_layers(model, layers)
+    )
+
+
+def _odd_layers(model: DecoderModel, layers: list[StepLayer]) -> str | None:
+    if model.model.embed_tokens.scale != 1:
+        return "it scales embeddings"
+    if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
+        return "there are biases beside those of q, k and v"
+    if len({(layer.attention, layer.rope.data_ptr()) for layer in layers}) > 1:
+        return "layers differ in their attention"
+    norms = [norm for layer in layers for norm in (layer.norm, layer.mlp_norm)]
+    norms.append(model.model.norm.weights)
+    qk_norms = [layer.qk_norm for layer in layers if layer.qk_norm is not None]
+    values = [norm.weight for norm in norms] + [w for norm in qk_norms for w in (norm.q, norm.k)]
+    eps = {norm.eps for norm in norms} | {norm.eps for norm in qk_norms}
+    if len(eps) > 1 or not all(map(_is_bfloat16, values)):
+        return "its norms differ in eps, or have more digits than bfloat16"
+    return None
+
+
+def step_shape(model: DecoderModel, layers: list[StepLayer]) -> StepShape:
+    first = layers[0]
+    qkv, o, _, down = first.matrices
+    dim = 2 * first.rope.shape[-1]
+    num_heads = o.shape[1] // dim
+    num_kv_heads = (qkv.shape[0] // dim - num_heads) // 2
+    mlp, experts = down.shape[-1], NO_EXPERTS
+    if first.router is not None and first.routing is not None:
+        top_k, is_normalized = first.routing.top_k, first.routing.is_normalized
+        experts = ExpertsShape(len(first.router), top_k, mlp, is_normalized)
+        mlp *= top_k
+    vocab, hidden = _head(model).shape
+    return StepShape(hidden, num_heads, num_kv_heads, dim, mlp, vocab, _bits(qkv), experts)
+
+
+def step_constants(model: DecoderModel, layers: list[StepLayer]) -> StepConstants:
+    first = layers[0]
+    activation = "silu" if first.experts is not None else first.linears[2].activation
+    assert activation is not None
+    spec, eps = first.attention, model.model.norm.weights.eps
+    return StepConstants(eps, spec.scale, spec.window, activation, first.routing)
+
+
+def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
+    embedding = _embedding(model)
+    assert embedding is not None
+    kinds = zip(*(layer.matrices for layer in layers), strict=True)
+    qkv, o, gate_up, down = (move_together(list(kind)) for kind in kinds)
+    biases = [bias for layer in layers if (bias := layer.linears[0].bias) is not None]
+    qk_norms = [(norm.q, norm.k) for layer in layers if (norm := layer.qk_norm) is not None]
+    routers = [layer.router for layer in layers if layer.router is not None]
+    return StepTensors(
+        embedding=embedding,
+        norms=_stack_pairs([(layer.norm.weight, layer.mlp_norm.weight) for layer in layers]),
+        qkv=qkv,
+        qkv_bias=torch.stack(biases) if biases else None,
+        qk_norms=_stack_pairs(qk_norms) if qk_norms else None,
+        o=o,
+        gate_up=gate_up,
+        down=down,
+        final_norm=model.model.norm.weights.weight.bfloat16(),
+        head=_head(model),
+        rope=layers[0].rope,
+        router=torch.stack(routers) if routers else None,
+    )
+
+
+def move_together(weights: list[Weight]) -> Tensor | StackedCodes:
+    """Make the weights of all layers views of one tensor, so that none is held twice."""
+    first = _words(weights[0])
+    stacked = first.new_empty(len(weights), *first.shape)
+    for i, weight in enumerate(weights):
+        stacked[i].copy_(_words(weight))
+        if isinstance(weight, Tensor):
+            weight.data = stacked[i]
+        else:
+            weight.move_to(stacked[i])
+    stored = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if not stored:
+        return stacked
+    return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(factors_of, stored))))
+
+
+def factors_of(weight: StoredWeight) -> Tensor:
+    """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
+    if isinstance(weight, Fp8Weight):
+        scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
+        return scales.contiguous().view(torch.int32)
+    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if weight.zeros is None else weight.zeros
+    halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
+    return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
+
+
+def _embedding(model: DecoderModel) -> Tensor | None:
+    weight = model.model.embed_tokens.weight
+    return weight.values if isinstance(weight, PlainLinear) else None
+
+
+def _head(model: DecoderModel) -> Tensor:
+    head = model.lm_head.packed
+    assert isinstance(head, CudaLinear)
+    return head.weight
+
+
+def _bits(weight: Weight) -> int:
+    return 16 if isinstance(weight, Tensor) else weight.bits
+
+
+def _words(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.words
+
+
+def _is_unusual(weight: Weight) -> bool:
+    if isinstance(weight, Tensor | Fp8Weight):
+        return False
+    return weight.group != BLOCK or not _is_bfloat16(weight.scales)
+
+
+def _stack_pairs(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.stack([torch.stack(pair) for pair in pairs]).bfloat16()
+
+
+def _is_bfloat16(values: Tensor) -> bool:
+    return bool((values.bfloat16() == values).all())

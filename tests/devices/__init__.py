@@ -1,0 +1,69 @@
+"""Marks for tests that need a CUDA device, and ways to run without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+
+
+def run_interpreted(*arguments: str) -> str:
+    """Run modules, joined by commas, by Triton's interpreter; return what it printed.
+
+    Triton must know before it is imported that it is to interpret: a process of its own.
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.interpreted", *arguments],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def runner_of(llm: LLM) -> Any:
+    """The model runner: tests put something before or after its forward."""
+    executor: Any = llm.engine.core.executor
+    return executor.worker.runner
+
+
+class RunAgain:
+    """Graphs without a CUDA device: functions that run again, and write where they wrote before."""
+
+    def record(
+        self, run: Callable[[], Tensor], is_loaded: bool = False
+    ) -> tuple[Callable[[], None], Tensor]:
+        output = run()
+
+        def replay() -> None:
+            output.copy_(run())
+
+        return replay, output
+
+    def send(self, array: np.ndarray, target: Tensor) -> None:
+        target[: len(array)].copy_(torch.from_numpy(array))
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def pinned(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)

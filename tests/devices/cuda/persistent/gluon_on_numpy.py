@@ -1,0 +1,252 @@
+"""Runs functions written in gluon on numpy: tensors by their logical shape, whatever the layout.
+
+Threads are places in tensors [8 warps, 8, 4], which is how `mma` shares its operands out. Of PTX
+there is what products use. Copies are made at once, and waiting does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import nanovllm.devices.cuda
+
+FOLDER = Path(nanovllm.devices.cuda.__file__).parent / "persistent"
+
+
+class Array(np.ndarray):
+    """With the methods of a tensor of gluon's; bfloat16 is its bits."""
+
+    def to(self, dtype: str, bitcast: bool = False) -> Array:
+        if bitcast:
+            bits = self.astype(np.int32) if self.dtype == np.int64 else self  # numpy widens
+            return array(bits.view(TYPES[dtype]))
+        if dtype == "bfloat16":
+            return round_to_bfloat16(self)
+        if dtype == "float32" and self.dtype == np.uint16:
+            return array((self.astype(np.uint32) << 16).view(np.float32))
+        return array(self.astype(TYPES[dtype]))
+
+
+TYPES = {"bfloat16": np.uint16, "int32": np.int32, "int64": np.int64, "float32": np.float32}
+
+
+def array(values: Any) -> Array:
+    return np.asarray(values, order="C").view(Array)
+
+
+def round_to_bfloat16(values: np.ndarray) -> Array:
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return array(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+
+
+class Shared:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, values: np.ndarray, start: int | None = None) -> None:
+        self.values = values
+        self.start = values.ctypes.data if start is None else start
+
+    def store(self, values: np.ndarray) -> None:
+        assert values.shape == self.values.shape
+        self.values[...] = values
+
+    def load(self, layout: object) -> Array:
+        return array(self.values.copy())
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.values[i], self.start)
+
+    def slice(self, first: int, length: int, dim: int = 0) -> Shared:
+        part = (slice(None),) * dim + (slice(first, first + length),)
+        return Shared(self.values[part], self.start)
+
+    def permute(self, order: list[int]) -> Shared:
+        return Shared(self.values.transpose(order), self.start)
+
+    def _reinterpret(self, dtype: str, shape: list[int], layout: object) -> Shared:
+        assert self.values.flags.c_contiguous
+        return Shared(self.values.reshape(-1).view(TYPES[dtype]).reshape(shape), self.start)
+
+
+class Source:
+    """What the copy engine is told of a tensor: its values, and how many it copies at a time."""
+
+    def __init__(self, values: np.ndarray, block: list[int]) -> None:
+        self.values, self.block = values, block
+
+
+def copy(source: Source, place: list[Any], full: object, target: Shared) -> None:
+    """Copy a block to shared memory; what lies beyond the tensor is zero."""
+    assert target.values.shape == tuple(source.block)
+    assert (target.values.ctypes.data - target.start) % 128 == 0, "the copy engine cannot write"
+    target.values[...] = 0
+    starts = [int(each) for each in place]
+    counts = [
+        max(0, min(size - start, length))
+        for size, start, length in zip(source.values.shape, starts, source.block, strict=True)
+    ]
+    if all(counts):
+        inside = tuple(slice(s, s + n) for s, n in zip(starts, counts, strict=True))
+        target.values[tuple(slice(n) for n in counts)] = source.values[inside]
+
+
+def inline_asm(
+    code: str, constraints: str, args: list[Any], types: Any, is_pure: bool, pack: int
+) -> Any:
+    outputs = constraints.count("=")
+    registers: dict[str, np.ndarray] = {f"${outputs + i}": a for i, a in enumerate(args)}
+    for line in re.sub(r"[{}]\s*(?=\.reg|$)", "", code).split(";"):
+        if line.strip() and ".reg" not in line:
+            _run(line.strip(), registers)
+    found = tuple(array(registers[f"${i}"].view(np.float32)) for i in range(outputs))
+    return found if outputs > 1 else found[0]
+
+
+def _run(line: str, registers: dict[str, np.ndarray]) -> None:
+    name, _, rest = line.partition(" ")
+    operands = [each.strip() for each in re.findall(r"\{[^}]*\}|[^,{}]+", rest) if each.strip()]
+    if name.startswith("mma"):
+        _multiply(operands, registers)
+        return
+    target, *sources = operands
+    values = [_value(source, registers) for source in sources]
+    registers[target] = OPERATIONS[name](*values)
+
+
+def _value(source: str, registers: dict[str, np.ndarray]) -> Any:
+    if source.startswith("0f"):
+        return np.full((8, 8, 4), int(source[2:], 16), np.uint32).view(np.float32)
+    if source[0].isdigit():
+        return np.uint32(int(source, 0))
+    return registers[source]
+
+
+def _bits(values: Any) -> Any:
+    return values.view(np.uint32) if isinstance(values, np.ndarray) else values
+
+
+def _lop3(a: Any, b: Any, c: Any, table: Any) -> Any:
+    assert table == 0xEA
+    return (_bits(a) & _bits(b)) | _bits(c)
+
+
+def _swap_lines(values: np.ndarray, distance: Any, clamp: Any, mask: Any) -> np.ndarray:
+    lanes = values.reshape(8, 32)[:, np.arange(32) ^ int(distance)]
+    return lanes.reshape(values.shape)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "mov.b32": lambda a: a if isinstance(a, np.ndarray) else np.full((8, 8, 4), a, np.uint32),
+    "mov.f32": lambda a: a,
+    "add.f32": lambda a, b: a + b,
+    "and.b32": lambda a, b: _bits(a) & _bits(b),
+    "shl.b32": lambda a, b: _bits(a) << b,
+    "shr.u32": lambda a, b: _bits(a) >> b,
+    "lop3.b32": _lop3,
+    "shfl.sync.bfly.b32": _swap_lines,
+}
+
+
+def _multiply(operands: list[str], registers: dict[str, np.ndarray]) -> None:
+    """m16n8k16: thread [line, place] has of A that line's columns, of B that column's lines."""
+    sums, left, right, _ = ([each.strip() for each in o[1:-1].split(",")] for o in operands)
+    b = _pairs(registers[right[0]], registers[right[1]])
+    for part in range(2):  # the upper 8 lines of A, and the lower ones
+        a = _pairs(registers[left[part]], registers[left[part + 2]])
+        product = np.einsum("wmk,wnk->wmn", a, b).reshape(8, 8, 4, 2)
+        for i, name in enumerate(sums[2 * part :][:2]):
+            registers[name] = (registers[name] + product[..., i]).astype(np.float32)
+
+
+def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """[8 warps, 8 lines, 16 columns] in float64, of two words of two bfloat16 in each thread."""
+    words = np.stack((_bits(first), _bits(second)), -1)
+    halves = np.stack((words << np.uint32(16), words & np.uint32(0xFFFF0000)), -1)
+    return halves.view(np.float32).reshape(8, 8, 16).astype(np.float64)
+
+
+class Number(int):
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+def constexpr(value: Any) -> Any:
+    return Number(value) if type(value) is int else value
+
+
+def where(condition: Any, one: Any, other: Any) -> Array:
+    """A number has the type of the tensor beside it, or that of an int32."""
+    types = [each.dtype for each in (one, other) if isinstance(each, np.ndarray)]
+    is_float = isinstance(one, float) or isinstance(other, float)
+    dtype = types[0] if types else np.float32 if is_float else np.int32
+    return array(np.where(condition, one, other).astype(dtype))
+
+
+def split(t: np.ndarray) -> tuple[Array, Array]:
+    return array(t[..., 0]), array(t[..., 1])
+
+
+def make_language() -> ModuleType:
+    gl: Any = ModuleType("language")
+    for name in TYPES:
+        setattr(gl, name, name)
+    for name in ("Blocked", "Slice", "SwizzledShared", "NVMMAShared"):
+        setattr(gl, f"{name}Layout", lambda *args: SimpleNamespace(value=args))
+    gl.constexpr, gl.static_range, gl.split = constexpr, range, split
+    gl.tensor = gl.shared_memory_descriptor = object
+    gl.reshape = lambda t, shape: array(t.reshape(shape))
+    gl.permute = lambda t, order: array(t.transpose(order))
+    gl.join = lambda a, b: array(np.stack((a, b), -1))
+    gl.expand_dims = lambda t, axis: array(np.expand_dims(t, axis))
+    gl.convert_layout = lambda t, layout, assert_trivial=False: t
+    gl.arange = lambda begin, end, layout: array(np.arange(begin, end, dtype=np.int32))
+    gl.where = where
+    gl.maximum = lambda a, b: array(np.maximum(a, b))
+    gl.exp = lambda t: array(np.exp(t))
+    gl.sum, gl.max = (lambda t, axis: array(t.sum(axis))), (lambda t, axis: array(t.max(axis)))
+    gl.zeros = lambda shape, dtype, layout: array(np.zeros(shape, TYPES[dtype]))
+    gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(np.zeros(shape, TYPES[dtype]))
+    gl.inline_asm_elementwise = inline_asm
+    gl.thread_barrier = lambda: None
+    return gl
+
+
+def load_modules(*names: str) -> list[Any]:
+    """Load modules of the persistent kernel, each of which may use those before it."""
+    plain = lambda function: function  # noqa: E731
+    language = make_language()
+    nothing = lambda *args, **options: None  # noqa: E731
+    barrier = SimpleNamespace(wait=nothing, arrive=nothing, expect=nothing)
+    engine = SimpleNamespace(async_copy_global_to_shared=copy)
+    modules: dict[str, Any] = {
+        "triton.experimental.gluon": SimpleNamespace(
+            jit=plain, constexpr_function=plain, language=language
+        ),
+        "triton.experimental.gluon.language": language,
+        "triton.experimental.gluon.language.nvidia.hopper": SimpleNamespace(
+            mbarrier=barrier, tma=engine
+        ),
+        "triton.language.core": SimpleNamespace(_aggregate=plain),
+    }
+    modules["triton.experimental"] = SimpleNamespace(gluon=modules["triton.experimental.gluon"])
+    loaded = []
+    for name in names:
+        spec = importlib.util.spec_from_file_location(f"on_numpy.{name}", FOLDER / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with mock.patch.dict(sys.modules, modules):
+            spec.loader.exec_module(module)
+        modules[f"nanovllm.devices.cuda.persistent.{name}"] = module
+        loaded.append(module)
+    return loaded

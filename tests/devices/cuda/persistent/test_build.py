@@ -1,0 +1,188 @@
+"""Which models get a persistent step, and that building one moves their weights; on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from benchmarks.models import model_path
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.devices.cuda.persistent import build, weights
+from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.step import StackedCodes
+from nanovllm.fp8 import FP8
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.cuda.stored_linear import pack_stored
+from nanovllm.kernels.kv_layout import KVCacheSpec
+from nanovllm.kernels.stored_weights import StoredWeight
+from nanovllm.layers.build import Build
+from nanovllm.models.decoder import DecoderModel
+from nanovllm.models.registry import build_model, read_config
+from nanovllm.platforms.cpu import CpuPlatform
+from nanovllm.worker.loader import fill_dummy_weights
+from tests.devices.cuda.persistent.random_steps import make_fp8, make_int4
+
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+
+
+CACHE = KVCacheSpec(3, 32, 2, 128, torch.bfloat16)
+
+
+def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> DecoderModel:
+    config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
+    ops = TritonOps()
+    model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
+    fill_dummy_weights(model, CpuPlatform(), 0)
+    return model
+
+
+def problem_of(model: DecoderModel, cache: KVCacheSpec = CACHE) -> str | None:
+    return weights.find_problem(model, weights.step_layers(model), cache)
+
+
+@pytest.fixture(autouse=True)
+def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the CPU were a Hopper GPU."""
+    monkeypatch.setattr(weights, "device_problem", lambda device: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("qwen3-0.6b", {}, None),
+        ("llama-3.1-8b", {}, None),
+        ("qwen3-0.6b", {"architectures": ["Qwen2ForCausalLM"]}, None),  # with biases
+        ("qwen3-0.6b", {"architectures": ["MistralForCausalLM"], "sliding_window": 99}, None),
+        ("llama-3.1-8b", {"attention_bias": True}, "biases"),
+        ("llama-3.1-8b", {"mlp_bias": True}, "biases"),
+        (
+            "qwen3-0.6b",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "layers differ",
+        ),
+        ("qwen3-0.6b", {"num_key_value_heads": 4}, "a kv head for every 1"),
+        ("qwen3-0.6b", {"hidden_size": 200}, "widths"),
+        ("qwen3-0.6b", {"dtype": torch.float32}, "not plain matrices"),
+        ("qwen3-0.6b", {"dtype": torch.float16}, "not bfloat16"),
+    ],
+    ids=str,
+)
+def test_who_is_served(name: str, changes: dict[str, Any], problem: str | None) -> None:
+    found = problem_of(loaded_model(name, **changes))
+    assert found is None if problem is None else problem in str(found)
+
+
+@pytest.mark.parametrize("change", [{"dtype": FP8}, {"block_size": 48}], ids=str)
+def test_which_caches_are_served(change: dict[str, Any]) -> None:
+    assert "KV cache" in str(problem_of(loaded_model("qwen3-0.6b"), replace(CACHE, **change)))
+
+
+def test_norms_with_more_digits_are_not_served() -> None:
+    model = loaded_model("qwen3-0.6b")
+    model.model.norm.weight.fill_(1.001)
+    assert "digits" in str(problem_of(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"moe_intermediate_size": 72}, "experts of 72"),
+        ({"num_experts": 300}, "of 300 experts"),
+        ({"mlp_only_layers": [1]}, "some have none"),
+    ],
+    ids=str,
+)
+def test_which_experts_are_served(changes: dict[str, Any], problem: str | None) -> None:
+    sizes = {"moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2}
+    model = loaded_model("qwen3-30b-a3b", **{**sizes, **changes})
+    found = problem_of(model)
+    assert found is None if problem is None else problem in str(found)
+    if problem is None:
+        layers = weights.step_layers(model)
+        experts = StepShape(256, 4, 2, 128, 256, 200, 16, ExpertsShape(6, 2, 128, True))
+        assert weights.step_shape(model, layers) == experts
+        tensors = weights.step_tensors(model, layers)
+        assert isinstance(tensors.down, Tensor)
+        assert tensors.down.shape == (3, 6, 256, 128)
+        assert tensors.router is not None
+        assert tensors.router.shape == (3, 6, 256)
+
+
+def test_weights_move_and_are_not_copied() -> None:
+    model = loaded_model("qwen3-0.6b")
+    linears: list[Any] = [layer.self_attn.qkv_proj.packed for layer in model.model.layers]
+    before = [linear.weight.clone() for linear in linears]
+    with torch.inference_mode():
+        stacked = weights.step_tensors(model, weights.step_layers(model)).qkv
+    assert isinstance(stacked, Tensor)
+    for i, (linear, weight) in enumerate(zip(linears, before, strict=True)):
+        assert torch.equal(linear.weight, weight)
+        assert linear.weight.data_ptr() == stacked[i].data_ptr()
+
+
+@pytest.mark.parametrize("make", [make_fp8, make_int4])
+def test_codes_move_and_are_not_copied(make: Callable[[Tensor], StoredWeight]) -> None:
+    model = loaded_model("qwen3-0.6b")
+    for layer in model.model.layers:
+        quantise(layer, make)
+    assert problem_of(model) is None
+    stored: list[Any] = [layer.self_attn.o_proj.packed for layer in model.model.layers]
+    before = [linear.weight.widen(torch.float32) for linear in stored]
+    stacked = weights.step_tensors(model, weights.step_layers(model)).o
+    assert isinstance(stacked, StackedCodes)
+    for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
+        assert linear.weight.words.data_ptr() == stacked.words[i].data_ptr()
+        assert torch.equal(linear.weight.widen(torch.float32), values)
+
+
+def test_codes_beside_plain_weights_are_not_served() -> None:
+    model = loaded_model("qwen3-0.6b")
+    quantise(model.model.layers[0], make_fp8)
+    assert "differ in bits" in str(problem_of(model))
+
+
+def test_codes_of_other_groups_are_not_served() -> None:
+    model = loaded_model("qwen3-0.6b")
+    for layer in model.model.layers:
+        quantise(layer, lambda weight: make_int4(weight, group=32))
+    assert "groups" in str(problem_of(model))
+
+
+def quantise(layer: Any, make: Callable[[Tensor], StoredWeight]) -> None:
+    attention, mlp = layer.self_attn, layer.mlp
+    for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        plain = module.packed
+        module.packed = pack_stored(TritonOps(), make(plain.weight), plain.bias, plain.activation)
+
+
+def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    assert build(loaded_model("qwen3-0.6b"), CACHE) is None
+
+
+def test_without_room_layers_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded_model("qwen3-0.6b")
+    lacking = mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr(weights, "move_together", lacking)
+    assert build(model, CACHE) is None
+    assert lacking.called

@@ -1,0 +1,89 @@
+"""A sequence alone decodes by one kernel, and equals the step of many."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.devices import NEEDS_GPU, runner_of
+from tests.test_gpu import OPTIONS, BothWays
+from tests.test_logits import WIDE
+
+pytestmark = [
+    *NEEDS_GPU,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+WHOLE = {**OPTIONS, "kvcache_block_size": 32, "dtype": "bfloat16", "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint_root: Path) -> Path:
+    """A checkpoint whose norms, too, are bfloat16, as those of real models are."""
+    model = make_checkpoint(checkpoint_root / "whole-float32", WIDE).model.bfloat16()
+    model.save_pretrained(checkpoint_root / "whole")
+    return checkpoint_root / "whole"
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [rng.choices(range(1000), k=length) for length in (1, 31, 32, 33, 100)]
+
+
+def generate(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    for prompt in prompts():  # one after the other: each is alone
+        llm.generate([prompt], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 64], ids=["all", "short-contexts"])
+def test_equals_eager_steps(path: Path, limit: int) -> None:
+    with LLM(path, **WHOLE) as llm:
+        runner = runner_of(llm)
+        steps: Any = runner.forward
+        assert steps.max_whole_context > 0
+        steps.max_whole_context = limit  # beyond it layers run one by one
+        runner.forward = both = BothWays(steps)
+        generate(llm)
+    whole, eager = (torch.cat(side).double() for side in zip(*both.pairs, strict=True))
+    difference = (whole - eager).square().mean().sqrt() / eager.square().mean().sqrt()
+    assert 0 < difference < 0.03
+
+
+def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
+    """The kernel gives up in the middle of an answer, and is not used again."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(path, **WHOLE) as llm:
+        steps: Any = runner_of(llm).forward
+        steps.max_whole_context = 0
+        want = llm.generate([prompts()[3]], params, use_tqdm=False)
+    with LLM(path, **WHOLE) as llm:
+        steps = runner_of(llm).forward
+        llm.engine.add_request(prompts()[3], params)
+        for _ in range(10):
+            llm.engine.step()
+        attended = steps.persistent._exchanges[3]
+        attended[..., -1] = -1  # a value that nobody will store
+        outputs = []
+        while not llm.engine.is_finished():
+            outputs += llm.engine.step()
+        assert steps.max_whole_context == 0
+        assert llm.engine.core.scheduler.num_preemptions == 1
+    assert len(outputs[0].token_ids) == len(want[0].token_ids) == 40
+    assert outputs[0].token_ids[:5] == want[0].token_ids[:5]
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"kvcache_block_size": 16}], ids=str)
+def test_others_run_layer_by_layer(path: Path, change: dict[str, Any]) -> None:
+    with LLM(path, **{**WHOLE, **change}) as llm:
+        steps: Any = runner_of(llm).forward
+        assert steps.max_whole_context == 0
+        generate(llm)

@@ -1,0 +1,235 @@
+"""Products of the persistent step with weights of any bits, and with chosen experts, on numpy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.stored_weights import (
+    Fp8Weight,
+    Int4Weight,
+    StoredWeight,
+    order_codes,
+    pack_words,
+    quantise_blocks,
+    quantise_int4,
+)
+from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, load_modules
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import num_halves, piece_segments, segment_groups
+from nanovllm.devices.cuda.persistent.step import by_tile
+from nanovllm.devices.cuda.persistent.weights import factors_of
+
+NAMES = "sizes", "products", "exchange", "stream", "experts"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    loaded = load_modules(*NAMES)
+    return SimpleNamespace(**dict(zip(NAMES, loaded, strict=True)))
+
+
+def make_weight(
+    bits: int, num_out: int, num_in: int, has_zeros: bool, seed: int = 0
+) -> StoredWeight:
+    values = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed))
+    if bits == 8:
+        rounded = quantise_blocks(values)
+        scales = rounded.scales * (1 + torch.rand(rounded.scales.shape))  # of each line its own
+        return Fp8Weight(order_codes(rounded.codes), scales, num_in)
+    codes, scales = quantise_int4(values, 128)
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
+    return Int4Weight(pack_words(codes), scales.bfloat16(), zeros, num_in)
+
+
+@pytest.mark.parametrize(
+    ("bits", "num_in", "has_zeros"),
+    [
+        (16, 4096, False),
+        (16, 1536, False),
+        (16, 448, False),
+        (8, 4096, False),
+        (8, 3072, False),
+        (8, 12288, False),
+        (8, 896, False),
+        (4, 4096, False),
+        (4, 2560, True),
+        (4, 12288, True),
+        (4, 2048, True),
+    ],
+)
+def test_products(modules: Any, bits: int, num_in: int, has_zeros: bool) -> None:
+    """Of a program in the middle, for a block that it has lines of and one that ends before."""
+    program, num_out, blocks = 3, 1024 + 8, 2
+    weight = make_any(bits, num_out, num_in, 0, has_zeros)
+    x, line = make_x(num_in), modules.sizes.line_of(num_in, bits)
+    stream = make_stream(modules, bits, blocks * line.tiles, program)
+    lines = modules.stream.Lines(0, num_out)
+    stream.fetch(sources(weight), lines, 0, 0, OWNERS, blocks, line, 1, 1, 99)
+    found = multiply(modules, stream, x, blocks)
+    wanted = (widened(weight) @ x.float()).numpy()[8 * program :][:8]
+    assert np.allclose(found[0], wanted, rtol=1e-4, atol=1e-3)
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize(("count", "top_k"), [(128, 8), (60, 4), (8, 2), (256, 8)])
+def test_experts_are_chosen_by_their_logits(
+    modules: Any, count: int, top_k: int, is_normalized: bool
+) -> None:
+    logits = make_x(count)
+    logits[5] = logits[3] = logits.max() + 1  # of two alike the first comes first
+    padded = torch.nn.functional.pad(logits.float(), (0, 1024 - count))
+    words = padded.bfloat16().view(torch.int32).numpy()
+
+    def poll_from(column: Any, now: int, count: int, step: int) -> list[Any]:
+        """Two words from a column on, of which a word has two, and again `step` columns further."""
+        first = np.broadcast_to(column // 2, (8, 32))
+        return [array(words[first + k // 2 * step // 2 + k % 2]) for k in range(2 * count)]
+
+    routed = SimpleNamespace(poll_from=poll_from)
+    experts = make_experts(modules, (count, top_k, 64, is_normalized))
+    experts.choose(routed, 0)
+    odds = logits.float().softmax(0)
+    order = sorted(range(count), key=lambda i: (-float(odds[i]), i))[:top_k]
+    total = odds[order].sum() if is_normalized else 1.0
+    assert experts.ids.values[0, :top_k].tolist() == order
+    wanted = (odds[order] / total).bfloat16().float()
+    assert np.allclose(experts.weights.values[:top_k, 0], wanted, rtol=1e-5)
+    assert not experts.weights.values[top_k:].any()
+
+
+COUNT, TOP_K, SIZE, HIDDEN, PROGRAM, LAYER = 5, 3, 768, 1024, 100, 1
+CHOSEN, WEIGHTS = [4, 0, 2], [0.5, 0.3, 0.2]
+
+
+@pytest.fixture
+def experts(modules: Any) -> Any:
+    """Those that were chosen, of a few."""
+    found = make_experts(modules, (COUNT, TOP_K, SIZE, True))
+    found.ids.values[:, :TOP_K] = CHOSEN
+    found.weights.values[:TOP_K] = np.array(WEIGHTS)[:, None]
+    return found
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_lines_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
+    """The gates of those chosen are the lines of one wide MLP."""
+    gate_up = [make_any(bits, 2 * SIZE, HIDDEN, seed) for seed in range(2 * COUNT)]
+    line, blocks = modules.sizes.line_of(HIDDEN, bits), 3
+    stream = make_stream(modules, bits, 2 * blocks * line.tiles, PROGRAM)
+    lines = modules.experts.ExpertLines(experts.wait(LAYER), TOP_K * SIZE, SIZE)
+    stream.fetch(sources(*gate_up), lines, 0, 0, OWNERS, blocks, line, 2, 1, 99)
+    x = make_x(HIDDEN)
+    found = multiply(modules, stream, x, 2 * blocks)
+    wide = [widened(gate_up[COUNT * LAYER + i]) @ x.float() for i in CHOSEN]
+    for part in range(2):
+        lines = torch.cat([y[part * SIZE :][:SIZE] for y in wide])
+        wanted = torch.nn.functional.pad(lines, (0, blocks * 1024 - len(lines)))
+        wanted = wanted.view(blocks, -1)[:, 8 * PROGRAM :][:, :8].numpy()
+        assert np.allclose(found[part::2], wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_columns_are_of_chosen_experts(modules: Any, experts: Any, bits: int) -> None:
+    """And so are the columns of what they give, each times its expert's weight."""
+    sizes, gated = modules.sizes, make_x(TOP_K * SIZE)
+    down = [make_any(bits, HIDDEN, SIZE, seed) for seed in range(2 * COUNT)]
+    room, piece = sizes.expert_columns(SIZE, bits), sizes.factor_piece(SIZE, bits)
+    line, num_chunks = sizes.line_of(TOP_K * room, bits), sizes.num_chunks(TOP_K * room, bits)
+    stream = make_stream(modules, bits, line.tiles, PROGRAM, piece)
+    given, chosen = sources(*down, is_of_experts=True), experts.wait(LAYER)
+    experts.fetch_down(stream, given, chosen, 0, 0, OWNERS, HIDDEN, 1, line, 1)
+    padded = torch.nn.functional.pad(gated.view(TOP_K, SIZE), (0, room - SIZE)).flatten()
+    padded = torch.nn.functional.pad(padded, (0, num_chunks * 1024 - len(padded)))
+    chunks = padded.view(torch.int32).view(-1, 8, 32, 2).numpy()
+    words = tuple(array(chunk[..., half]) for chunk in chunks for half in range(2))
+
+    def poll_chunks(now: int, first: int, count: int) -> tuple[Any, ...]:
+        return words[2 * first : 2 * (first + count)]
+
+    exchange = SimpleNamespace(poll_chunks=poll_chunks, size=num_chunks * 1024, room=room)
+    found = multiply_staged(modules, stream, experts.take(exchange, 0, bits), 1, line, piece)
+    wanted = torch.zeros(HIDDEN)
+    for part, weight, i in zip(gated.view(TOP_K, SIZE), WEIGHTS, CHOSEN, strict=True):
+        weighed = (part.float() * weight).bfloat16().float()
+        wanted += widened(down[COUNT * LAYER + i]) @ weighed
+    assert np.allclose(found[0], wanted[8 * PROGRAM :][:8].numpy(), rtol=1e-4, atol=1e-3)
+
+
+OWNERS = array(np.zeros(32, np.int32))
+
+
+def make_x(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = True) -> Any:
+    if bits == 16:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(num_out, num_in, generator=generator).bfloat16()
+    return make_weight(bits, num_out, num_in, has_zeros, seed)
+
+
+def widened(weight: Any) -> Tensor:
+    return weight.float() if isinstance(weight, Tensor) else weight.widen(torch.float32)
+
+
+def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
+    """What the copy engine is told of weights that lie one below another."""
+    if isinstance(weights[0], Tensor):
+        bits, lines, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
+    else:
+        bits = 8 if isinstance(weights[0], Fp8Weight) else 4
+        lines = torch.cat([weight.words for weight in weights]).view(torch.bfloat16)
+        parts = torch.cat([factors_of(weight) for weight in weights])
+        factors = by_tile(parts, bits, is_of_experts)
+    width = lines.shape[1] * 16 // bits
+    piece = piece_segments(width, bits) if is_of_experts else 8 * num_halves(width, bits)
+    values = lines.view(len(lines), -1, 64).transpose(0, 1).view(torch.int16).numpy()
+    size = 8 * segment_groups(bits) * piece
+    return Source(values.view(np.uint16), [piece, 8, 64]), Source(factors.numpy(), [size])
+
+
+def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: int = 8) -> Any:
+    """With room for all tiles."""
+    ring = np.zeros((num_tiles, 16, 8, 64), np.uint16)
+    words = ring.view(np.int32).reshape(num_tiles, 16, 8, 32)
+    num_factors = 16 // piece * modules.sizes.factor_words(bits, piece)
+    factors = np.zeros((num_tiles, num_factors), np.int32)
+    barriers = SimpleNamespace(index=lambda i: None)
+    memory = Shared(ring), Shared(words), Shared(factors), barriers, barriers, None, None
+    return modules.stream.Stream(*memory, program, num_tiles, 99, bits)
+
+
+def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
+    ids, weights = Shared(np.zeros((8, 32), np.int32)), Shared(np.zeros((32, 8), np.float32))
+    shape = StepShape(*(0,) * 7, ExpertsShape(*numbers))
+    return modules.experts.Experts(ids, weights, None, shape)
+
+
+def multiply(modules: Any, stream: Any, x: Tensor, num_blocks: int) -> np.ndarray:
+    size = modules.sizes.num_chunks(len(x), stream.bits) * 1024
+    padded = torch.nn.functional.pad(x.float(), (0, size - len(x)))
+    staged: Any = ()
+    for k, chunk in enumerate(padded.view(-1, 8, 128)):
+        staged = modules.products.stage(staged, k, array(chunk.numpy()), stream.bits)
+    line = modules.sizes.line_of(len(x), stream.bits)
+    return multiply_staged(modules, stream, staged, num_blocks, line)
+
+
+def multiply_staged(
+    modules: Any, stream: Any, staged: Any, num_blocks: int, line: tuple[int, ...], piece: int = 8
+) -> np.ndarray:
+    """Return the sums of the 8 lines of each block."""
+    held_x = stream.hold_x(staged, line)
+    sums = stream.products(0, 0, (), staged, held_x, num_blocks, line, 99, piece)
+    memory = Shared(np.zeros((8, 8, 8), np.float32))
+    return modules.stream.add_up(memory, sums, 0, num_blocks)[:num_blocks]

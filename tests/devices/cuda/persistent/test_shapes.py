@@ -1,0 +1,136 @@
+"""Which sizes have a persistent step, and how they are divided; no device is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from nanovllm.devices.cuda.persistent.shape import MIN_SLOTS, ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import (
+    Line,
+    blocks_at_once,
+    expert_columns,
+    gated_at_once,
+    gated_width,
+    group_chunks,
+    group_tiles,
+    head_blocks_at_once,
+    is_held,
+    joined_chunks,
+    line_of,
+    num_blocks,
+    num_chunks,
+    num_halves,
+    num_slots,
+    num_splits,
+    num_tiles,
+    piece_segments,
+)
+from nanovllm.devices.cuda.persistent.step import empty_exchange
+from tests.devices.cuda.persistent.test_step import EXPERTS, SHAPES
+
+SMALL = StepShape(1024, 16, 8, 128, 3072, 151936)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_well_known_models_are_served(name: str) -> None:
+    assert StepShape(*SHAPES[name]).problem is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        (StepShape(1024, 16, 8, 96, 3072, 1000), "heads of 96"),
+        (StepShape(1024, 32, 2, 64, 3072, 1000), "32 heads with 2 of keys"),
+        (StepShape(1024, 9, 2, 64, 3072, 1000), "9 heads with 2 of keys"),
+        (StepShape(4096, 32, 32, 128, 11008, 1000), "a kv head for every 1 of 128"),
+        (StepShape(1024, 16, 8, 64, 3072, 1000), "a kv head for every 2 of 64"),
+        (StepShape(1000, 16, 8, 128, 3072, 1000), "widths of 1000 and 3072"),
+        (StepShape(16384, 128, 16, 128, 53248, 1000), "widths"),
+    ],
+    ids=str,
+)
+def test_others_say_why_not(shape: StepShape, problem: str) -> None:
+    assert problem in str(shape.problem)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("width", range(256, 30000, 1280))
+def test_vectors_are_whole_tiles_of_codes(width: int, bits: int) -> None:
+    chunks, tiles = num_chunks(width, bits), num_tiles(width, bits)
+    assert width <= chunks * 1024 == tiles * (16 // bits) * 512 * num_halves(width, bits)
+    for count in (chunks, tiles):
+        assert count <= 6 or (count % group_chunks(count) == 0 and group_chunks(count) > 1)
+
+
+@pytest.mark.parametrize("width", range(64, 30000, 448))
+def test_wide_vectors_are_whole_groups(width: int) -> None:
+    chunks = num_chunks(width)
+    assert width <= chunks * 1024
+    assert chunks - -(-width // 1024) <= 1 + (chunks > 20)
+    assert chunks <= 6 or (chunks % group_chunks(chunks) == 0 and group_chunks(chunks) > 1)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 7, 12])
+def test_blocks_are_multiplied_in_equal_parts(
+    blocks: int, tiles: int, halves: int, bits: int
+) -> None:
+    line = Line(tiles, halves, bits)
+    at_once = blocks_at_once(blocks, line)
+    assert blocks % at_once == 0
+    assert at_once == 1 or at_once * tiles <= 6
+    assert at_once == blocks or not is_held(blocks, line)
+    for is_of_experts in (False, True):
+        gated = gated_at_once(blocks, line, is_of_experts)
+        assert blocks % gated == 0
+        assert gated == 1 or 2 * gated * tiles <= 6
+        assert gated == blocks or not is_held(2 * blocks, line)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 5, 8, 16, 32])
+def test_splits_fit_the_programs(num_kv_heads: int) -> None:
+    splits = num_splits(num_kv_heads)
+    assert num_kv_heads * splits <= 128
+    assert joined_chunks(64, num_kv_heads) * splits * 8 >= 256  # no value has two readers
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("size", range(256, 4097, 256))
+def test_experts_lines_are_filled_up_to_few_pieces(size: int, bits: int) -> None:
+    room, piece = expert_columns(size, bits), piece_segments(size, bits)
+    assert size <= room < 2 * size
+    assert room * bits // 1024 % piece == 0
+    assert piece >= 4 or room == size * bits // 1024 * 1024 // bits
+
+
+def test_nobody_waits_for_what_fills_experts_up() -> None:
+    memory = empty_exchange(3 * 768, torch.device("cpu"), 4, 3, 1024)
+    places = torch.arange(memory.shape[-1])
+    is_value = (places < 3 * 1024) & (places % 1024 < 768)
+    assert memory.shape[-1] == 4096
+    assert torch.equal(memory[0, 0] == -1, is_value)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", [*SHAPES, *EXPERTS])
+def test_groups_fit_the_ring(name: str, bits: int) -> None:
+    experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
+    if shape.problem is not None:
+        pytest.skip(shape.problem)
+    widths = shape.hidden, shape.q, gated_width(shape)
+    hidden, q, mlp = (line_of(width, bits) for width in widths)
+    head, blocks = line_of(shape.hidden, 16), num_blocks(shape.hidden)
+    groups = [
+        group_tiles(blocks_at_once(num_blocks(shape.qkv), hidden), hidden),
+        group_tiles(blocks_at_once(blocks, q), q),
+        group_tiles(2 * gated_at_once(num_blocks(shape.mlp), hidden, bool(experts)), hidden),
+        group_tiles(blocks_at_once(blocks, mlp), mlp),
+        group_tiles(head_blocks_at_once(head.tiles), head),
+    ]
+    assert max(groups) <= MIN_SLOTS <= num_slots(shape)

@@ -1,0 +1,167 @@
+"""The persistent step equals plain torch, for the shapes and variants that it serves."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.devices import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+
+# hidden, heads, kv heads, head size, mlp, vocabulary
+SHAPES = {
+    "qwen3-0.6b": (1024, 16, 8, 128, 3072, 151936),
+    "llama-3.2-1b": (2048, 32, 8, 64, 8192, 128256),
+    "qwen3-4b": (2560, 32, 8, 128, 9728, 5000),
+    "qwen3-8b": (4096, 32, 8, 128, 12288, 5000),
+    "qwen3-14b": (5120, 40, 8, 128, 17408, 5000),
+    "qwen2.5-0.5b": (896, 14, 2, 64, 4864, 5001),
+    "qwen2.5-7b": (3584, 28, 4, 128, 18944, 5000),
+    "llama-3.1-8b": (4096, 32, 8, 128, 14336, 5000),
+    "smollm2-135m": (576, 9, 3, 64, 1536, 5000),
+    "tiny": (256, 4, 2, 128, 512, 1000),
+}
+
+# experts, chosen, their size, whether weights sum to one; the rest as above
+EXPERTS = {
+    "qwen3-30b-a3b": ((128, 8, 768, True), (2048, 32, 4, 128, 6144, 5000)),
+    "few": ((6, 2, 256, False), (256, 4, 2, 128, 512, 1000)),
+    "held": ((6, 2, 1280, True), (256, 4, 2, 128, 2560, 1000)),  # all gates in registers at once
+}
+
+
+@pytest.fixture(params=list(SHAPES))
+def shape(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    from nanovllm.devices.cuda.persistent.shape import StepShape
+
+    return StepShape(*SHAPES[request.param])
+
+
+def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
+    """One context after another, as they grow: each step finds the buffers of the one before."""
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    has_bias = shape.hidden in (896, 3584)
+    step = RandomStep(shape, Variant(has_qk_norm=not has_bias, has_bias=has_bias), 3000)
+    for token, context in enumerate((1, 2, 31, 32, 33, 400, 513, 514, 1025, 2900)):
+        kernel, plain, cache = step.errors(context, token)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "tiny"])
+def test_weights_that_stay_codes(name: str, bits: int) -> None:
+    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES[name], bits), Variant(), 700)
+    for context in (1, 33, 514, 650):
+        kernel, plain, cache = step.errors(context, context)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_experts(name: str, bits: int) -> None:
+    """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
+    from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    experts, sizes = EXPERTS[name]
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
+    num_layers = 3 if name == "few" else 1
+    step = RandomStep(shape, Variant(num_layers), 700)
+    errors = [step.errors(context, context) for context in (1, 33, 100, 514, 650)]
+    kernels, plains, caches = zip(*errors, strict=True)
+    assert statistics.median(kernels) < 1.3 * statistics.median(plains) + 1e-4
+    # The first layer's keys do not depend on a choice.
+    assert (max(caches) if num_layers == 1 else statistics.median(caches)) < 0.01
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"window": 100},
+        {"activation": "gelu_tanh"},
+        {"block_size": 32},
+        {"block_size": 256},
+        {"num_layers": 1},
+        {"has_qk_norm": False},
+        {"has_bias": True},
+    ],
+    ids=str,
+)
+def test_variants(change: dict[str, object]) -> None:
+    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), replace(Variant(), **change), 700)
+    for context in (1, 99, 100, 101, 650):
+        kernel, plain, cache = step.errors(context, context)
+        assert kernel < 1.3 * plain + 1e-4, context
+        assert cache < 0.01, context
+
+
+@pytest.mark.parametrize("length", [0, 250], ids=["padding", "250"])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [(name, bits) for name in ("tiny", "few") for bits in (16, 4)]
+    + [("smollm2-135m", 16), ("qwen2.5-0.5b", 16)],
+)
+def test_many_steps_in_a_graph_are_alike(name: str, bits: int, length: int) -> None:
+    """Programs that run ahead or fall behind must not see a value of another step or layer.
+
+    Those of a narrow model, or without keys, have the least to wait for.
+    """
+    from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
+    shape = StepShape(*sizes, bits, ExpertsShape(*experts))
+    step = RandomStep(shape, Variant(num_layers=3), 300)
+    step.lengths.fill_(length)
+    wanted = step.run().clone()  # padding's are NaNs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            step.run()
+    for _ in range(40):
+        step.logits.zero_()
+        graph.replay()
+        assert torch.equal(step.logits.view(torch.int16), wanted.view(torch.int16))
+    assert not step.step.gave_up()
+
+
+def test_padding_writes_no_key() -> None:
+    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
+    before = [cache.clone() for cache in (*step.k, *step.v)]
+    step.run()  # a length of 0
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, before, (*step.k, *step.v)))
+    kernel, plain, _ = step.errors(77, 3)  # and it leaves nothing behind
+    assert kernel < 1.3 * plain + 1e-4
+
+
+def test_gives_up_instead_of_hanging() -> None:
+    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
+
+    step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
+    step.lengths.fill_(10)
+    attended = step.step._exchanges[3]
+    attended[..., -1] = -1  # a value that nobody will store
+    step.run()
+    torch.cuda.synchronize()
+    assert step.step.gave_up()
+    assert not step.step.gave_up()  # told once
