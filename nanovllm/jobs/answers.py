@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
-from nanovllm.server.answer import Answer, Event, whole_body
+from nanovllm.server.answer import Event, EventStream, whole_body
 from nanovllm.server.chat_completions import OF_PROMPT, answer_chat
 from nanovllm.server.completions import answer_completion
 from nanovllm.server.embeddings import embed
@@ -25,7 +25,9 @@ from nanovllm.server.records import (
 from nanovllm.server.responses import ResponsesRequest, answer_response
 from nanovllm.server.service import Service
 
-ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answer | Event]]]] = {
+ROUTES: dict[
+    str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[EventStream | Event]]]
+] = {
     "/v1/chat/completions": (ChatRequest, answer_chat),
     "/v1/completions": (CompletionRequest, answer_completion),
     "/v1/embeddings": (EmbeddingRequest, embed),

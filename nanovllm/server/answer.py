@@ -5,39 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.errors import NanovllmError
-from nanovllm.server.errors import timeout_error, to_json
+from nanovllm.server.errors import openai_body, timeout_error, to_json
 
 Event = dict[str, Any]
 
 
-class EventStream(Protocol):
-    """Server-sent events in the form of one API."""
+class EventStream:
+    """Server-sent events in the form of one API, by default OpenAI's."""
 
-    end: bytes  # of every stream
-    is_large: bool  # events may take long to encode: not on the event loop
+    end = b""  # of every stream
+    has_names = False  # each event is sent with its type as its name
+    is_large = False  # events may take long to encode: not on the event loop
 
-    def events(self) -> AsyncGenerator[Event, None]: ...
+    def events(self) -> AsyncGenerator[Event, None]:
+        raise NotImplementedError
 
-    def encode(self, event: Event) -> bytes: ...
+    def whole(self, events: list[Event]) -> Event:
+        """Make one body of all events."""
+        raise NotImplementedError
 
     def error(self, error: NanovllmError) -> Event:
         """Return the event that ends a stream that has begun."""
+        return openai_body(error)
+
+    def encode(self, event: Event) -> bytes:
+        name = f"event: {event['type']}\n".encode() if self.has_names else b""
+        return name + b"data: " + to_json(event) + b"\n\n"
 
 
-class Answer(EventStream, Protocol):
-    """One that may also be sent as a whole."""
-
-    def whole(self, events: list[Event]) -> Event: ...
-
-
-async def whole_body(answer: Answer) -> Event:
+async def whole_body(answer: EventStream) -> Event:
     async with contextlib.aclosing(answer.events()) as events:
         return answer.whole([event async for event in events])
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from nanovllm import __version__
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.answer import Answer, StreamResponse, WholeResponse, whole_body
+from nanovllm.server.answer import EventStream, StreamResponse, WholeResponse, whole_body
 from nanovllm.server.chat import detokenize, tokenize
 from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
@@ -77,7 +77,9 @@ def make_app(service: Service) -> ASGIApp:
 def _generating_routes(app: FastAPI, service: Service) -> None:
     timeout = service.options.request_timeout
 
-    async def respond(answer: Callable[[Service, R], Awaitable[Answer]], request: R) -> Response:
+    async def respond(
+        answer: Callable[[Service, R], Awaitable[EventStream]], request: R
+    ) -> Response:
         service.check_queue()
         made = await answer(service, request)
         service.check_queue()  # of those that came together, too many may have passed

@@ -193,17 +193,17 @@ class _Choice:
         self._num_reasoning_tokens = 0
 
     def parse(self, update: Update) -> Update:
-        ids, finish = update.token_ids, update.finish
+        ids, is_over = update.token_ids, update.finish_reason is not None
         if self._is_reasoning:
             self._is_reasoning = self._end_id not in ids
             ids = ids if self._is_reasoning else ids[: ids.index(self._end_id) + 1]
             self._num_reasoning_tokens += len(ids)
         events = self._parser.feed(
-            self._visible.feed(update.text, update.token_ids, finish is None)
+            self._visible.feed(update.text, update.token_ids, has_more=not is_over)
         )
-        if finish is None:
+        if not is_over:
             return replace(update, events=events)
-        events += self._parser.finish(is_complete=finish.reason == "stop")
+        events += self._parser.finish(is_complete=update.finish_reason == "stop")
         num_tokens = self._num_reasoning_tokens if self._parser.has_reasoning else 0
         return replace(update, events=events, num_reasoning_tokens=num_tokens)
 
@@ -254,7 +254,7 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
     if isinstance(choice, str):
         return tools
     chosen = [choice] if isinstance(choice, NamedTool) else choice.allowed_tools.tools
-    names = [each.function.name for each in chosen]
+    names = [each.function["name"] for each in chosen]
     for name in names:
         if all(tool.name != name for tool in tools):
             raise RequestError(f"tool_choice names {name!r}, which is no tool", param="tool_choice")

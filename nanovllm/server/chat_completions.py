@@ -37,7 +37,7 @@ class ChatAnswer(OpenAIAnswer):
     def render(self, update: Update) -> Event:
         fields = self._of_prompt(update)
         choice = self._choice(update)
-        news = (choice["delta"], choice["logprobs"], choice.get("token_ids"), update.finish)
+        news = (choice["delta"], choice["logprobs"], choice.get("token_ids"), update.finish_reason)
         return {"choices": [choice], **fields} if any(news) else {}
 
     def whole(self, events: list[Event]) -> Event:
@@ -50,18 +50,16 @@ class ChatAnswer(OpenAIAnswer):
         facts: Event = {}
         if self.request.return_token_ids and not any(self.is_begun):
             facts["prompt_token_ids"] = list(self.job.prompts[0])
-        if self.request.prompt_logprobs is not None and update.finish is not None:
-            entries = update.finish.prompt_logprobs
-            facts["prompt_logprobs"] = partial(prompt_logprobs_by_id, entries)
+        if self.request.prompt_logprobs is not None and update.finish_reason is not None:
+            facts["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
         return facts
 
     def _choice(self, update: Update) -> dict[str, Any]:
-        index, finish = update.choice, update.finish
+        index, reason = update.choice, update.finish_reason
         delta = self._delta(index, update.events)
         if not self.is_begun[index]:
             delta = {"role": "assistant", "content": "", **delta}
             self.is_begun[index] = True
-        reason = None if finish is None else finish.reason
         if reason == "stop" and self._num_calls[index] and not _is_cut(update):
             reason = "tool_calls"
         choice: dict[str, Any] = {
@@ -69,7 +67,7 @@ class ChatAnswer(OpenAIAnswer):
             "delta": delta,
             "logprobs": None,
             "finish_reason": reason,
-            "stop_reason": None if finish is None else finish.stop_reason,
+            "stop_reason": update.stop_reason,
         }
         if self.request.logprobs:
             choice["logprobs"] = {"content": partial(self._logprob_entries, update)}
@@ -106,10 +104,9 @@ class ChatAnswer(OpenAIAnswer):
 
 def _is_cut(update: Update) -> bool:
     """Whether a stop string came within a call, which therefore cannot be followed."""
-    if update.finish is None or not isinstance(update.finish.stop_reason, str):
-        return False
-    last = update.events[-1] if update.events else None
-    return isinstance(last, BlockStop) and last.kind == "tool_call" and not last.is_complete
+    is_stop_string = isinstance(update.stop_reason, str)
+    cut = (each for each in update.events[-1:] if isinstance(each, BlockStop))
+    return is_stop_string and any(each.kind == "tool_call" and not each.is_complete for each in cut)
 
 
 def _whole(choice: dict[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm.engine.logprobs import text_within
-from nanovllm.errors import NanovllmError
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.answer import Event
-from nanovllm.server.errors import openai_body, to_json
+from nanovllm.server.answer import Event, EventStream
 from nanovllm.server.generation import Job, Logprobs, Update, Usage, generate
 from nanovllm.server.logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.server.records import CompletionRequest, SamplingFields, StreamOptions
@@ -57,7 +55,7 @@ def _params(service: Service, request: CompletionRequest, max_tokens: int) -> Sa
     )
 
 
-class OpenAIAnswer:
+class OpenAIAnswer(EventStream):
     """A chat or completion: chunks with choices and, if asked for, usage; then [DONE]."""
 
     end = b"data: [DONE]\n\n"
@@ -102,12 +100,6 @@ class OpenAIAnswer:
         usage = self._usage.openai()
         return {"object": self.kind, **self._head, "choices": choices, "usage": usage}
 
-    def error(self, error: NanovllmError) -> Event:
-        return openai_body(error)
-
-    def encode(self, event: Event) -> bytes:
-        return b"data: " + to_json(event) + b"\n\n"
-
 
 class CompletionAnswer(OpenAIAnswer):
     request: CompletionRequest
@@ -122,7 +114,7 @@ class CompletionAnswer(OpenAIAnswer):
         return {"choices": [self._choice(update)]}
 
     def _choice(self, update: Update) -> dict[str, Any]:
-        index, finish, request = update.choice, update.finish, self.request
+        index, request = update.choice, self.request
         text, token_ids, logprobs = update.text, list(update.token_ids), update.logprobs
         columns = None
         prompt = self.job.prompts[index // self.job.params[0].n]
@@ -130,7 +122,7 @@ class CompletionAnswer(OpenAIAnswer):
         if request.echo and is_first:
             text = self._echo(prompt, token_ids) + text
         if request.logprobs is not None:
-            prompt_logprobs = finish.prompt_logprobs if finish and request.echo else None
+            prompt_logprobs = update.prompt_logprobs if request.echo else None
             columns = partial(
                 self._columns, index, prompt, prompt_logprobs or [], token_ids, logprobs or []
             )
@@ -138,14 +130,14 @@ class CompletionAnswer(OpenAIAnswer):
             "index": index,
             "text": text,
             "logprobs": columns,
-            "finish_reason": None if finish is None else finish.reason,
-            "stop_reason": None if finish is None else finish.stop_reason,
+            "finish_reason": update.finish_reason,
+            "stop_reason": update.stop_reason,
         }
         if request.return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = prompt if is_first else None
-        if request.prompt_logprobs is not None and finish is not None:
-            choice["prompt_logprobs"] = partial(prompt_logprobs_by_id, finish.prompt_logprobs)
+        if request.prompt_logprobs is not None and update.finish_reason is not None:
+            choice["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
         return choice
 
     def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:

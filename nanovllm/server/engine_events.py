@@ -13,8 +13,7 @@ import anyio
 
 from nanovllm.engine.request import SequenceEnd
 from nanovllm.errors import EngineError, NanovllmError
-from nanovllm.server.answer import Event
-from nanovllm.server.errors import openai_body, to_json
+from nanovllm.server.answer import Event, EventStream
 from nanovllm.server.model import Model
 from nanovllm.serving.core_records import CoreStats, EngineState, StepState
 from nanovllm.validation import require
@@ -24,11 +23,8 @@ HOST, DEVICE, REQUESTS = 1, 2, 3
 NAMES = {HOST: "host", DEVICE: "device", REQUESTS: "requests"}
 
 
-class EngineEvents:
+class EngineEvents(EventStream):
     """Snapshots for as long as the client reads; of any engine that answers."""
-
-    end = b""
-    is_large = False
 
     def __init__(self, llm: Model, engine: int | None = None) -> None:
         numbers = [replica.number for replica in llm.replicas]
@@ -45,12 +41,6 @@ class EngineEvents:
         async with contextlib.aclosing(self._llm.watch(self._engine)) as states:
             async for state in states:
                 yield {**as_event(state), **self._place}
-
-    def encode(self, event: Event) -> bytes:
-        return b"data: " + to_json(event) + b"\n\n"
-
-    def error(self, error: NanovllmError) -> Event:
-        return openai_body(error)
 
 
 def as_event(state: EngineState) -> Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.errors import GrammarError, RequestError
@@ -39,24 +39,19 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    reason: str
-    stop_reason: str | int | None
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
-    num_cached_tokens: int  # of the prompt; 0 for all but its first sample
-
-
-@dataclass(frozen=True, slots=True)
 class Update:
-    """What is new of one choice; its last update has `finish`."""
+    """What is new of one choice; the fields from `finish_reason` on come with its last update."""
 
     choice: int
     text: str = ""
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
-    finish: Finish | None = None
     events: Sequence[BlockEvent] = ()  # of a chat: its text, parsed
-    num_reasoning_tokens: int = 0  # counted by the last update of a chat
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0  # of the prompt; 0 for all but its first sample
+    num_reasoning_tokens: int = 0
 
 
 class Usage:
@@ -71,8 +66,7 @@ class Usage:
     def add(self, update: Update) -> None:
         self.num_completion_tokens += len(update.token_ids)
         self.num_reasoning_tokens += update.num_reasoning_tokens
-        if update.finish is not None:
-            self.num_cached_tokens += update.finish.num_cached_tokens
+        self.num_cached_tokens += update.num_cached_tokens
 
     def openai(self) -> dict[str, Any]:
         return {
@@ -90,27 +84,28 @@ async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
     with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
         async with contextlib.aclosing(_pieces(service, job)) as pieces:
             async for prompt, piece in pieces:
-                first = prompt * num_samples
                 if job.is_streaming and (piece.text or piece.token_ids):
-                    choice = first + piece.sample
+                    choice = prompt * num_samples + piece.sample
                     yield Update(choice, piece.text, piece.token_ids, piece.logprobs)
-                if piece.output is None:
-                    continue
-                for output in piece.output.outputs:
-                    choice = first + output.index
-                    finish = _finish(piece.output, output, job.params[prompt])
-                    if job.is_streaming:
-                        yield Update(choice, finish=finish)
-                    else:
-                        new = (output.text, output.token_ids, output.logprobs)
-                        yield Update(choice, *new, finish)
+                if piece.output is not None:
+                    for output in piece.output.outputs:
+                        yield _last_update(job, prompt, piece.output, output)
 
 
-def _finish(answer: RequestOutput, output: CompletionOutput, params: SamplingParams) -> Finish:
+def _last_update(job: Job, prompt: int, answer: RequestOutput, output: CompletionOutput) -> Update:
+    params = job.params[prompt]
     if answer.error is not None:
         raise RequestError(answer.error, status=400 if params.can_exclude_tokens else 500)
-    num_cached = answer.num_cached_tokens if output.index == 0 else 0
-    return Finish(output.finish_reason, output.stop_reason, answer.prompt_logprobs, num_cached)
+    update = Update(prompt * params.n + output.index)
+    if not job.is_streaming:
+        update = Update(update.choice, output.text, output.token_ids, output.logprobs)
+    return replace(
+        update,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        prompt_logprobs=answer.prompt_logprobs,
+        num_cached_tokens=answer.num_cached_tokens if output.index == 0 else 0,
+    )
 
 
 async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:

@@ -11,10 +11,10 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.server.answer import Event
+from nanovllm.server.answer import Event, EventStream
 from nanovllm.server.chat import Chat, chat_updates, prepare_chat, prompt_of
-from nanovllm.server.errors import anthropic_body, to_json
-from nanovllm.server.generation import Finish, Usage
+from nanovllm.server.errors import anthropic_body
+from nanovllm.server.generation import Update, Usage
 from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.server.records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
 from nanovllm.server.service import Service
@@ -39,9 +39,8 @@ async def count_tokens(service: Service, request: CountRequest) -> dict[str, int
     return {"input_tokens": len(prompt.token_ids)}
 
 
-class MessageAnswer:
-    end = b""
-    is_large = False
+class MessageAnswer(EventStream):
+    has_names = True
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service, self._chat = service, chat
@@ -70,8 +69,8 @@ class MessageAnswer:
                 for event in update.events:
                     for rendered in self._render(event):
                         yield rendered
-                if update.finish is not None:
-                    delta = self._ending(update.finish)
+                if update.finish_reason is not None:
+                    delta = self._ending(update)
                     yield {"type": "message_delta", "delta": delta, "usage": self._counts()}
         yield {"type": "message_stop"}
 
@@ -82,9 +81,6 @@ class MessageAnswer:
 
     def error(self, error: NanovllmError) -> Event:
         return anthropic_body(error)
-
-    def encode(self, event: Event) -> bytes:
-        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event))
 
     def _render(self, event: BlockEvent) -> Iterator[Event]:
         """Write an event in Anthropic's form, and add it to the whole message."""
@@ -110,12 +106,12 @@ class MessageAnswer:
                     yield {"type": "content_block_delta", "index": index, "delta": delta}
                 yield {"type": "content_block_stop", "index": index}
 
-    def _ending(self, finish: Finish) -> dict[str, Any]:
-        reason = STOP_REASONS[finish.reason]
+    def _ending(self, update: Update) -> dict[str, Any]:
+        reason = STOP_REASONS[update.finish_reason or "stop"]
         if reason == "end_turn" and self._has_calls:
             reason = "tool_use"
-        if finish.reason == "stop" and isinstance(finish.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
+        if update.finish_reason == "stop" and isinstance(update.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": update.stop_reason}
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _counts(self) -> dict[str, int]:

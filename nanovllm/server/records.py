@@ -191,13 +191,9 @@ class Message(ApiRecord):
     provider_specific_fields: Any = None
 
 
-class NamedFunction(ApiRecord):
-    name: str
-
-
 class NamedTool(ApiRecord):
     type: Literal["function"]
-    function: NamedFunction
+    function: dict[Literal["name"], str] = Field(min_length=1)
 
 
 class AllowedFunctions(ApiRecord):

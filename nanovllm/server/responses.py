@@ -12,17 +12,15 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanovllm.errors import NanovllmError
-from nanovllm.server.answer import Event
+from nanovllm.server.answer import Event, EventStream
 from nanovllm.server.chat import Chat, chat_updates, prepare_chat
-from nanovllm.server.errors import message_of, to_json
-from nanovllm.server.generation import Finish, Update, Usage
+from nanovllm.server.errors import message_of
+from nanovllm.server.generation import Update, Usage
 from nanovllm.server.logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.server.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.server.records import (
     MAX_TOP_LOGPROBS,
-    ApiRecord,
     ChatRequest,
-    Effort,
     IgnoredFields,
     Listed,
     as_record,
@@ -51,8 +49,8 @@ async def answer_response(service: Service, request: ResponsesRequest) -> Respon
     return ResponseAnswer(service, chat, request)
 
 
-class ResponseAnswer:
-    end = b""
+class ResponseAnswer(EventStream):
+    has_names = True
 
     def __init__(self, service: Service, chat: Chat, request: ResponsesRequest) -> None:
         self._service, self._chat = service, chat
@@ -77,10 +75,10 @@ class ResponseAnswer:
             "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": request.reasoning.effort, "summary": None},
+            "reasoning": {"effort": request.reasoning.get("effort"), "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": request.text.format or {"type": "text"}},
+            "text": {"format": request.text.get("format") or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_logprobs": self._num_best,
@@ -99,8 +97,8 @@ class ResponseAnswer:
                     yield self._event("response.in_progress", response=self._snapshot())
                 for event in self._render(update):
                     yield event
-                if update.finish is not None:
-                    yield self._finish(update.finish)
+                if update.finish_reason is not None:
+                    yield self._finish(update.finish_reason)
 
     def whole(self, events: list[Event]) -> Event:
         response: Event = events[-1]["response"]
@@ -110,9 +108,6 @@ class ResponseAnswer:
         told = {"code": error.code or "server_error", "message": message_of(error)}
         self._response |= {"status": "failed", "error": told}
         return self._event("response.failed", response=self._snapshot())
-
-    def encode(self, event: Event) -> bytes:
-        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event))
 
     def _event(self, name: str, **fields: Any) -> Event:
         event = {"type": name, "sequence_number": self._num_events, **fields}
@@ -185,11 +180,11 @@ class ResponseAnswer:
     def _entries(self, tokens: Sequence[TokenLogprobs]) -> list[Entry]:
         return logprob_entries(self._service.tokenizer, tokens, self._num_best)
 
-    def _finish(self, finish: Finish) -> Event:
+    def _finish(self, reason: str) -> Event:
         usage = self._usage
         # Writing to the cache is something that OpenAI charges for; here nothing is.
         cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
-        status = "completed" if finish.reason == "stop" else "incomplete"
+        status = "completed" if reason == "stop" else "incomplete"
         self._response |= {
             "status": status,
             "usage": {
@@ -211,16 +206,6 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class TextOptions(ApiRecord):
-    format: dict[str, Any] | None = None
-
-
-class ReasoningOptions(ApiRecord):
-    effort: Effort | None = None
-    summary: str | None = None  # reasoning is given whole
-    generate_summary: str | None = None
-
-
 class ResponsesRequest(IgnoredFields):
     """Fields that chats have too are checked as those of a chat."""
 
@@ -235,8 +220,8 @@ class ResponsesRequest(IgnoredFields):
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions = TextOptions()
-    reasoning: ReasoningOptions = ReasoningOptions()
+    text: dict[Literal["format"], dict[str, Any] | None] = {}
+    reasoning: dict[Literal["effort", "summary", "generate_summary"], str | None] = {}
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     stream: bool | None = None
@@ -255,12 +240,12 @@ class ResponsesRequest(IgnoredFields):
         fields = self.model_dump(include=SHARED) | {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "reasoning_effort": self.reasoning.effort,
+            "reasoning_effort": self.reasoning.get("effort"),
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs,
             "tools": self.tools and [nested(tool, "function") for tool in self.tools],
             "tool_choice": _tool_choice(self.tool_choice),
-            "response_format": self.text.format and nested(self.text.format, "json_schema"),
+            "response_format": nested(self.text.get("format"), "json_schema"),
         }
         return as_record(ChatRequest, fields)
 
