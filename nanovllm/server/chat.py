@@ -220,6 +220,8 @@ class VisibleText:
         self._held = ""  # may be the beginning of such a text
 
     def feed(self, text: str, token_ids: Sequence[int], has_more: bool) -> str:
+        if not self._hidden:
+            return text
         self._due.extend(self._hidden[each] for each in token_ids if each in self._hidden)
         text, begin, pieces = self._held + text, 0, []
         while self._due and (at := text.find(self._due[0], begin)) >= 0:
