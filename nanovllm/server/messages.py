@@ -20,6 +20,7 @@ from nanovllm.server.records import ApiRecord, ChatRequest, Effort, Listed, as_r
 from nanovllm.server.service import Service
 from nanovllm.validation import require
 
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 # By kind of block: the field of a delta, and the delta's type.
 DELTAS = {
@@ -135,9 +136,6 @@ def _as_object(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return {}
-
-
-SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
 
 
 class Turn(ApiRecord):

@@ -29,6 +29,12 @@ from nanovllm.server.records import (
 from nanovllm.server.service import Service
 from nanovllm.validation import require
 
+SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "user", "stream"}
+TextOptions = dict[Literal["format"], dict[str, Any] | None]
+ReasoningOptions = dict[Literal["effort", "summary", "generate_summary"], str | None]
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
 # By kind of block: the prefix of an item's id and its first fields, and the name of its content.
 ITEMS: dict[str, tuple[str, Event]] = {
     "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
@@ -200,12 +206,6 @@ class ResponseAnswer(EventStream):
         return self._event(f"response.{status}", response=self._snapshot())
 
 
-SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "user", "stream"}
-INCLUDED_LOGPROBS = "message.output_text.logprobs"
-ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text")
-
-
 class ResponsesRequest(IgnoredFields):
     """Fields that chats have too are checked as those of a chat."""
 
@@ -220,8 +220,8 @@ class ResponsesRequest(IgnoredFields):
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[Literal["format"], dict[str, Any] | None] = {}
-    reasoning: dict[Literal["effort", "summary", "generate_summary"], str | None] = {}
+    text: TextOptions = Field(default_factory=dict)
+    reasoning: ReasoningOptions = Field(default_factory=dict)
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     stream: bool | None = None
