@@ -20,7 +20,6 @@ async def embed(service: Service, request: EmbeddingRequest) -> Event:
     service.check_num_sequences(len(prompts))
     for prompt in prompts:
         service.check_length(len(prompt), 0, "input")
-    service.check_queue()
     normalize = request.normalize is not False
     tasks = [
         asyncio.create_task(service.llm.embed(prompt, normalize=normalize)) for prompt in prompts
