@@ -156,7 +156,7 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
         ("/set temperature hot", "temperature must be of type float, got 'hot'"),
         ("/set temperature", "temperature must be of type float, got None"),
         ("/set max_tokens 0", "max_tokens must be at least 1, or 0 with prompt_logprobs, got 0"),
-        ("/set stop_token_ids x", "stop_token_ids must hold items of type int"),
+        ("/set stop_token_ids x", "stop_token_ids must be items of type int"),
         ("/fly high", "There is no command /fly; /help lists them"),
         ("/save", "cannot save to '': "),
         ("/load", "cannot load a conversation from '': "),
