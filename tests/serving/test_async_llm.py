@@ -18,9 +18,10 @@ from unittest.mock import patch
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import Stream
+from nanovllm.async_llm import joined
 from nanovllm.errors import CheckpointError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
+from nanovllm.serving.viewers import Unread
 from tests.checkpoints import TinyCheckpoint
 
 PROMPTS = [[1, 2, 3], [4, 5], [*range(40)], [7], [*range(30, 60)]]
@@ -208,11 +209,11 @@ def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
     num_tokens = 40_000
 
     async def main() -> None:
-        stream = Stream(asyncio.get_running_loop())
+        unread: Unread[StreamPiece] = Unread()
         start = time.thread_time()
         for i in range(num_tokens):
-            stream.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
-        pieces = await stream.next()
+            unread.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
+        pieces = joined(await unread.take())
         assert time.thread_time() - start < 4.0
         assert [piece.sample for piece in pieces] == [0, 1]
         for piece in pieces:
@@ -220,8 +221,8 @@ def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
             assert piece.token_ids == list(range(piece.sample, num_tokens, 2))
             assert piece.logprobs == [{i: -1.0} for i in piece.token_ids]
         alone = StreamPiece(0, "c", [1], None)
-        stream.push(alone)
-        assert await stream.next() == [alone]
+        unread.push(alone)
+        assert joined(await unread.take()) == [alone]
 
     asyncio.run(main())
 
