@@ -12,18 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.distributed.store import HOST, host_store
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.codec import Section, encode_plan
 from nanovllm.executor.supervisor import ChildProcesses, Children, Failure, Supervisor
 from nanovllm.executor.worker_main import RankWorker, Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
-from nanovllm.platforms.ranks import check_num_ranks
 
 Reply = Future[bytearray]
 
@@ -39,16 +36,24 @@ class Workers:
 
 def start_processes(config: EngineConfig) -> Workers:
     """Start workers on this machine."""
+    import torch
+
+    from nanovllm.distributed.store import HOST, host_store
+    from nanovllm.platforms.ranks import check_num_ranks
+
     num_ranks = config.tensor_parallel_size
     check_num_ranks(config.device, num_ranks)
     store = host_store()
-    children = ChildProcesses(
+    num_threads = max(torch.get_num_threads() // num_ranks, 1)
+    return Workers(start_children(num_ranks), Site(HOST, store.port, num_threads), store)
+
+
+def start_children(num_ranks: int) -> ChildProcesses:
+    return ChildProcesses(
         "nanovllm.executor.worker_main",
         [worker_name(rank, num_ranks) for rank in range(num_ranks)],
         [(log_level(rank), rank) for rank in range(num_ranks)],
     )
-    num_threads = max(torch.get_num_threads() // num_ranks, 1)
-    return Workers(children, Site(HOST, store.port, num_threads), store)
 
 
 def worker_name(rank: int, num_ranks: int) -> str:

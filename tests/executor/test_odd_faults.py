@@ -18,7 +18,14 @@ from nanovllm.errors import WorkerError
 from nanovllm.executor import supervisor
 from nanovllm.executor.supervisor import ChildProcess, ChildProcesses
 from nanovllm.executor.worker_main import WorkerTask
-from tests.executor.workers import Done, ObedientWorker, make_executor, obedient, orders
+from tests.executor.workers import (
+    Done,
+    ObedientWorker,
+    make_executor,
+    obedient,
+    orders,
+    start_alone,
+)
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0 + 10.0  # within which a fault is reported, and what a busy machine adds
@@ -77,7 +84,7 @@ def clumsy(task: WorkerTask, rank: int) -> ObedientWorker:
 def test_a_fault_is_told_of(build_worker: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if build_worker is tied:  # its death must be waited for, however late it gets to that
         monkeypatch.setattr(ChildProcesses, "grace_seconds", SECONDS)
-    executor = make_executor(build_worker)
+    executor = make_executor(build_worker, start_workers=start_alone)
     executor.start()
     pending = executor.submit(orders(1))
     start = time.monotonic()
@@ -88,7 +95,7 @@ def test_a_fault_is_told_of(build_worker: Any, told: str, monkeypatch: pytest.Mo
 
 
 def test_a_bad_log_call_stops_nobody() -> None:
-    executor = make_executor(clumsy)
+    executor = make_executor(clumsy, start_workers=start_alone)
     executor.start()
     assert executor.submit(orders(7)).result().tokens[0] == 7
     executor.close()
