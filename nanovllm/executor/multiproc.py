@@ -17,8 +17,9 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, pack
+from nanovllm.executor.child import Failure
 from nanovllm.executor.codec import Section, encode_plan
-from nanovllm.executor.supervisor import ChildProcesses, Children, Failure, Supervisor
+from nanovllm.executor.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.executor.worker_main import RankWorker, Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
 

@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_be_spawned_leaves_nothing(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="no more processes"):
         executor.start()
     assert started[0].process.poll() is not None
-    assert started[0].channel.fileno() == -1
+    assert started[0].channel.connection.closed
 
 
 @pytest.mark.slow
@@ -134,20 +134,6 @@ def test_flags_of_the_interpreter_reach_the_workers(tmp_path: Path) -> None:
     assert done.stdout.strip() == "started", done.stderr
 
 
-SENDS_TO_THE_DEAD = """
-import os, signal, time
-from nanovllm.errors import WorkerError
-from tests.executor.workers import make_executor, orders, process_ids
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-executor = make_executor()
-executor.start()
-os.kill(process_ids(executor)[1], signal.SIGKILL)
-try:
-    while True:
-        executor.submit(orders(1)).result()
-except WorkerError:
-    print("told")
-"""
 MOVES_AWAY = """
 import os
 import nanovllm, tests.executor.workers as workers
@@ -180,8 +166,8 @@ for source in json.load(sys.stdin):
 
 @pytest.mark.slow
 def test_programs_with_other_manners() -> None:
-    """Each would die, look in the wrong folder or wait in vain."""
-    says = {SENDS_TO_THE_DEAD: "told", MOVES_AWAY: "started", SETS_A_TIMEOUT: "7"}
+    """Each would look in the wrong folder or wait in vain."""
+    says = {MOVES_AWAY: "started", SETS_A_TIMEOUT: "7"}
     done = subprocess.run(
         [sys.executable, "-c", FORK_EACH],
         input=json.dumps([*says]),
