@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Protocol
-
-from nanovllm.executor.codec import Section
-
-_HEADER = struct.Struct("<q")  # the kind; of eight bytes, so that columns behind it are aligned
 
 
 class Kind(IntEnum):
@@ -30,13 +24,12 @@ class Message:
     body: bytearray
 
 
-def pack(kind: Kind, sections: Iterable[Section]) -> bytes:
-    return b"".join([_HEADER.pack(kind), *sections])
+def pack(kind: Kind, body: bytes | memoryview) -> bytes:
+    return b"".join([bytes([kind]), body])
 
 
 def unpack(packed: bytes) -> Message:
-    (kind,) = _HEADER.unpack_from(packed)
-    return Message(Kind(kind), bytearray(memoryview(packed)[_HEADER.size :]))
+    return Message(Kind(packed[0]), bytearray(memoryview(packed)[1:]))
 
 
 class Link(Protocol):

@@ -63,7 +63,7 @@ class StepTimer:
     def heartbeat(self) -> bytes:
         """Return a message with the seconds since the oldest step began."""
         now = time.monotonic()
-        return pack(Kind.HEARTBEAT, [struct.pack("<d", now - min([now, *self._starts.values()]))])
+        return pack(Kind.HEARTBEAT, struct.pack("<d", now - min([now, *self._starts.values()])))
 
 
 Serve = Callable[[Link, StepTimer], None]
@@ -119,7 +119,7 @@ def report(link: Link, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     # The clock is the same for all processes of a machine.
     failure = Failure(str(error), type(error).__name__, text, time.monotonic())
-    link.send(pack(Kind.ERROR, [pickle.dumps(failure)]))
+    link.send(pack(Kind.ERROR, pickle.dumps(failure)))
 
 
 def forward_logs(link: Link, level: int) -> None:
@@ -131,4 +131,4 @@ def forward_logs(link: Link, level: int) -> None:
 
 class LinkHandler(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.send(pack(Kind.LOG, [pickle.dumps(record)]))  # type: ignore[attr-defined]
+        self.queue.send(pack(Kind.LOG, pickle.dumps(record)))  # type: ignore[attr-defined]

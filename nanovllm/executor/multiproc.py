@@ -7,7 +7,7 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,7 +18,6 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child import Failure
-from nanovllm.executor.codec import Section, encode_plan
 from nanovllm.executor.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.executor.worker_main import RankWorker, Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
@@ -101,7 +100,7 @@ class MultiprocExecutor:
                 self._workers.site,
                 self._build_worker,
             )
-            awaited = self._send([pickle.dumps(task)], self._config.tensor_parallel_size)
+            awaited = self._send(pickle.dumps(task), self._config.tensor_parallel_size)
             infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in awaited]
         except BaseException:  # Ctrl-C while the model loads
             self.close()
@@ -110,11 +109,11 @@ class MultiprocExecutor:
         return infos[0]  # they agreed
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        (reply,) = self._send(encode_plan(plan))
+        (reply,) = self._send(pickle.dumps(plan, pickle.HIGHEST_PROTOCOL))
         return Pending(lambda: pickle.loads(reply.result()))
 
     def sample(self, masks: IntColumn) -> None:
-        self._send([masks.data], num_replies=0)
+        self._send(masks.data, num_replies=0)
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)
@@ -127,11 +126,11 @@ class MultiprocExecutor:
             self.supervisor.close()
         self._workers = None  # a traceback may keep this object, and must not keep the store
 
-    def _send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
+    def _send(self, body: bytes | memoryview, num_replies: int = 1) -> list[Reply]:
         """Send all workers the same; the first ranks will reply."""
         assert self.supervisor is not None, "used before its start"
         replies = self._replies.expect(num_replies)
-        self.supervisor.send(pack(Kind.TASK, sections))
+        self.supervisor.send(pack(Kind.TASK, body))
         return replies
 
 

@@ -95,7 +95,7 @@ class CoreClient:
     def _send(self, record: object) -> None:
         body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(NanovllmError):  # `on_failure` is told why
-            self._supervisor.send(pack(Kind.TASK, [body]))
+            self._supervisor.send(pack(Kind.TASK, body))
 
     def _receive(self, _: int, body: bytearray) -> None:
         record = pickle.loads(body)

@@ -47,7 +47,7 @@ def serve(link: Link, timer: StepTimer) -> None:
     start: StartCore = pickle.loads(message.body)
 
     def send(record: object) -> None:
-        link.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
+        link.send(pack(Kind.REPLY, pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
 
     take_share(start.config, start.replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
