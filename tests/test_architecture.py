@@ -92,6 +92,7 @@ ONLY_IN = {
     # What a child inherits.
     "os.environ": (
         "config.py",
+        "cli/options.py",
         "cli/serve.py",
         "cli/start.py",
         "executor/supervisor.py",
