@@ -60,7 +60,6 @@ CLIENT = (
     "serving.core_records",
     "serving.viewers",
     "serving.routing",
-    "serving.restarts",
     "serving.replica",
     "engine.found_model",
     "serving.core_client",
