@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from nanovllm.cli import options as shared
-from nanovllm.cli.options import Commands, add_command, add_model_argument, add_options, fields_in
+from nanovllm.cli.options import Commands, add_command, add_options, engine_config, fields_in
 from nanovllm.cli.start import set_child_threads
 from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
@@ -39,7 +39,7 @@ ANSWERS = (
 def add_parser(commands: Commands) -> None:
     about, usage = "answer requests over HTTP", "nanovllm serve [MODEL] [options]"
     parser = add_command(commands, "serve", about, usage, DESCRIPTION, EXAMPLES)
-    add_model_argument(parser)
+    shared.add_model_argument(parser)
     add_model_options(parser, target_inter_token_ms=SERVING_TARGET_MS)
     names = {field.name for field in fields(ServerOptions)}.difference(ANSWERS)
     add_options(parser, "server", ServerOptions, names)
@@ -81,10 +81,6 @@ def run(args: argparse.Namespace) -> int:
         finally:
             llm.close()
     return 0
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    return shared.engine_config(args, seed=args.seed)
 
 
 def server_options(
