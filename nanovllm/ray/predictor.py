@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from nanovllm.engine_options import engine_config
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.jobs.answers import RowError
-from nanovllm.jobs.engine import RowEngine, RowOptions
+from nanovllm.jobs.engine import RowEngine, RowError, RowOptions
 from nanovllm.jobs.rows import Row
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import ChatRequest, CompletionRequest

@@ -206,14 +206,15 @@ def chat() -> Iterator[TerminalProcess]:
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_chat(chat: TerminalProcess) -> None:
-    for question in ("Tell me a story.", "Tell me another one."):
-        chat.wait_for(lambda text: text.endswith("> "))
-        chat.send(question + "\n")
-        chat.wait_for(lambda text, q=question: len(text.partition(q + "\n")[2]) > 20)  # type: ignore[misc]
+    for number, question in enumerate(["Tell me a story.", "Tell me another one."], start=1):
+        chat.wait_for(lambda _, n=number: chat.num_prompts == n)  # type: ignore[misc]
+        chat.send(question + "\r")
+        chat.wait_for(lambda text, q=question: len(text.partition(q)[2]) > 200)  # type: ignore[misc]
         chat.send("\x03")
-    chat.wait_for(lambda text: text.count("[stopped]") == 2 and text.endswith("> "))
-    chat.send("/help\n")
-    chat.wait_for(lambda text: "forget the conversation" in text and text.endswith("> "))
+        chat.wait_for(lambda text, n=number: text.count("[stopped]") == n)  # type: ignore[misc]
+    chat.wait_for(lambda _: chat.num_prompts == 3)
+    chat.send("/help\r")
+    chat.wait_for(lambda text: "forget the conversation" in text and chat.num_prompts == 4)
     chat.send("\x04")
     assert chat.wait() == 0
     assert "Traceback" not in chat.text

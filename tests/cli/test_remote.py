@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,20 +51,13 @@ def test_generate_raw_continues_a_text(fake: Running, capsys: pytest.CaptureFixt
 
 
 def test_chat_remembers_what_was_said(
-    fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fake: Running, capsys: pytest.CaptureFixture[str], pipe: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    turns = iter(["first\n", "second\n"])
-    monkeypatch.setattr("nanovllm.cli.chat.answer_pipe", lambda talk: talk_all(talk, turns))
+    pipe("first\nsecond\n")
     del fake.llm.asked[:]
     assert main(["chat", *options(fake)]) == 0
-    assert capsys.readouterr().out == "Hello, you!Hello, you!"
+    assert capsys.readouterr().out == "Hello, you!\nHello, you!\n"
     assert len(fake.llm.asked[1][0]) > len(fake.llm.asked[0][0]) + len("Hello, you!")
-
-
-def talk_all(conversation: object, turns: Iterator[str]) -> None:
-    for turn in turns:
-        conversation.ask(turn.strip(), lambda text: print(text, end=""))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
