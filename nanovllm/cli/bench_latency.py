@@ -52,6 +52,7 @@ def add_parser(names: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(**options.fields_in(args, Sizes))
+    options.append_json(args.json)
     config = replace(options.engine_config(args), skip_tokenizer_init=True)
     config = replace(config, max_num_seqs=max(config.max_num_seqs, *sizes.batch))
     with load_llm(config, args.threads) as llm:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{result['step_ms']:.3f} ms/step, {result['tokens_per_second']:,.1f} tok/s",
                 flush=True,
             )
-            options.write_json(args, about | result)
+            options.append_json(args.json, about | result)
     return 0
 
 

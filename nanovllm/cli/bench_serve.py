@@ -82,6 +82,7 @@ def add_parser(names: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
+    options.append_json(args.json)
     client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         for name, value in result.items():
             print(f"{name.replace('_', ' '):<30}{shown(value)}")
         requests = [asdict(one) for one in sorted(done, key=lambda one: one.sent)]
-        options.write_json(args, result | {"requests": requests})
+        options.append_json(args.json, result | {"requests": requests})
     return 1 if result["num_failed"] else 0
 
 

@@ -146,22 +146,17 @@ def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
 
 def add_json(parser: ArgumentParser) -> None:
     text = "append each result as a line of JSON (default: no file)"
-    parser.add_argument("--json", type=appendable, metavar="FILE", help=text)
+    parser.add_argument("--json", metavar="FILE", help=text)
 
 
-def appendable(path: str) -> str:
-    """An argparse type: a file that can be written to, which is found out now."""
-    try:
-        open(path, "a").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {path}: {error.strerror}") from error
-    return path
-
-
-def write_json(args: Namespace, result: dict[str, Any]) -> None:
-    if args.json is not None:
-        with open(args.json, "a", encoding="utf-8") as file:
-            print(json.dumps(result), file=file)
+def append_json(path: str | None, *results: dict[str, Any]) -> None:
+    """Append lines to a file, if there is one; without results, check that it can be written."""
+    if path is not None:
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(each) + "\n" for each in results)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def model_of(args: Namespace) -> str:

@@ -107,7 +107,7 @@ def set_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> 
         if value is None:
             continue
         action = parser._option_string_actions.get(f"--{str(name).replace('_', '-')}")
-        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        is_switch = action is not None and action.nargs == 0
         if action is None or isinstance(value, bool) != is_switch:
             parser.error(f"there is no option {name}: {value}")
         if isinstance(value, dict):
