@@ -38,6 +38,7 @@ class Sizes:
         128, "tokens to generate", parse=options.at_least(2), alias="--new-tokens"
     )
     repeats: int = option(3, "timed runs, after one to warm up", parse=COUNT)
+    json: str | None = option(None, "file to append a line of JSON to for each batch size")
 
 
 def add_parser(names: options.Commands) -> None:
@@ -45,14 +46,13 @@ def add_parser(names: options.Commands) -> None:
     parser = options.add_command(names, "latency", about, usage, DESCRIPTION, EXAMPLES)
     options.add_model_argument(parser)
     options.add_options(parser, "sizes", Sizes)
-    options.add_json(parser)
     options.add_engine_options(parser, load_format="dummy")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(**options.fields_in(args, Sizes))
-    options.append_json(args.json)
+    options.append_json(sizes.json)
     config = replace(options.engine_config(args), skip_tokenizer_init=True)
     config = replace(config, max_num_seqs=max(config.max_num_seqs, *sizes.batch))
     with load_llm(config, args.threads) as llm:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{result['step_ms']:.3f} ms/step, {result['tokens_per_second']:,.1f} tok/s",
                 flush=True,
             )
-            options.append_json(args.json, about | result)
+            options.append_json(sizes.json, about | result)
     return 0
 
 

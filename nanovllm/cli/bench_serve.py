@@ -50,6 +50,7 @@ class Load:
     goodput_first_token_ms: float = option(math.inf, "longest time to the first token in goodput")
     goodput_inter_token_ms: float = option(math.inf, "longest mean time between tokens in goodput")
     goodput_end_to_end_ms: float = option(math.inf, "longest time of a whole answer in goodput")
+    json: str | None = option(None, "file to append the result and every request to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,12 @@ def add_parser(names: options.Commands) -> None:
     parser = options.add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
     options.add_server_options(parser, url="http://127.0.0.1:8000")
     options.add_options(parser, "load", Load)
-    options.add_json(parser)
     parser.set_defaults(run=run, parser=parser, verbose=False)
 
 
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
-    options.append_json(args.json)
+    options.append_json(load.json)
     client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         for name, value in result.items():
             print(f"{name.replace('_', ' '):<30}{shown(value)}")
         requests = [asdict(one) for one in sorted(done, key=lambda one: one.sent)]
-        options.append_json(args.json, result | {"requests": requests})
+        options.append_json(load.json, result | {"requests": requests})
     return 1 if result["num_failed"] else 0
 
 

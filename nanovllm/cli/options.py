@@ -119,10 +119,8 @@ def add_engine_options(
     add = parser.add_argument
     text = "log what the engine does, and a server's requests (default: at a terminal)"
     add("-v", "--verbose", action=BooleanOptionalAction, help=text)
-    text = (
-        "a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the short"
-    )
-    add("--model", help=f"{text} name smollm2 or qwen3 (default: {default_model})")
+    text = "a folder, a .gguf file, a hub id (org/name or org/name/file.gguf), smollm2 or qwen3"
+    add("--model", help=f"{text} (default: {default_model})")
     text = "CPU threads to compute with (default: torch's choice, one per core)"
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
@@ -142,11 +140,6 @@ def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
     add_options(parser, "sampling", SamplingParams, SAMPLING, **defaults)
     text = "end an answer before this text; may be given more than once (default: none)"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
-
-
-def add_json(parser: ArgumentParser) -> None:
-    text = "append each result as a line of JSON (default: no file)"
-    parser.add_argument("--json", metavar="FILE", help=text)
 
 
 def append_json(path: str | None, *results: dict[str, Any]) -> None:

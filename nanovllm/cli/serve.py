@@ -28,7 +28,6 @@ examples:
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
   nanovllm serve --config server.yaml"""
 
-
 # The options of a server that batch jobs have, too.
 ANSWERS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
