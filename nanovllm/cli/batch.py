@@ -5,6 +5,11 @@ cannot be answered go to OUTPUT.errors.jsonl. Stopped or killed, it goes on when
 again: no row is lost or answered twice. Engine options are those of `nanovllm serve`.
 
 The exit status is 0 if every row was answered, 1 if some rows failed and 2 if all of them did.
+
+examples:
+  nanovllm batch questions.jsonl -o answers.jsonl
+  nanovllm batch Qwen/Qwen3-8B batch.jsonl -o answers.jsonl --max-model-len 8k
+  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray
 """
 
 from __future__ import annotations
@@ -31,11 +36,6 @@ if TYPE_CHECKING:
     from nanovllm.jobs.ledger import Ledger
     from nanovllm.ray.jobs import RayEngine
 
-EXAMPLES = """\
-examples:
-  nanovllm batch questions.jsonl -o answers.jsonl
-  nanovllm batch Qwen/Qwen3-8B batch.jsonl -o answers.jsonl --max-model-len 8k
-  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray"""
 SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
 # Settings that answers depend on; other options may change between one start and the next.
 SETTINGS = (
@@ -47,7 +47,7 @@ SETTINGS = (
 
 def add_parser(commands: Commands) -> None:
     about, usage = "answer a file of any size", "nanovllm batch [MODEL] INPUT -o OUTPUT [options]"
-    parser = add_command(commands, "batch", about, usage, __doc__ or "", EXAMPLES)
+    parser = add_command(commands, "batch", about, usage, __doc__ or "")
     add = parser.add_argument
     add_model_argument(parser)
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")

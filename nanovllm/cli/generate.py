@@ -1,6 +1,14 @@
 """Answer each prompt; a model without a chat template continues it, as does --raw. All prompts run
 as one continuously batched job; answers come in the order of the prompts, as they are written.
 Text goes to stdout, everything else to stderr.
+
+examples:
+  nanovllm generate "Why is the sky blue?" "Name three primary colors."
+  nanovllm generate "Summarise this:" < report.txt
+  nanovllm generate Qwen/Qwen3-0.6B --system "You are a poet." "Write about the sea."
+  nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
+  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
+  nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt
 """
 
 from __future__ import annotations
@@ -14,17 +22,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli import options
 from nanovllm.cli.exit_code import print_error
-from nanovllm.cli.options import (
-    Commands,
-    add_command,
-    add_engine_options,
-    add_sampling_options,
-    add_server_options,
-    model_of,
-    read_text,
-    sampling_params,
-)
 from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
 from nanovllm.cli.remote import RemoteLLM, has_chat_template, open_model
 from nanovllm.errors import ConfigError, RequestError
@@ -34,19 +33,10 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-EXAMPLES = """\
-examples:
-  nanovllm generate "Why is the sky blue?" "Name three primary colors."
-  nanovllm generate "Summarise this:" < report.txt
-  nanovllm generate Qwen/Qwen3-0.6B --system "You are a poet." "Write about the sea."
-  nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
-  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
-  nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt"""
 
-
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: options.Commands) -> None:
     about, usage = "answer prompts as one batch", "nanovllm generate [MODEL] [PROMPT ...] [options]"
-    parser = add_command(commands, "generate", about, usage, __doc__ or "", EXAMPLES)
+    parser = options.add_command(commands, "generate", about, usage, __doc__ or "")
     add = parser.add_argument
     text = "a text; - is stdin. Piped text is appended to every prompt, or is the prompt if there"
     text += " is no other. The first of several is the model if it names one"
@@ -64,16 +54,16 @@ def add_parser(commands: Commands) -> None:
     add("--json", action="store_true", help=text)
     text = "a file with a JSON schema that every answer fits (default: none)"
     add("--json-schema", metavar="PATH", help=text)
-    add_server_options(parser)
-    add_engine_options(parser)
-    add_sampling_options(parser, max_tokens=128, temperature=0.0)
+    options.add_server_options(parser)
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser, max_tokens=128, temperature=0.0)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)
+    params = options.sampling_params(args)
     if args.json_schema is not None:
-        params = replace(params, structured_outputs={"json": read_text(args.json_schema)})
+        params = replace(params, structured_outputs={"json": options.read_text(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     if args.model is None and len(args.prompts) + (args.file is not None) > 1:
@@ -85,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     with open_model(args) as llm:
         is_chat = not args.raw and has_chat_template(llm)
         if args.system is not None and not is_chat:
-            raise ConfigError(f"--system needs a chat template, and {model_of(args)} has none")
+            raise ConfigError("--system needs a chat template, and this model has none")
         inputs: list[Any] = prompts
         if is_chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]

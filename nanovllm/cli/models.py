@@ -1,6 +1,10 @@
 """List the supported architectures, each with some models of its kind on the Hugging Face hub, and
 the short names of those that have one. A model of the same architecture that is not named here
 loads as well: config.json says which it is, under "architectures".
+
+examples:
+  nanovllm models
+  nanovllm models --json
 """
 
 from __future__ import annotations
@@ -10,15 +14,10 @@ import json
 
 from nanovllm.cli.options import Commands, add_command
 
-EXAMPLES = """\
-examples:
-  nanovllm models
-  nanovllm models --json"""
-
 
 def add_parser(commands: Commands) -> None:
     about, usage = "list what can be loaded", "nanovllm models [options]"
-    parser = add_command(commands, "models", about, usage, __doc__ or "", EXAMPLES)
+    parser = add_command(commands, "models", about, usage, __doc__ or "")
     text = "write one JSON object per line: architecture, examples, short_names"
     parser.add_argument("--json", action="store_true", help=text)
     parser.set_defaults(run=run, parser=parser, verbose=False)
