@@ -24,7 +24,7 @@ ORDER = """
     < worker.tables < worker.batch < worker.forward < logits < worker
     < devices < backends < executor
     < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
-    < serving.core_thread, scoring, conversations, client, engine_options
+    < scoring, conversations, client, engine_options
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
@@ -93,9 +93,10 @@ ONLY_IN = {
     # What a child inherits.
     "os.environ": (
         "config.py",
+        "cli/options.py",
         "cli/serve.py",
         "cli/start.py",
-        "executor/child_process.py",
+        "executor/supervisor.py",
         "platforms/cuda.py",  # CC, which Triton reads too
         "platforms/shares.py",
     ),

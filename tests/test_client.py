@@ -22,7 +22,7 @@ from tests.server.running import Running, running
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Running]:
-    with running(FakeLLM(text="Hello, you!"), api_keys=("secret",)) as server:
+    with running(FakeLLM(text="Hello, you!"), api_key=("secret",)) as server:
         yield server
 
 

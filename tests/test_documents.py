@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -102,6 +103,11 @@ def test_the_import_order_is_the_one_that_is_checked() -> None:
     [host] = re.findall(r"^engine\.\{(.*?)\}", read("docs/architecture.md"), re.MULTILINE)
     engine = {name.partition(".")[2] for name in architecture.HOST if name.startswith("engine.")}
     assert {*host.split(", ")} == engine
+
+
+def test_the_reference_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    assert read("docs/reference.md") == script["reference"](), "run `make reference`"
 
 
 @pytest.mark.slow

@@ -22,12 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.options import Commands, add_command, add_model_argument, at_least
-from nanovllm.cli.serve import (
-    add_model_options,
-    engine_config,
-    read_chat_template,
-    read_sampling_defaults,
-)
+from nanovllm.cli.serve import add_model_options, engine_config
 from nanovllm.cli.start import set_child_threads
 from nanovllm.errors import ConfigError, NanovllmError
 
@@ -41,7 +36,7 @@ SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
 SETTINGS = (
     *("revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens", "raw"),
     *("quantization", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"),
-    *("served_model_name", "generation_config", "override_generation_config"),
+    *("generation_config", "override_generation_config"),
 )
 
 
@@ -57,7 +52,6 @@ def add_parser(commands: Commands) -> None:
     text = 'continue the text of "prompt" rows, without the chat template'
     add("--raw", action="store_true", help=text)
     add("--overwrite", action="store_true", help="begin anew whatever there is of the output")
-    add("--config", metavar="FILE", help="a YAML file with options; those given here come first")
     add = parser.add_argument_group("cluster").add_argument
     text = "answer rows with engines on a Ray cluster: the one that runs here, or the one at this"
     text += " address; 'local' starts one on this machine"
@@ -82,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{path} is the input; answers need a file of their own")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"model": options.config.model, "input": found.digest}
+    settings["served_model_name"] = list(args.served_model_name)
     # Files count by their content, not by their path.
     settings["chat_template"] = options.server.chat_template
     settings["generation_config"] = options.sampling_defaults or args.generation_config
@@ -104,19 +99,19 @@ def run(args: argparse.Namespace) -> int:
 def _row_options(args: argparse.Namespace) -> RowOptions:
     """Read all files that the options name: an engine may be on another machine."""
     from nanovllm.jobs.engine import RowOptions
-    from nanovllm.server.options import ServerOptions
+    from nanovllm.server.options import ServerOptions, read_chat_template, read_sampling_defaults
 
     config = engine_config(args)
     set_child_threads(args.threads, config)
     server = ServerOptions(
-        model_names=tuple(args.served_model_name or [config.model]),
+        served_model_name=tuple(args.served_model_name or [config.model]),
         chat_template=read_chat_template(args.chat_template),
-        tool_parser=args.tool_call_parser,
+        tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
     where = args.generation_config
     defaults = None if where == "auto" else read_sampling_defaults(where, {})
-    override = args.override_generation_config
+    override = args.override_generation_config or {}
     return RowOptions(config, server, defaults, override, args.max_tokens, args.raw)
 
 

@@ -15,32 +15,48 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from nanovllm.cli.options import (
-    Commands,
-    add_command,
-    add_server_options,
-    append_text,
-    at_least,
-    read_text,
-    seconds,
-)
+from nanovllm.cli import options
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, NanovllmError
+from nanovllm.validation import option
 
 DESCRIPTION = """\
-Send requests to a server with OpenAI's API and measure what its clients wait for: from sending to
-the first token, from each piece of an answer to the next, and to its end. Requests come at random
-(a Poisson process) with --rate, or as soon as another one ends with --concurrency; with both, no
-more than that many are in flight. Answers are streamed."""
+Send requests to a server with OpenAI's API and measure what its clients wait for. Requests come at
+random (a Poisson process) with --rate, or as soon as another one ends with --concurrency; with
+both, no more than that many are in flight. Answers are streamed."""
 
 EXAMPLES = """\
 examples:
   nanovllm bench serve --concurrency 64 --num-requests 512
-  nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50
-  nanovllm bench serve --url https://example.com/v1 --api-key KEY --prompts chats.jsonl"""
+  nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50"""
 
 WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"
-LIMITS = ("first-token", "inter-token", "end-to-end")
+COUNT = options.at_least(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent, and when."""
+
+    model: str | None = option(None, "name to ask for", unset="the server's first")
+    rate: float | None = option(
+        None, "requests a second", parse=options.positive, alias="--request-rate", unset="any"
+    )
+    concurrency: int | None = option(
+        None, "most in flight", parse=COUNT, alias="--max-concurrency", unset="16, or --rate"
+    )
+    num_requests: int | None = option(
+        None, "requests to send", parse=COUNT, alias="--num-prompts", unset="64, or all --prompts"
+    )
+    max_tokens: int = option(128, "tokens of an answer", parse=COUNT)
+    prompt_words: int = option(256, "words of a random prompt", parse=COUNT)
+    shared_words: int = option(0, "words with which all random prompts begin")
+    prompts: str | None = option(None, 'JSON lines with "messages" or "prompt"', unset="random")
+    seed: int = option(0, "seed of random prompts and times")
+    goodput_first_token_ms: float = option(math.inf, "longest time to the first token in goodput")
+    goodput_inter_token_ms: float = option(math.inf, "longest mean time between tokens in goodput")
+    goodput_end_to_end_ms: float = option(math.inf, "longest time of a whole answer in goodput")
+    json: str | None = option(None, "file to append the result and every request to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,94 +71,68 @@ class Measured:
     num_tokens: int = 0
     error: str | None = None
 
-    def is_within(self, limits_ms: Sequence[float]) -> bool:
-        """Whether the first token, the mean gap and the end came in time."""
-        times = self.first_token, sum(self.gaps) / max(len(self.gaps), 1), self.seconds
-        return all(1000 * each <= most for each, most in zip(times, limits_ms, strict=True))
+    def is_in_goodput(self, load: Load) -> bool:
+        mean_gap = sum(self.gaps) / max(len(self.gaps), 1)
+        return (
+            1000 * self.first_token <= load.goodput_first_token_ms
+            and 1000 * mean_gap <= load.goodput_inter_token_ms
+            and 1000 * self.seconds <= load.goodput_end_to_end_ms
+        )
 
 
-def add_parser(names: Commands) -> None:
+def add_parser(names: options.Commands) -> None:
     about, usage = "measure a server with OpenAI's API", "nanovllm bench serve [options]"
-    parser = add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
-    add_server_options(parser, url="http://127.0.0.1:8000")
-    add, count = parser.add_argument, at_least(1)
-    add("--model", metavar="NAME", help="to ask for (default: the server's first)")
-    text = "requests a second (default: as fast as they end)"
-    add("--rate", "--request-rate", type=seconds(may_be_0=False), metavar="X", help=text)
-    text = "most in flight at once (default: 16 without --rate, else any number)"
-    add("--concurrency", "--max-concurrency", type=count, metavar="N", help=text)
-    text = "how many to send (default: all of --prompts, or 64)"
-    add("--num-requests", "--num-prompts", type=count, metavar="N", help=text)
-    add("--max-tokens", type=count, default=128, metavar="N", help="of an answer (default: 128)")
-    text = "words of a random prompt (default: %(default)s)"
-    add("--prompt-words", type=count, default=256, metavar="N", help=text)
-    text = "words with which all random prompts begin (default: %(default)s)"
-    add("--shared-words", type=at_least(0), default=0, metavar="N", help=text)
-    text = 'a file with a JSON object per line, "messages" or "prompt" (default: random prompts)'
-    add("--prompts", metavar="FILE", help=text)
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    for name in LIMITS:
-        text = f"longest {name} time of a request in the goodput, in ms (default: any)"
-        add(f"--goodput-{name}-ms", type=float, default=math.inf, metavar="X", help=text)
-    add("--json", metavar="FILE", help="append the result and every request (default: no file)")
+    parser = options.add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
+    options.add_server_options(parser, url="http://127.0.0.1:8000")
+    options.add_options(parser, "load", Load)
     parser.set_defaults(run=run, parser=parser, verbose=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    append_text(args.json, "")  # fails now if it cannot be written
-    prompts = read_prompts(args.prompts) if args.prompts else []
-    number = args.num_requests or len(prompts) or 64
-    if prompts:
-        prompts = [prompts[index % len(prompts)] for index in range(number)]
-    else:
-        prompts = random_prompts(number, args.prompt_words, args.shared_words, args.seed)
+    load = Load(**options.fields_in(args, Load))
+    options.append_text(load.json, "")  # fails now if it cannot be written
     client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
-    args.model = args.model or asyncio.run(client.model())
+    model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
     try:
-        asyncio.run(send_all(client, prompts, args, done))
+        asyncio.run(send_all(client, model, make_prompts(load), load, done))
     finally:  # after Ctrl-C, the requests that have ended
-        limits = [getattr(args, f"goodput_{name.replace('-', '_')}_ms") for name in LIMITS]
-        result = summary(done, limits)
+        result = summary(done, load)
         for name, value in result.items():
             print(f"{name.replace('_', ' '):<30}{shown(value)}")
         requests = [asdict(one) for one in sorted(done, key=lambda one: one.sent)]
-        append_text(args.json, json.dumps(result | {"requests": requests}) + "\n")
+        options.append_text(load.json, json.dumps(result | {"requests": requests}) + "\n")
     return 1 if result["num_failed"] else 0
 
 
-def random_prompts(number: int, num_words: int, num_shared: int, seed: int) -> list[str]:
-    """Texts that have only their first words in common."""
-    words, rng = WORDS.split(), random.Random(seed)
-    shared = rng.choices(words, k=min(num_shared, num_words))
+def make_prompts(load: Load) -> list[Any]:
+    """Read a prompt from each line of a file, or make texts that share their first words only."""
+    if load.prompts is not None:
+        try:
+            rows = map(json.loads, options.read_text(load.prompts).splitlines())
+            prompts = [row.get("messages") or row["prompt"] for row in rows]
+            if not prompts:
+                raise ValueError("the file is empty")
+            return [prompts[i % len(prompts)] for i in range(load.num_requests or len(prompts))]
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ConfigError(f"cannot read prompts from {load.prompts}: {error!r}") from error
+    words, rng = WORDS.split(), random.Random(load.seed)
+    shared = rng.choices(words, k=min(load.shared_words, load.prompt_words))
     return [
-        " ".join([*shared, *rng.choices(words, k=num_words - len(shared)), f"({index})"])
-        for index in range(number)
+        " ".join([*shared, *rng.choices(words, k=load.prompt_words - len(shared)), f"({index})"])
+        for index in range(load.num_requests or 64)
     ]
 
 
-def read_prompts(path: str) -> list[Any]:
-    """Read a prompt from each line of JSON: its "messages", or its "prompt"."""
-    try:
-        records = [json.loads(line) for line in read_text(path).splitlines() if line.strip()]
-        prompts = [record.get("messages") or record["prompt"] for record in records]
-    except (ValueError, AttributeError, KeyError) as error:
-        raise ConfigError(f"cannot read prompts from {path}: {error!r}") from error
-    if not prompts:
-        raise ConfigError(f"{path} has no prompts")
-    return prompts
-
-
 async def send_all(
-    client: OpenAIClient, prompts: Sequence[Any], args: argparse.Namespace, done: list[Measured]
+    client: OpenAIClient, model: str, prompts: Sequence[Any], load: Load, done: list[Measured]
 ) -> None:
     """Send every prompt once, at random times or as soon as there is room."""
     from tqdm import tqdm
 
-    fields = {"model": args.model, "max_tokens": args.max_tokens}
-    room = asyncio.Semaphore(args.concurrency or (16 if args.rate is None else len(prompts)))
-    rng, begin = random.Random(args.seed), time.perf_counter()
-    bar = tqdm(total=len(prompts), unit="request", disable=None, leave=False)
+    room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
+    rng, begin = random.Random(load.seed), time.perf_counter()
+    fields = {"model": model, "max_tokens": load.max_tokens}
 
     async def send(prompt: Any) -> None:
         try:
@@ -152,10 +142,10 @@ async def send_all(
             bar.update()
 
     tasks, due = [], begin
-    with bar:
+    with tqdm(total=len(prompts), unit="request", disable=None, leave=False) as bar:
         for prompt in prompts:
-            if args.rate is not None:
-                due += rng.expovariate(args.rate)
+            if load.rate is not None:
+                due += rng.expovariate(load.rate)
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await room.acquire()
             tasks.append(asyncio.create_task(send(prompt)))
@@ -166,9 +156,8 @@ async def measure(
     client: OpenAIClient, prompt: Any, fields: dict[str, Any], origin: float
 ) -> Measured:
     is_chat = any(isinstance(each, dict) for each in prompt)  # else a text, or token ids
-    body = {**fields, "stream_options": {"include_usage": True}}
-    body |= {"messages" if is_chat else "prompt": prompt}
-    path = "chat/completions" if is_chat else "completions"
+    path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
+    body = {**fields, name: prompt, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     times: list[float] = []
     usage: dict[str, int] = {}
@@ -176,25 +165,29 @@ async def measure(
         async with contextlib.aclosing(client.stream(path, body)) as events:
             async for event in events:
                 usage = event.get("usage") or usage
-                if any(map(_has_text, event["choices"])):
+                if any(map(has_text, event["choices"])):
                     times.append(time.perf_counter())
     except NanovllmError as error:
         return Measured(begin - origin, error=str(error))
-    end = time.perf_counter()
     if not times:
-        return Measured(begin - origin, seconds=end - begin, error="no text came")
-    gaps = tuple(after - before for before, after in pairwise(times))
-    counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or len(times)
-    return Measured(begin - origin, times[0] - begin, gaps, end - begin, *counts)
+        return Measured(begin - origin, error="no text came")
+    return Measured(
+        begin - origin,
+        times[0] - begin,
+        tuple(after - before for before, after in pairwise(times)),
+        time.perf_counter() - begin,
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or len(times),
+    )
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta") or choice
-    names = ("content", "text", "reasoning_content", "reasoning", "tool_calls")
-    return any(delta.get(name) for name in names)
+def has_text(choice: dict[str, Any]) -> bool:
+    """Whether a part of a stream has anything beside the role of its message."""
+    delta = choice.get("delta") or {"text": choice.get("text")}
+    return any(value for name, value in delta.items() if name != "role")
 
 
-def summary(measured: Sequence[Measured], limits_ms: Sequence[float]) -> dict[str, Any]:
+def summary(measured: Sequence[Measured], load: Load) -> dict[str, Any]:
     """Rates over the whole time, and percentiles in milliseconds."""
     good = [one for one in measured if one.error is None]
     seconds = max((one.sent + one.seconds for one in measured), default=0.0) or 1e-9
@@ -203,7 +196,7 @@ def summary(measured: Sequence[Measured], limits_ms: Sequence[float]) -> dict[st
         "num_failed": len(measured) - len(good),
         "seconds": seconds,
         "requests_per_second": len(good) / seconds,
-        "goodput_requests_per_second": sum(one.is_within(limits_ms) for one in good) / seconds,
+        "goodput_requests_per_second": sum(one.is_in_goodput(load) for one in good) / seconds,
         "prompt_tokens_per_second": sum(one.num_prompt_tokens for one in good) / seconds,
         "tokens_per_second": sum(one.num_tokens for one in good) / seconds,
         "first_token_ms": percentiles([one.first_token for one in good]),

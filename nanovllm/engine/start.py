@@ -73,9 +73,9 @@ def create_executor(
 ) -> Executor:
     """One worker in this process, several in their own, or on a Ray cluster."""
     if config.distributed_executor_backend == "ray":
-        from nanovllm.executor.ray_workers import RayWorkers
+        from nanovllm.executor.ray_workers import start_actors
 
-        return MultiprocExecutor(config, model_config, checkpoint, workers=RayWorkers())
+        return MultiprocExecutor(config, model_config, checkpoint, start_workers=start_actors)
     if config.tensor_parallel_size > 1:
         return MultiprocExecutor(config, model_config, checkpoint)
     backend = create_backend(config, model_config)

@@ -68,9 +68,9 @@ class Predictor:
         except ApiError as error:
             raise ConfigError(f"sampling: {error}") from error
         server = ServerOptions(
-            model_names=(str(model),),
+            served_model_name=(str(model),),
             chat_template=chat_template,
-            tool_parser=tool_call_parser,
+            tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
         )
         config = engine_config(model, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 
 from benchmarks.report.waits import draw, waits
 from nanovllm.cli import bench_serve, main
-from nanovllm.cli.bench_serve import LIMITS, Measured, random_prompts, read_prompts, summary
+from nanovllm.cli.bench_serve import Load, Measured, make_prompts, summary
 from nanovllm.errors import ConfigError
 from tests.bench.test_steps import CONFIG
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 
-ANY = [float("inf")] * len(LIMITS)
 MEASURED = [
     Measured(0.0, 0.1, (0.02, 0.02), 1.0, 10, 20),
     Measured(1.0, 0.3, (0.02, 0.08), 1.0, 10, 20),
@@ -47,7 +45,7 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Running]:
-    with running(FakeLLM(text="Hello, you!"), api_keys=("secret",)) as server:
+    with running(FakeLLM(text="Hello, you!"), api_key=("secret",)) as server:
         yield server
 
 
@@ -85,9 +83,9 @@ def test_an_interrupt_shows_the_requests_that_have_ended(
     fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def interrupted(
-        client: Any, prompts: list[str], args: Namespace, done: list[Measured]
+        client: Any, model: str, prompts: list[str], load: Load, done: list[Measured]
     ) -> None:
-        assert (len(prompts), args.model) == (64, "tiny")
+        assert (len(prompts), model) == (64, "tiny")
         done += MEASURED[:1]
         raise KeyboardInterrupt
 
@@ -113,19 +111,23 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
     for text in ("", "no json", '{"other": 1}', "[1]"):
         path.write_text(text)
         with pytest.raises(ConfigError):
-            read_prompts(str(path))
+            make_prompts(Load(prompts=str(path)))
 
 
 def test_a_summary_counts_what_keeps_the_limits() -> None:
-    result = summary(MEASURED, [200.0, *ANY[1:]])
+    result = summary(MEASURED, Load(goodput_first_token_ms=200.0))
     assert result["seconds"] == 2.0
     assert result["tokens_per_second"] == 20
     assert result["goodput_requests_per_second"] == 0.5
     assert result["first_token_ms"]["p50"] == pytest.approx(200)
     assert result["errors"] == {"refused": 1}
-    assert summary(MEASURED, [ANY[0], 30.0, ANY[2]])["goodput_requests_per_second"] == 0.5
-    assert summary(MEASURED, ANY)["goodput_requests_per_second"] == 1.0
-    assert summary(MEASURED[2:], ANY)["first_token_ms"] == {}
+    for load, goodput in (
+        (Load(), 1.0),
+        (Load(goodput_inter_token_ms=30.0), 0.5),
+        (Load(goodput_end_to_end_ms=900.0), 0.0),
+    ):
+        assert summary(MEASURED, load)["goodput_requests_per_second"] == goodput
+    assert summary(MEASURED[2:], Load())["first_token_ms"] == {}
 
 
 def test_the_distributions_are_drawn() -> None:
@@ -138,8 +140,9 @@ def test_the_distributions_are_drawn() -> None:
 
 
 def test_random_prompts_share_their_beginning_and_nothing_else() -> None:
-    prompts = random_prompts(5, 50, 20, seed=1)
+    load = Load(num_requests=5, prompt_words=50, shared_words=20, seed=1)
+    prompts = make_prompts(load)
     beginnings = {" ".join(prompt.split()[:20]) for prompt in prompts}
     assert len(beginnings) == 1
     assert len(set(prompts)) == 5
-    assert prompts == random_prompts(5, 50, 20, seed=1)
+    assert prompts == make_prompts(load)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing")
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Running]:
-    with running(FakeLLM(text="Hello, you!"), api_keys=("secret",)) as server:
+    with running(FakeLLM(text="Hello, you!"), api_key=("secret",)) as server:
         yield server
 
 

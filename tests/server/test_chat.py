@@ -248,7 +248,7 @@ def test_schemas_of_tools_have_limits(schema: dict[str, Any], reason: str) -> No
 
 def test_tools_that_the_template_cannot_show_are_refused() -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with running(FakeLLM(), chat_template=template, tool_parser="hermes") as server:
+    with running(FakeLLM(), chat_template=template, tool_call_parser="hermes") as server:
         with pytest.raises(BadRequestError, match="does not show tools") as caught:
             ask(server, tools=[TOOL])
         assert caught.value.param == "tools"
