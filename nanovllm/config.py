@@ -41,7 +41,7 @@ class EngineConfig:
     load_format: str = "auto"  # "dummy": random weights from the config alone
     skip_tokenizer_init: bool = False
     attention_backend: str = "auto"  # on CUDA "triton"; on a CPU what its kernels bring
-    depth: int | None = None  # steps in flight beyond the one awaited; None: the platform's choice
+    depth: int | None = None  # steps in flight beyond the one awaited; None: the device's choice
     # Streams get a token at least this often, and nothing is captured or compiled while they wait;
     # None: throughput comes first.
     target_inter_token_ms: float | None = None

@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _set_defaults(args: argparse.Namespace) -> None:
     """Choose the model and the sizes that are left to the device."""
-    from nanovllm.platforms.cuda import has_cuda  # imports torch
+    from nanovllm.devices.cuda.memory import has_cuda  # imports torch
 
     is_cpu = args.device == "cpu" or not has_cuda()
     args.default_model = "smollm2" if is_cpu else "qwen3-0.6b"

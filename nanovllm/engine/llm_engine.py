@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
+from nanovllm.devices.choose import check_device
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import FoundModel, clamp_model_len, make_front
@@ -24,7 +25,7 @@ from nanovllm.grammar.matching import Grammars
 from nanovllm.models.registry import read_config
 from nanovllm.outputs import RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.worker.memory import check_device, check_model
+from nanovllm.worker.memory import check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,14 +130,14 @@ class LLMEngine:
 
 
 def find_model(config: EngineConfig) -> FoundModel:
-    platform = check_device(config)
+    device = check_device(config)
     checkpoint = find_checkpoint(
         config.model,
         revision=config.revision,
         need_weights=config.load_format != "dummy",
         need_tokenizer=not config.skip_tokenizer_init,
         quantization=config.quantization,
-        check=partial(check_model, config, platform),
+        check=partial(check_model, config, device),
     )
     model_config = read_config(checkpoint.config)
     return FoundModel(clamp_model_len(config, model_config), model_config, checkpoint)

@@ -4,9 +4,9 @@ Ray cluster.
 
 from __future__ import annotations
 
-from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.choose import create_device
 from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.multiproc import MultiprocExecutor
@@ -22,5 +22,4 @@ def create_executor(
         return MultiprocExecutor(config, model_config, checkpoint, workers=RayWorkers())
     if config.tensor_parallel_size > 1:
         return MultiprocExecutor(config, model_config, checkpoint)
-    backend = create_backend(config, model_config)
-    return LocalExecutor(Worker(config, model_config, checkpoint, backend))
+    return LocalExecutor(Worker(config, model_config, checkpoint, create_device(config)))

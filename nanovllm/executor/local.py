@@ -25,7 +25,7 @@ class LocalExecutor:
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         assert self.worker is not None, "mask_memory after close"
-        return self.worker.platform.host_memory((num_rows, num_words))
+        return self.worker.device.host_memory((num_rows, num_words))
 
     def capture_one(self) -> bool:
         assert self.worker is not None, "capture_one after close"
@@ -33,5 +33,5 @@ class LocalExecutor:
 
     def close(self) -> None:
         if self.worker is not None:
-            platform, self.worker = self.worker.platform, None
-            platform.release()
+            device, self.worker = self.worker.device, None
+            device.release()

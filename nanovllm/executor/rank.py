@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.backends.create import create_backend
+from nanovllm.devices.choose import claim_device, create_device
 from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.distributed.store import TIMEOUT, join_store, own_address
 from nanovllm.executor.worker_main import RankWorker, WorkerTask
-from nanovllm.platforms.ranks import claim_device
 from nanovllm.worker.worker import Worker
 
 
 def build_worker(task: WorkerTask, rank: int) -> RankWorker:
     group = join_group(task, rank)
-    backend = create_backend(task.config, task.model_config, group)
-    return Worker(task.config, task.model_config, task.checkpoint, backend)
+    device = create_device(task.config, group)
+    return Worker(task.config, task.model_config, task.checkpoint, device)
 
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:

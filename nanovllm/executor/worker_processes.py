@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from nanovllm.devices.choose import check_num_ranks
 from nanovllm.distributed.store import HOST, host_store
 from nanovllm.errors import EngineError
 from nanovllm.executor.channel import Kind, pack
@@ -34,7 +35,6 @@ from nanovllm.executor.child_process import (
 )
 from nanovllm.executor.codec import Section
 from nanovllm.executor.worker_main import Site
-from nanovllm.platforms.ranks import check_num_ranks
 
 Reply = Future[bytearray]
 GRACE_SECONDS = 0.2  # for the death to show that explains another worker's error

@@ -11,6 +11,8 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from nanovllm.config import EngineConfig
+from nanovllm.devices.choose import take_share
+from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.llm_engine import find_model, start_core
@@ -18,8 +20,6 @@ from nanovllm.engine.request import CoreStep, Ending, Request
 from nanovllm.errors import RequestError
 from nanovllm.executor.channel import Channel, Kind, pack
 from nanovllm.executor.child import StepTimer, forward_logs, run_child
-from nanovllm.platforms.cpu import give_back
-from nanovllm.platforms.shares import take_share
 from nanovllm.serving.core_records import (
     Add,
     CoreReady,
