@@ -18,7 +18,7 @@ MEMCHECK := compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-er
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow endurance test-gpu sanitize report lint style format lock clean
+.PHONY: help demo serve test test-slow endurance test-gpu sanitize report reference lint style format lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ sanitize: $(VENV)/.installed-dev ## Run every CUDA kernel under compute-sanitize
 
 report: $(VENV)/.installed-dev ## Measure the tables of benchmarks/RESULTS.md on a GPU
 	PYTHON=$(BIN)/python benchmarks/report.sh
+
+reference: $(VENV)/.installed ## Write docs/reference.md from the options in the code
+	$(BIN)/python docs/reference.py
 
 lint: style ## Check style and types
 	$(BIN)/mypy nanovllm

@@ -20,20 +20,27 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.engines import ENGINES, EngineProcess
-from benchmarks.report.records import markdown, shown
-from nanovllm.bench.floors import (
+from benchmarks.floors import (
     ModelCost,
     Rates,
+    add_rate_options,
     decode_floor,
     model_cost,
     prefill_floor,
     rates_of,
 )
-from nanovllm.bench.models import model_path
-from nanovllm.bench.report import check_writable, keep, number, versions_text
-from nanovllm.bench.workloads import Workload, mixed, mixed_name, uniform
+from benchmarks.models import model_path
+from benchmarks.report.records import (
+    add_result_options,
+    check_writable,
+    keep,
+    markdown,
+    number,
+    shown,
+    versions_text,
+)
+from benchmarks.workloads import Workload, mixed, mixed_name, uniform
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.cli.bench import add_result_options
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
 from nanovllm.devices.cuda.memory import has_cuda
@@ -196,6 +203,7 @@ def parse_args() -> argparse.Namespace:
     add("--tensor-parallel-size", type=count, default=1, help="devices to split over (default: 1)")
     add("--hf-batch", type=count, help="prompts that transformers gets at once (default: all)")
     add_result_options(parser)
+    add_rate_options(parser)
     return complete(parser.parse_args(dashed(sys.argv[1:])))
 
 

@@ -5,8 +5,8 @@ import sys
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.live import LiveView
 from nanovllm.cli.options import dashed
+from nanovllm.cli.output import RunStats, print_in_order
 from nanovllm.cli.start import configure_logging
 
 # Every prompt starts with this text; the prefix cache computes its first block, 64 tokens, once.
@@ -41,10 +41,9 @@ def main() -> int:
     ) as llm:
         prompts = as_chat(llm, QUESTIONS)
         # Without a view: for output in llm.generate(prompts, params): print(output.text)
-        with LiveView(QUESTIONS, args.max_tokens) as view:
-            for piece in llm.stream(prompts, params, on_step=view.on_step):
-                view.show(piece)  # piece.text is new text of the prompt piece.index
-        print("\n" + view.summary())
+        stats = RunStats()
+        print_in_order(llm.stream(prompts, params), QUESTIONS, stats)
+        print("\n" + stats.summary())
     return 0
 
 

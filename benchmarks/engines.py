@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.models import model_path
+from benchmarks.workloads import Workload
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.models import model_path
-from nanovllm.bench.workloads import Workload
 from nanovllm.checkpoint.find import ALIASES, find_checkpoint
 from nanovllm.checkpoint.gguf import list_tensors
 from nanovllm.config import EngineConfig

@@ -18,16 +18,16 @@ part() { # NAME ARGUMENTS...
 }
 
 part compare-0.6b bench.py --load-format dummy --model qwen3-0.6b --case mixed bs1 bs8 bs64 bs256 prefill
-part steps-0.6b -m nanovllm bench latency --model qwen3-0.6b
-part prefix-0.6b -m nanovllm bench prefix --model qwen3-0.6b --prefix-len 492 1000 4000 16000 --max-model-len 16384
-part samples-0.6b -m nanovllm bench throughput --model qwen3-0.6b --num-seqs 1024 --max-num-seqs 1024 \
-    --samples-of 1000 --max-len 256
+part steps-0.6b -m benchmarks.engine.steps latency --model qwen3-0.6b
+part prefix-0.6b -m benchmarks.engine.steps prefix --model qwen3-0.6b --prefix-len 492 1000 4000 16000 --max-model-len 16384
+part samples-0.6b -m benchmarks.engine.steps samples --model qwen3-0.6b --num-seqs 1024 --max-num-seqs 1024 \
+    --prompt-len 1000 --new-tokens 256
 part features-0.6b -m benchmarks.engine.request_features --model qwen3-0.6b --batch 256
 part trace-0.6b -m benchmarks.engine.trace --model qwen3-0.6b --batch 1 64 256
 part compare-8b bench.py --load-format dummy --model qwen3-8b --case mixed bs1 bs64 bs256 prefill
-part steps-8b -m nanovllm bench latency --model qwen3-8b --batch 1 64
+part steps-8b -m benchmarks.engine.steps latency --model qwen3-8b --batch 1 64
 part weights-8b -m benchmarks.engine.quantised_weights --weights fp8 fp8-block int4 --case bs1 bs8 bs64 prefill
-part steps-30b -m nanovllm bench latency --model qwen3-30b-a3b --batch 1 64
+part steps-30b -m benchmarks.engine.steps latency --model qwen3-30b-a3b --batch 1 64
 part arrivals-0.6b -m benchmarks.engine.arrivals --model qwen3-0.6b --rate 200
 part arrivals-8b -m benchmarks.engine.arrivals --model qwen3-8b --rate 40
 part startup-0.6b -m benchmarks.engine.startup --model qwen3-0.6b

@@ -25,8 +25,9 @@ from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
+from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreStats, EngineState, Finish, total
-from nanovllm.serving.replica import Core, Replica
+from nanovllm.serving.replica import Replica
 from nanovllm.serving.routing import PrefixRouter
 
 if TYPE_CHECKING:
@@ -82,15 +83,13 @@ class AsyncLLM:
         self.replicas = [self._start(0, given)]
         try:
             # The first one fetches a model that is not here; the others then find it.
-            found = self.replicas[0].core.wait_until_found()
+            found = self.replicas[0].core.found.result()
             for number in range(1, given.data_parallel_size):
                 self.replicas.append(self._start(number, given))
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
             gc.collect()  # or a full one comes amid the first requests: see start_core
-            for replica in self.replicas[1:]:
-                replica.core.wait_until_found()
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
             for replica in self.replicas:
@@ -243,9 +242,9 @@ class AsyncLLM:
         calls = self._collect, self._lost, self._back
         if not self._in_process:
             return Replica(number, config, self._lock, *calls)
-        from nanovllm.serving.core_thread import CoreThread  # and torch with it
+        from nanovllm.serving.core_process import serve  # and torch with it
 
-        return Replica(number, config, self._lock, *calls, CoreThread)
+        return Replica(number, config, self._lock, *calls, serve)
 
     async def _prepare(
         self,
@@ -308,7 +307,7 @@ class AsyncLLM:
         if stream is not None and unfinished:
             self._core_of(stream).finish(Finish(unfinished, "abort", is_wanted=False))
 
-    def _core_of(self, stream: Stream) -> Core:
+    def _core_of(self, stream: Stream) -> CoreClient:
         return self.replicas[stream.replica].core
 
     def _collect(self, replica: Replica, step: CoreStep) -> None:

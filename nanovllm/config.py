@@ -8,16 +8,24 @@ from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import check_kv_cache, check_option
-from nanovllm.validation import check_types, suggest_fields
+from nanovllm.validation import check_choices, check_types, option, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
-DEVICES = ("auto", "cpu", "cuda")
+SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # other names that PyTorch and vLLM have
 _COUNTS = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size")
-SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
-ATTENTION_BACKENDS = ("triton", "sdpa", "flash_attn")
-EXECUTOR_BACKENDS = ("mp", "uni", "ray")
+
+
+def tokens(text: str) -> int:
+    """Parse a number of tokens as vLLM does: 1k is 1000, 1K is 1024, auto the model's own limit."""
+    if text == "auto":
+        return WHOLE_CONTEXT
+    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
+    number = float(text[:-1]) * factors[text[-1]] if text[-1:] in factors else int(text)
+    if math.isinf(number):
+        raise ValueError
+    return round(number)
 
 
 @suggest_fields
@@ -26,37 +34,59 @@ class EngineConfig:
     """Every option of `LLM(...)`; the first nine are nano-vLLM's."""
 
     model: str
-    max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
-    max_model_len: int = 4096
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    kvcache_block_size: int = 64
-    num_kvcache_blocks: int = -1  # -1: as many as the memory allows
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-    enable_prefix_caching: bool = True
-    load_format: str = "auto"  # "dummy": random weights from the config alone
-    skip_tokenizer_init: bool = False
-    attention_backend: str = "auto"  # on CUDA "triton"; on a CPU what its kernels bring
-    depth: int | None = None  # steps in flight beyond the one awaited; None: the device's choice
-    # Streams get a token at least this often, and nothing is captured or compiled while they wait;
-    # None: throughput comes first.
-    target_inter_token_ms: float | None = None
-    step_timeout: float = 300.0  # seconds until a step in another process hangs; 0: no watchdog
-    revision: str | None = None  # a branch, tag or commit of a hub model; None: its main branch
-    distributed_executor_backend: str = "mp"  # ranks: our processes, "ray"'s, or "uni": just one
-    data_parallel_size: int = 1  # engines, each with its own ranks; more than one in AsyncLLM alone
-    kv_cache_dtype: str = "auto"  # the model's; "fp8": eight bits, and a scale per token and head
-    quantization: str | None = None  # None: as the checkpoint is; "fp8" rounds one that is not
+    max_num_batched_tokens: int = option(
+        16384, "most tokens in one step; longer prompts are prefilled in chunks", parse=tokens
+    )
+    max_num_seqs: int = option(512, "most sequences running at once; the others wait")
+    max_model_len: int = option(4096, "most tokens of prompt and output, as in 32K", parse=tokens)
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use")
+    tensor_parallel_size: int = option(1, "GPUs, or CPU processes, to shard over", alias="-tp")
+    enforce_eager: bool = option(False, "run without graphs or recorded steps, for debugging")
+    kvcache_block_size: int = option(
+        64, "tokens per block of the KV cache, a multiple of 16", alias="--block-size"
+    )
+    num_kvcache_blocks: int = option(
+        -1, "blocks in the KV cache; -1: as memory allows", alias="--num-gpu-blocks-override"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run; auto prefers a GPU")
+    dtype: str = option("auto", "float32, bfloat16, float16; auto suits the model and the device")
+    seed: int = option(0, "seeds the requests that have no seed of their own")
+    enable_prefix_caching: bool = option(
+        True, "compute the prefix that prompts share once", alias="--prefix-caching"
+    )
+    load_format: Literal["auto", "dummy"] = option("auto", "dummy: random weights, from a config")
+    skip_tokenizer_init: bool = option(False, "take and return token ids, without text")
+    attention_backend: Literal["auto", "triton", "sdpa", "flash_attn"] = option(
+        "auto", "auto is the fastest, sdpa a reference in plain torch, flash_attn its package"
+    )
+    depth: int | None = option(None, "steps planned ahead, 0 or 1", unset="the device's choice")
+    target_inter_token_ms: float | None = option(
+        None,
+        "prefill in chunks, so that tokens of streams come no more than this apart",
+        unset="none, throughput comes first; AsyncLLM and serve: 25",
+    )
+    step_timeout: float = option(300.0, "seconds until a step counts as hung; 0: no watchdog")
+    revision: str | None = option(None, "branch, tag or commit of a hub model", unset="main")
+    distributed_executor_backend: Literal["mp", "uni", "ray"] = option(
+        "mp", "processes of several GPUs: mp, here; ray, on a cluster; uni: only one process"
+    )
+    data_parallel_size: int = option(1, "engines that share the requests", alias="-dp")
+    kv_cache_dtype: str = option("auto", "fp8 holds nearly twice as many tokens; auto: as dtype")
+    quantization: str | None = option(
+        None,
+        "fp8 quantizes while loading; of a quantized checkpoint, its method",
+        alias="-q",
+        unset="as the checkpoint is",
+    )
 
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":  # torch.bfloat16
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_types(self)
+        check_choices(self)
         object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
+        if self.quantization == "none":
+            object.__setattr__(self, "quantization", None)
         for name in _COUNTS:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in (*_COUNTS, "max_model_len", "kvcache_block_size", "num_kvcache_blocks"):
@@ -67,15 +97,8 @@ class EngineConfig:
         self._require("kvcache_block_size", is_multiple, "a multiple of 16")
         is_count = self.num_kvcache_blocks == -1 or self.num_kvcache_blocks >= 1
         self._require("num_kvcache_blocks", is_count, "at least 1, or -1 to size it from memory")
-        self._require("device", self.device in DEVICES, f"one of {DEVICES}")
         self._require("dtype", self.dtype in ("auto", *DTYPES), f"'auto' or one of {DTYPES}")
-        self._require("load_format", self.load_format in ("auto", "dummy"), "'auto' or 'dummy'")
-        is_backend = self.attention_backend in ("auto", *ATTENTION_BACKENDS)
-        self._require("attention_backend", is_backend, f"'auto' or one of {ATTENTION_BACKENDS}")
-        executor = self.distributed_executor_backend
-        is_executor = executor in EXECUTOR_BACKENDS
-        self._require("distributed_executor_backend", is_executor, f"one of {EXECUTOR_BACKENDS}")
-        if executor == "uni" and self.tensor_parallel_size > 1:
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
             size = self.tensor_parallel_size
             raise ConfigError(f"tensor_parallel_size={size} needs 'mp' or 'ray', not 'uni'")
         check_kv_cache(self.kv_cache_dtype, self.attention_backend)

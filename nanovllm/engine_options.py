@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
@@ -21,7 +21,7 @@ NOT_NEEDED = {
     "enable_chunked_prefill": "long prompts are always read in chunks",
     "async_scheduling": "steps are planned ahead where that helps",
     "disable_log_requests": "prompts are never logged",
-    "no_enable_log_requests": "prompts are never logged",
+    "enable_log_requests": "prompts are never logged",
     "disable_log_stats": "--log-level warning leaves them out",
     "disable_uvicorn_access_log": "requests are logged with --verbose",
     "disable_frontend_multiprocessing": "the engine has a process of its own",
@@ -70,18 +70,18 @@ class EngineOptions(TypedDict, total=False):
     kvcache_block_size: int
     block_size: int  # vLLM's name of kvcache_block_size
     num_kvcache_blocks: int
-    device: str
+    device: Literal["auto", "cpu", "cuda"]
     dtype: str | torch.dtype
     seed: int
     enable_prefix_caching: bool
-    load_format: str
+    load_format: Literal["auto", "dummy"]
     skip_tokenizer_init: bool
-    attention_backend: str
+    attention_backend: Literal["auto", "triton", "sdpa", "flash_attn"]
     depth: int | None
     target_inter_token_ms: float | None
     step_timeout: float
     revision: str | None
-    distributed_executor_backend: str
+    distributed_executor_backend: Literal["mp", "uni", "ray"]
     data_parallel_size: int
     kv_cache_dtype: str
     quantization: str | None

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from nanovllm.conversations import prompts_of, template_options
+from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.step import Pooling
 from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
-from nanovllm.progress import Progress
 from nanovllm.prompts import (
     Messages,
     Params,
@@ -29,8 +32,6 @@ from nanovllm.prompts import (
 )
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
-from nanovllm.serving.engine_thread import EngineThread, Job
-from nanovllm.serving.growing_job import answers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,10 +53,9 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         with torch.device("cpu"):  # a default that the caller set for other work is not for ours
-            self.engine = LLMEngine(engine_config(model, options))
-        self._thread = EngineThread(self.engine)
-        weakref.finalize(self, self._thread.close)  # when it is dropped, or the interpreter exits
-        self._thread.start()
+            self.engine = EngineThread(engine_config(model, options))
+        weakref.finalize(self, self.engine.close)  # when it is dropped, or the interpreter exits
+        self.engine.start()
 
     def generate(
         self,
@@ -66,7 +66,8 @@ class LLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, batched continuously; results come in the order of the prompts."""
-        return self._run(self._prepare(prompts, sampling_params, cache_salt, False), use_tqdm)
+        requests = self._prepare(prompts, sampling_params, cache_salt)
+        return self._run(requests, use_tqdm)
 
     def stream(
         self,
@@ -82,8 +83,11 @@ class LLM:
         `on_step` sees every engine step before its pieces are yielded. With `on_refusal` a prompt
         that cannot run is reported by its index, and the others are answered; without, it raises.
         """
-        job = self._prepare(prompts, sampling_params, cache_salt, True, on_refusal)
-        with contextlib.closing(self._thread.stream(job)) as steps:
+        requests = self._prepare(
+            prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
+        )
+        job = Job(is_streaming=True)
+        with contextlib.closing(self.engine.stream(job, requests)) as steps:
             for step in steps:
                 if on_step is not None:
                     on_step(step)
@@ -100,8 +104,9 @@ class LLM:
 
         Prompts, and their parameters if each has its own, are read when there is room for more.
         """
-        self._check_usable()
-        return answers_of(self._thread, prompts, sampling_params, cache_salt)
+        self.engine.raise_if_closed()
+        pairs = enumerate(_with_params(prompts, sampling_params))
+        return self._generate_stream(pairs, cache_salt)
 
     def chat(
         self,
@@ -167,8 +172,8 @@ class LLM:
         """
         check_pooling(pooling)
         params = SamplingParams(max_tokens=1)
-        job = self._prepare(prompts, params, cache_salt, False, pooling=pooling)
-        return [embedding_of(output, normalize) for output in self._run(job, use_tqdm)]
+        requests = self._prepare(prompts, params, cache_salt, pooling=pooling)
+        return [embedding_of(output, normalize) for output in self._run(requests, use_tqdm)]
 
     def score(
         self,
@@ -204,17 +209,9 @@ class LLM:
         request_id: str | None = None,
     ) -> int:
         """Queue one prompt for `step`; returns its seq_id."""
-        self._thread.check_process()
         params = SamplingParams() if sampling_params is None else sampling_params
-        one = as_prompt(prompt, cache_salt)
-        live = self.engine.prepare(
-            one.content,
-            params,
-            cache_salt=one.cache_salt,
-            is_streaming=True,
-            request_id=request_id,
-        )
-        self._thread.add(live)
+        live = self._live(prompt, params, cache_salt, is_streaming=True, request_id=request_id)
+        self.engine.call(partial(self.engine.submit, live))
         return live.seq_id
 
     def step(self) -> StepOutput:
@@ -223,29 +220,25 @@ class LLM:
         `pieces` has the new tokens and text of every request that runs, `finished` the outputs of
         those that ended.
         """
-        self._check_usable()
-        return self._thread.step()
+        return self.engine.call(self.engine.step)
 
     def is_finished(self) -> bool:
-        self._check_usable()
-        return self._thread.call(self._thread.is_finished)
+        return self.engine.call(self.engine.is_finished)
 
     def abort(self, seq_id: int | str) -> RequestOutput | None:
         """End a request now, by its seq_id or its request_id.
 
         Returns what it had, or None when it is not running.
         """
-        self._check_usable()
-        return self._thread.call(lambda: self._thread.abort(seq_id))
+        return self.engine.call(partial(self.engine.abort, seq_id))
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request of every caller now; returns what each had."""
-        self._check_usable()
-        return self._thread.call(self._thread.abort_all)
+        return self.engine.call(self.engine.abort_all)
 
     def close(self) -> None:
         """Free the model and its cache, after the step that runs; once is enough."""
-        self._thread.close()
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -258,39 +251,101 @@ class LLM:
         prompts: Prompts,
         params: Params,
         cache_salt: str | None,
-        is_streaming: bool,
         on_refusal: Callable[[int, RequestError], None] | None = None,
-        pooling: Pooling | None = None,
-    ) -> Job:
-        """Check and tokenise the prompts of one call; nothing is queued yet."""
-        self._check_usable()
+        **options: Any,
+    ) -> dict[int, Live]:
+        """Check and tokenise the prompts of one call, by their index; nothing is queued yet."""
+        self.engine.raise_if_closed()
         items = split_prompts(prompts)
         requests: dict[int, Live] = {}
         pairs = zip(items, as_params(params, len(items)), strict=True)
         for index, (item, param) in enumerate(pairs):
             try:
-                prompt = as_prompt(item, cache_salt)
-                requests[index] = self.engine.prepare(
-                    prompt.content,
-                    param,
-                    cache_salt=prompt.cache_salt,
-                    is_streaming=is_streaming,
-                    pooling=pooling,
-                )
+                requests[index] = self._live(item, param, cache_salt, **options)
             except RequestError as error:
                 if on_refusal is None:
                     raise at_index(error, "prompts", index, len(items)) from error
                 on_refusal(index, error)
-        return Job(requests, is_streaming)
+        return requests
 
-    def _run(self, job: Job, use_tqdm: bool) -> list[RequestOutput]:
-        progress = Progress(job, is_shown=use_tqdm)
+    def _live(
+        self, item: Any, params: SamplingParams, cache_salt: str | None, **options: Any
+    ) -> Live:
+        prompt = as_prompt(item, cache_salt)
+        return self.engine.prepare(prompt.content, params, cache_salt=prompt.cache_salt, **options)
+
+    def _run(self, requests: dict[int, Live], use_tqdm: bool) -> list[RequestOutput]:
+        """Return the outputs of requests in their order."""
+        outputs: dict[int, RequestOutput] = {}
+        steps = self.engine.stream(Job(is_streaming=False), requests)
+        progress = Progress(len(requests)) if use_tqdm and sys.stderr is not None else None
         try:
-            self._thread.run(job, progress.update)
+            for step in steps:
+                outputs |= {output.seq_id: output for output in step.finished}
+                if progress is not None:
+                    progress.update(step.finished)
         finally:
-            progress.close()
-        return [job.outputs[index] for index in range(len(job.outputs))]
+            steps.close()
+            if progress is not None:
+                progress.close()
+        return [outputs[live.seq_id] for live in requests.values()]
 
-    def _check_usable(self) -> None:
-        self._thread.check_caller()
-        self.engine.raise_if_closed()
+    def _generate_stream(
+        self, pairs: Iterator[tuple[int, tuple[Any, SamplingParams]]], cache_salt: str | None
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        def take(count: int) -> dict[int, Live]:
+            requests = {}
+            for index, (item, params) in itertools.islice(pairs, count):
+                try:
+                    requests[index] = self._live(item, params, cache_salt)
+                except RequestError as error:
+                    raise RequestError(f"prompts[{index}]: {error}") from error
+                indices[requests[index].seq_id] = index
+            return requests
+
+        indices: dict[int, int] = {}  # by seq_id
+        job = Job(is_streaming=True)
+        # As many requests wait as run.
+        steps = self.engine.stream(job, take(2 * self.engine.config.max_num_seqs))
+        with contextlib.closing(steps):
+            for step in steps:
+                if step.finished:
+                    self.engine.extend(job, take(len(step.finished)))
+                for output in step.finished:
+                    yield indices.pop(output.seq_id), output
+
+
+class Progress:
+    """A progress bar over prompts, with the tokens per second of those that are finished."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._bar = tqdm(total=num_prompts, desc="Prompts", dynamic_ncols=True)
+        self._num_input = self._num_output = 0  # tokens
+
+    def update(self, outputs: list[RequestOutput]) -> None:
+        self._num_input += sum(len(output.prompt_token_ids) for output in outputs)
+        self._num_output += sum(len(each.token_ids) for one in outputs for each in one.outputs)
+        seconds = max(self._bar.format_dict["elapsed"], 1e-6)
+        speeds = self._num_input / seconds, self._num_output / seconds
+        self._bar.set_postfix_str("input {:.0f} tok/s, output {:.0f} tok/s".format(*speeds), False)
+        self._bar.update(len(outputs))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _with_params(
+    prompts: Iterable[Any], params: SamplingParams | Iterable[SamplingParams] | None
+) -> Iterator[tuple[Any, SamplingParams]]:
+    """Pair each prompt with its parameters; a text or a dict is one prompt."""
+    prompts = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+    params = SamplingParams() if params is None else params
+    each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
+    for index, prompt in enumerate(prompts):
+        own = next(each, None)
+        if not isinstance(own, SamplingParams):
+            raise RequestError(
+                "sampling_params must be SamplingParams or one for each prompt, got "
+                f"{own!r:.80} for prompts[{index}]"
+            )
+        yield prompt, own

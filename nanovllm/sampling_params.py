@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
 from nanovllm.structured_outputs import as_structured
-from nanovllm.validation import as_python, check_types, is_bool, suggest_fields
+from nanovllm.validation import as_python, check_types, is_bool, option, suggest_fields
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
@@ -27,31 +27,35 @@ class SamplingParams:
     have their turn, which docs/requests.md describes.
     """
 
-    temperature: float = 1.0  # 0 is greedy
-    max_tokens: int | None = 64  # None: until the context is full
-    ignore_eos: bool = False
-    top_k: int = 0  # 0 or -1: no limit
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Iterable[str] = ()
-    stop_token_ids: Iterable[int] = ()
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Iterable[int] | None = None  # None: all
-    bad_words: Iterable[str] = ()  # never generated, with a space before them or without
-    include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens count
-    priority: int = 0  # lower is served first
-    n: int = 1  # samples of the prompt; number i has the seed + i
-    logprobs: int | None = None  # of each output token, and of so many of the likeliest
-    prompt_logprobs: int | None = None  # the same of each prompt token
-    logits_processors: Iterable[Callable[..., Any] | str] = ()  # or "module:function"
-    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
+    temperature: float = option(1.0, "0 takes the most probable token; higher is more varied")
+    max_tokens: int | None = option(64, "most tokens to generate", unset="the rest of the context")
+    ignore_eos: bool = option(False, "continue past the end-of-sequence token")
+    top_k: int = option(0, "sample from this many of the most probable tokens; 0 for all")
+    top_p: float = option(1.0, "sample from the most probable tokens with this total probability")
+    min_p: float = option(0.0, "drop tokens less probable than this share of the most probable")
+    seed: int | None = option(None, "repeat the same choices for the same prompt", unset="random")
+    stop: str | Iterable[str] = option((), "end before one of these texts")
+    stop_token_ids: Iterable[int] = option((), "end at one of these tokens")
+    min_tokens: int = option(0, "nothing ends the output before this many tokens")
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
+    presence_penalty: float = option(0.0, "lower the logits of tokens in the output")
+    frequency_penalty: float = option(0.0, "the same, as often as they are in the output")
+    repetition_penalty: float = option(1.0, "divide the logits of tokens in prompt and output")
+    logit_bias: Mapping[int, float] | None = option(None, "add to logits, by token id", hash=False)
+    allowed_token_ids: Iterable[int] | None = option(None, "sample only these tokens", unset="all")
+    bad_words: Iterable[str] = option((), "never generate these, with a space before or without")
+    include_stop_str_in_output: bool = option(False, "keep the stop string in the text")
+    truncate_prompt_tokens: int | None = option(None, "most prompt tokens, the last ones")
+    priority: int = option(0, "lower is served first")
+    n: int = option(1, "samples of the prompt; sample i has the seed + i")
+    logprobs: int | None = option(None, "output logprobs, with this many of the most probable")
+    prompt_logprobs: int | None = option(None, "the same for each prompt token")
+    logits_processors: Iterable[Callable[..., Any] | str] = option(
+        (), "functions that change logits, or their names as 'module:function'"
+    )
+    structured_outputs: Mapping[str, Any] | None = option(
+        None, "make the output fit a JSON schema, a regex, a choice or a grammar", hash=False
+    )
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from nanovllm.errors import ConfigError
 
@@ -59,6 +59,31 @@ def suggest_fields(record: type[T]) -> type[T]:
 
     made.__init__ = checked
     return record
+
+
+def option(default: T, help: str, hash: bool | None = None, **details: Any) -> T:
+    """Make a field with its `help`, for the command line and docs/reference.md.
+
+    `details` may have `alias` (of its flag), `unset` (what None or () means), `parse` (a
+    function that reads the text of a flag) and `env` (a variable that has the default).
+    """
+    made: Any = dataclasses.field(default=default, hash=hash, metadata={"help": help, **details})
+    return cast(T, made)
+
+
+def check_choices(record: Any) -> None:
+    """Raise ConfigError for the first field whose value is not one of its annotated Literal."""
+    for name, hint in get_type_hints(type(record)).items():
+        value, choices = getattr(record, name), choices_of(hint)
+        is_none = value is None and type(None) in get_args(hint)
+        if choices and value not in choices and not is_none:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of a Literal, which may be one of a union; () for other types."""
+    literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
+    return get_args(literals[0]) if literals else ()
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -22,11 +22,10 @@ ORDER = """
     < prompts, chat_template, config
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker
-    < devices < executor < engine.core < engine.llm_engine
-    < serving.speeds, serving.observer < serving.engine_thread, serving.core_process
-    < serving.growing_job, serving.core_thread, scoring, conversations, progress, client,
-    engine_options
-    < llm, async_llm < server, bench < jobs < ray < cli < ray.serve < __main__
+    < devices < executor
+    < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
+    < scoring, conversations, client, engine_options
+    < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (
     "errors",
@@ -44,14 +43,12 @@ HOST = (
     "engine.request",
     "engine.sequence",
     "engine.block_manager",
-    "engine.packed_logprobs",
     "engine.prompt_budget",
     "engine.scheduler",
     "engine.step",
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
-    "engine.waiting",
     "grammar.matching",
     "grammar.forms",
     "grammar.json_schema",
@@ -79,7 +76,7 @@ BESIDE = {
     "engine": ((), "worker.tables"),
     "grammar": ((), "worker.tables"),
     "serving": ((), "engine.core"),
-    "server.parsing": (("errors",), "server"),
+    "server.parsing": (("errors", "engine.detokenizer"), "server"),
     # Whose __version__ is told.
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "server"),
 }
@@ -96,9 +93,10 @@ ONLY_IN = {
     # What a child inherits.
     "os.environ": (
         "config.py",
+        "cli/options.py",
         "cli/serve.py",
         "cli/start.py",
-        "executor/child_process.py",
+        "executor/supervisor.py",
         "devices/cuda/memory.py",  # CC, which Triton reads too
         "devices/choose.py",
     ),
@@ -239,7 +237,7 @@ print([name for name in names if name in sys.modules], len(set(sys.modules) - be
         ("nanovllm.layers.linear", "from ..models import llama"),
         ("nanovllm.checkpoint.find", "from nanovllm.config import EngineConfig"),
         ("nanovllm.config", "import nanovllm"),
-        ("nanovllm.engine.core", "from .llm_engine import LLMEngine"),
+        ("nanovllm.engine.core", "from .engine_thread import EngineThread"),
         ("nanovllm.unheard_of", "import nanovllm.errors"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -9,34 +11,45 @@ from pathlib import Path
 import pytest
 
 import bench
-from nanovllm.bench.workloads import Workload
+from benchmarks.engines import shared_options
+from benchmarks.workloads import Workload
 from nanovllm.cli.exit_code import exit_code
-from tests.cli.terminal_process import run_program
+from tests.bench.test_steps import CONFIG
 
 WORKLOAD = ["--num-seqs", "2", "--max-input-len", "20", "--max-output-len", "8", "--device", "cpu"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "engines",
-    [["nanovllm", "transformers"], ["nanovllm", "--tensor_parallel_size", "3"]],
-    ids=" ".join,
-)
-def test_engines_run_the_same_workloads(engines: list[str], tmp_path: Path) -> None:
+def test_engines_run_the_same_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny model in float32: transformers would take minutes where bf16 is emulated."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     results = tmp_path / "results.jsonl"
-    cases = ["--case", "mixed", "2x16x1", "1x16x4", "--repeats", "1", "--json", str(results)]
-    result = run_program("bench.py", *WORKLOAD, *cases, "--engine", *engines, timeout=1200)
-    assert result.returncode == 0, result.stderr
-    rows = [line.split(" | ")[0] for line in result.stdout.splitlines()[2:6]]
+    engines = ["nanovllm", "transformers"]
+    options = ["--model", str(tmp_path), "--load-format", "dummy", "--engine", *engines]
+    options += ["--case", "mixed", "2x16x1", "1x16x4", "--repeats", "1", "--json", str(results)]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *WORKLOAD, *options])
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert bench.main() == 0
+    rows = [line.split(" | ")[0] for line in shown.getvalue().splitlines()[2:6]]
     units = {"nano-2-20-8": "tok/s", "2x16x1": "prompt tok/s", "1x16x4": "ms/step, whole run"}
     labels = [f"{case}, {unit}" for case, unit in units.items()]
     assert rows == [f"| {label}" for label in [*labels, "peak memory, GB"]]
     records = [json.loads(line) for line in results.read_text().splitlines()]
-    names = [name for name in ("nanovllm", "transformers") if name in engines]
     assert [(record["engine"], record["case"], record["unit"]) for record in records] == [
-        (name, case, unit) for name in names for case, unit in units.items()
+        (name, case, unit) for name in engines for case, unit in units.items()
     ]
-    assert len({record["dtype"] for record in records}) == 1
+    assert {record["dtype"] for record in records} == {"float32"}
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *WORKLOAD, "--tensor_parallel_size", "3"])
+    assert shared_options(bench.parse_args(), [Workload([[1, 2]], [5])]) == {
+        "dtype": "auto",
+        "load_format": "auto",
+        "tensor_parallel_size": 3,
+        "skip_tokenizer_init": True,
+        "max_model_len": 7,
+    }
 
 
 def test_the_table_says_how_much_better() -> None:

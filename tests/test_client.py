@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.bench.load import Load, run_load
+from nanovllm.cli.bench_serve import measure
 from nanovllm.cli.remote import RemoteLLM
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, EngineError, PromptTooLongError, RequestError
@@ -22,7 +22,7 @@ from tests.server.running import Running, running
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Running]:
-    with running(FakeLLM(text="Hello, you!"), api_keys=("secret",)) as server:
+    with running(FakeLLM(text="Hello, you!"), api_key=("secret",)) as server:
         yield server
 
 
@@ -192,6 +192,5 @@ def test_what_a_server_leaves_out_may_be_null() -> None:
         assert pieces[-1].output is not None
         assert pieces[-1].output.text == "Hello"
     with sending(NULLS) as client:
-        load = Load(None, 1, 16)
-        (measured,) = asyncio.run(run_load(client, "tiny", [messages], load))
+        measured = asyncio.run(measure(client, messages, {"model": "tiny"}, 0.0))
         assert (measured.error, measured.num_tokens) == (None, 1)

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.errors import RequestError
 from tests.checkpoints import MIN_GAP, VOCAB_SIZE, TinyCheckpoint
 from tests.devices import DEVICES
@@ -160,7 +160,7 @@ def test_bad_words_of_several_tokens(tiny: Any, device: str, depth: int) -> None
         for prompt, bad in zip(prompts, words, strict=True)
     ]
     assert all(a != b for a, b in zip(free, want, strict=True))
-    engine = LLMEngine(EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS))
+    engine = EngineThread(EngineConfig(str(checkpoint.path), device=device, depth=depth, **OPTIONS))
     for prompt, bad in zip(prompts, words, strict=True):
         live = engine.prepare(prompt, greedy({}))
         live.samples[0].request = replace(live.samples[0].request, bad_words=bad)

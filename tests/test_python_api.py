@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,10 +21,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine_options import FOREIGN, EngineOptions, engine_config
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.outputs import StepOutput, StreamPiece
-from nanovllm.progress import Progress
-from nanovllm.serving.engine_thread import Job
-from nanovllm.serving.speeds import Speeds
+from nanovllm.outputs import StreamPiece
 from tests.server.byte_model import make_byte_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -270,17 +268,11 @@ def test_steps_of_others_lose_nothing(llm: LLM) -> None:
 # Speed
 
 
-def test_rates_are_over_the_time_of_their_phase() -> None:
-    times = iter([0.0, 2.0, 4.0, 8.0])
-    job = Job({}, is_streaming=False)
-    job.speeds = Speeds(clock=lambda: next(times))
-    job.speeds.add_step(StepOutput([], [], 100, 0))  # 2 s
-    job.speeds.add_step(StepOutput([], [], 0, 0))
-    job.speeds.add_step(StepOutput([], [], 0, 10))  # 2 s
-    job.speeds.add_step(StepOutput([], [], 30, 10))  # 3 s and 1 s
+def test_a_progress_bar_counts_prompts_and_tokens(llm: LLM) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as shown:
-        Progress(job, is_shown=True).close()
-    assert "prefill 26 tok/s, decode 7 tok/s" in shown.getvalue()
+        llm.generate([[1, 2], [3]], GREEDY)
+    assert "2/2" in shown.getvalue()
+    assert re.search(r"input [1-9]\d* tok/s, output [1-9]\d* tok/s", shown.getvalue())
 
 
 # Debugging

@@ -405,20 +405,16 @@ def test_needs_a_tokenizer_and_the_package(path: Path) -> None:
     ],
 )
 def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching: bool) -> None:
-    rng, fill_all, fill_one = random.Random(0), grammar._fill_all, grammar._fill_one
+    rng, compute = random.Random(0), grammar.compute_mask
 
-    def late(fill: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            time.sleep(rng.choice([0, 0, 0.004]))
-            fill(*args)
-
-        return run
+    def late(*args: Any) -> None:
+        time.sleep(rng.choice([0, 0, 0.004]))
+        compute(*args)
 
     options = {**OPTIONS, "num_kvcache_blocks": 40, "enable_prefix_caching": caching}
     with (
-        patch.object(grammar, "MAX_WAIT", 0.001),
-        patch.object(grammar, "_fill_all", late(fill_all)),
-        patch.object(grammar, "_fill_one", late(fill_one)),
+        patch.object(grammar, "SLOW_MASK", -1.0),
+        patch.object(grammar, "compute_mask", late),
         LLM(str(path), device="cpu", depth=depth, **options) as llm,
     ):
         scheduler = llm.engine.core.scheduler
@@ -431,15 +427,18 @@ def test_late_masks_change_nothing(path: Path, wanted: Any, depth: int, caching:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> None:
-    others_are_done = threading.Event()
+    others_are_done, compute = threading.Event(), grammar.compute_mask
 
-    def slow(fill: Callable[..., None]) -> Callable[..., None]:
-        """No mask is ready before the answers beside it are whole, unless they wait for it."""
-        return lambda *args: (others_are_done.wait(60), fill(*args))[1]
+    def slow(*args: Any) -> None:
+        """Finish no mask in another thread before the other outputs are complete."""
+        if threading.current_thread() is not engine_thread:
+            others_are_done.wait(60)
+        compute(*args)
 
+    engine_thread = threading.current_thread()
     with (
-        patch.object(grammar, "_fill_all", slow(grammar._fill_all)),
-        patch.object(grammar, "_fill_one", slow(grammar._fill_one)),
+        patch.object(grammar, "SLOW_MASK", -1.0),
+        patch.object(grammar, "compute_mask", slow),
         LLM(str(path), device="cpu", depth=depth, **OPTIONS) as llm,
     ):
         constrained = params_of({"regex": "[ab]{16}"}, 0)
@@ -459,125 +458,58 @@ def test_a_slow_mask_is_waited_for_by_its_row_alone(path: Path, depth: int) -> N
     assert fits({"regex": "[ab]{16}"}, done[-1].text)
 
 
-def test_quick_masks_wake_no_other_thread_until_one_is_slow(llm: LLM) -> None:
-    grammars, threads = llm.engine.core.grammars, []
-    assert grammars is not None
-    matcher = grammars.matcher(grammars.compile({"regex": "[ab]{50}"}), frozenset())
-
-    def noted(fill: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: (threads.append(threading.current_thread()), fill(*args))[1]
-
-    def next_mask(is_slow: bool = False) -> np.ndarray:
-        with patch.object(grammar, "MAX_WAIT", -1.0 if is_slow else 60.0):
-            begun = grammars.begin([matcher], llm.engine.core.executor.mask_memory)
-        with patch.object(grammar, "MAX_WAIT", 60.0):
-            masks, late = grammars.finish(begun)
-        assert not late
-        wanted = np.zeros_like(masks[0])
-        matcher.inner.deep_copy().unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
-        assert (masks[0] == wanted).all()
-        bits = np.unpackbits(wanted.view(np.uint8), bitorder="little")
-        assert not matcher.finishes(int(bits.argmax()))
-        return masks
-
-    with (
-        patch.object(grammar, "_fill_all", noted(grammar._fill_all)),
-        patch.object(grammar, "_fill_one", noted(grammar._fill_one)),
-    ):
-        masks = [next_mask(is_slow=number == 3) for number in range(8)]
-    is_here = [thread is threading.current_thread() for thread in threads]
-    # The first comes with the grammar. After a slow one all are left to other threads.
-    assert is_here == [False, True, True, False, False, False, False]
-    assert all(np.shares_memory(each, masks[0]) for each in masks)
-
-
-def test_a_quick_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
-    grammars = llm.engine.core.grammars
-    assert grammars is not None
-    matcher = grammars.matcher(grammars.compile({"regex": "[ab]{50}"}), frozenset())
-    for _ in range(2):  # one comes with the grammar, and one from another thread
-        masks, late = grammars.finish(
-            grammars.begin([matcher], llm.engine.core.executor.mask_memory)
-        )
-        assert not late
-        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
-        assert not matcher.finishes(int(bits.argmax()))
-    assert matcher.is_quick
-    with patch.object(grammar, "_fill_all", Mock(side_effect=RuntimeError("broken"))):
-        masks, late = grammars.finish(
-            grammars.begin([matcher], llm.engine.core.executor.mask_memory)
-        )
-    assert not late
-    assert not masks.any(), "no token may follow"
-
-
-def test_what_late_masks_are_written_to_is_left_to_them(llm: LLM) -> None:
-    grammars, is_over = llm.engine.core.grammars, threading.Event()
+def test_other_threads_compute_the_masks_of_slow_grammars(llm: LLM) -> None:
+    grammars, allocate = llm.engine.core.grammars, llm.engine.core.executor.mask_memory
     assert grammars is not None
     compiled = grammars.compile({"regex": "[ab]{50}"})
     first, second = (grammars.matcher(compiled, frozenset()) for _ in range(2))
-    token_id = np.unpackbits(
-        compiled.compiled.first_mask.view(np.uint8), bitorder="little"
-    ).argmax()
-    first.finishes(int(token_id))
-    with patch.object(grammar, "_fill_all", lambda *args: is_over.wait(60)):
-        begun = grammars.begin([first], llm.engine.core.executor.mask_memory)
-        with patch.object(grammar, "MAX_WAIT", 0.0):
-            masks, late = grammars.finish(begun)
-        assert late == [0]
-        assert not np.shares_memory(
-            grammars.begin([second], llm.engine.core.executor.mask_memory).masks, masks
-        )
-        is_over.set()
-        grammars.wait([first])
+    found, num_late = [], []
+    for number in range(6):
+        with patch.object(grammar, "SLOW_MASK", -1.0 if number == 2 else 60.0):
+            masks, late = grammars.masks([first, second], allocate)
+        num_late.append(len(late))
+        while late:
+            grammars.wait([first, second])
+            if first.is_ready and second.is_ready:
+                masks, late = grammars.masks([first, second], allocate)
+        found.append(masks)
+        for matcher, mask in zip((first, second), masks, strict=True):
+            wanted = np.zeros_like(mask)
+            matcher.inner.deep_copy().unsafe_compute_mask_ptr(wanted.ctypes.data, wanted.nbytes)
+            assert (mask == wanted).all()
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            assert not matcher.finishes(int(bits.argmax()))
+    # The first mask of the third step is slow, so the rest of that step is left to other threads.
+    assert num_late == [0, 0, 1, 2, 2, 2]
+    assert all(np.shares_memory(each, found[0]) for each in found), "graphs read them in place"
 
 
-def test_slow_masks_do_not_move_those_of_others(llm: LLM) -> None:
-    """Graphs read masks where they were; one that is late is written elsewhere, and copied."""
-    grammars, is_over = llm.engine.core.grammars, threading.Event()
+def test_a_step_spends_a_bounded_time_on_masks(llm: LLM) -> None:
+    grammars = llm.engine.core.grammars
     assert grammars is not None
-    compiled = grammars.compile({"regex": "[ab]{50}"})
-    slow, other = (grammars.matcher(compiled, frozenset()) for _ in range(2))
-    slow.seconds = None  # it was late before
-    first = compiled.compiled.first_mask
-    token_id = int(np.unpackbits(first.view(np.uint8), bitorder="little").argmax())
-    fill, allocate = grammar._fill_one, llm.engine.core.executor.mask_memory
-    slow.finishes(token_id)
-    other.finishes(token_id)
-    found = []
-    with patch.object(grammar, "_fill_one", lambda *args: is_over.wait(60) and fill(*args)):
-        for _ in range(2):
-            begun = grammars.begin([slow, other], allocate)
-            with patch.object(grammar, "MAX_WAIT", 60.0 if is_over.is_set() else 0.5):
-                masks, late = grammars.finish(begun)
-            assert late == ([] if is_over.is_set() else [0])
-            found.append(masks)
-            is_over.set()
-            grammars.wait([slow])
-    assert np.shares_memory(*found)
-    assert (found[1][0] == found[1][1]).all()
+    compiled = grammars.compile({"regex": "[ab]{51}"})
+    matchers = [grammars.matcher(compiled, frozenset()) for _ in range(4)]
+    token_id = np.unpackbits(matchers[0].mask.view(np.uint8), bitorder="little").argmax()
+    for matcher in matchers:
+        matcher.finishes(int(token_id))
+    with patch.object(grammar, "MAX_STEP", 0.0):
+        _, late = grammars.masks(matchers, llm.engine.core.executor.mask_memory)
+    assert late == [1, 2, 3]
+    assert not compiled.compiled.is_slow
 
 
-def test_a_row_can_be_aborted_while_its_mask_is_computed(path: Path) -> None:
-    is_aborted = threading.Event()
-
-    with (
-        patch.object(grammar, "_fill_all", lambda *args: is_aborted.wait(60)),
-        LLM(str(path), device="cpu", depth=1, **OPTIONS) as llm,
-    ):
-        engine = llm.engine
-        constrained = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
-        other = engine.add_request([7, 8], params_of(None, 0, max_tokens=5))
-        for _ in range(2):
-            engine.step()
-        assert engine.core._masks is not None
-        assert engine.abort(constrained) is not None
-        done: list[RequestOutput] = []
-        while not engine.is_finished():
-            done += engine.step().finished
-        engine.core.scheduler.check()
-        is_aborted.set()
-    assert [output.seq_id for output in done] == [other]
+def test_a_mask_that_fails_ends_its_row_alone(llm: LLM) -> None:
+    grammars = llm.engine.core.grammars
+    assert grammars is not None
+    compiled = grammars.compile({"regex": "[ab]{52}"})
+    broken, other = (grammars.matcher(compiled, frozenset()) for _ in range(2))
+    broken.mask = other.mask = None
+    broken.inner = Mock()
+    broken.inner.unsafe_compute_mask_ptr.side_effect = RuntimeError("broken")
+    masks, late = grammars.masks([broken, other], llm.engine.core.executor.mask_memory)
+    assert not late
+    assert not masks[0].any(), "no token may follow"
+    assert masks[1].any()
 
 
 def test_samples_wait_for_their_grammar(path: Path) -> None:
@@ -620,15 +552,22 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
 def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
     is_aborted = threading.Event()
 
+    engine_thread, compute = threading.current_thread(), grammar.compute_mask
+
+    def stuck(*args: Any) -> None:
+        if threading.current_thread() is not engine_thread:
+            is_aborted.wait(60)
+        compute(*args)
+
     with (
-        patch.object(grammar, "_fill_all", lambda *args: is_aborted.wait(60)),
+        patch.object(grammar, "SLOW_MASK", -1.0),
+        patch.object(grammar, "compute_mask", stuck),
         LLM(str(path), device="cpu", **OPTIONS) as llm,
     ):
         engine = llm.engine
         seq_id = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
-        for _ in range(3):
+        while not engine.core.scheduler.postponed:
             engine.step()
-        assert engine.core.scheduler.postponed
         output = engine.abort(seq_id)
         assert output is not None
         assert output.finish_reason == "abort"

@@ -31,8 +31,8 @@ def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
     kept = {path.relative_to(ROOT).as_posix() for path in _package_files()}
     assert {name for name in names if name.startswith("nanovllm/")} == kept
     folders = {name.rpartition("/")[0] for name in kept}
-    needed = {f"nanovllm/{name}" for name in ("kernels/cpu", "kernels/cuda", "devices/cuda")}
-    assert folders >= {*needed, "nanovllm/bench/configs"}
+    needed = ("kernels/cpu", "kernels/cuda", "devices/cuda", "server/page")
+    assert folders >= {f"nanovllm/{name}" for name in needed}
     assert "nanovllm/py.typed" in kept
 
 

@@ -21,7 +21,7 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.base import Device
 from nanovllm.devices.choose import create_device
 from nanovllm.distributed.group import TPGroup, connect
-from nanovllm.engine import llm_engine
+from nanovllm.engine import start
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.worker.worker import Worker
 
@@ -110,5 +110,5 @@ def engines_of(
     """Make engines run on several ranks."""
     tqdm.set_lock(threading.RLock())  # an interrupt of some other test may have left it locked
     executor = partial(ThreadedExecutor, size=size, backend=backend, make_device=make_device)
-    with mock.patch.object(llm_engine, "create_executor", executor):
+    with mock.patch.object(start, "create_executor", executor):
         yield

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from benchmarks.models import model_path
+from benchmarks.report.records import check_writable, keep, versions_text
+from benchmarks.workloads import LAST_ID
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.bench.models import model_path
-from nanovllm.bench.report import check_writable, keep, versions_text
-from nanovllm.bench.workloads import LAST_ID
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
 from nanovllm.cli.start import configure_logging

@@ -15,8 +15,8 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.models import model_path
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.bench.models import model_path
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.structured_cost import made_up
+from benchmarks.models import model_path
+from benchmarks.workloads import Workload, mixed
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.models import model_path
-from nanovllm.bench.workloads import Workload, mixed
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.ledger import Ledger
@@ -46,7 +46,7 @@ def main() -> None:
         options: dict[str, Any] = {"load_format": "dummy", "device": args.device}
         config = EngineConfig(str(folder), gpu_memory_utilization=0.7, **options)  # both together
         with LLM(folder, gpu_memory_utilization=0.35, **options) as llm:
-            engine = RowEngine(RowOptions(config, ServerOptions(model_names=("random",))))
+            engine = RowEngine(RowOptions(config, ServerOptions(served_model_name=("random",))))
             try:
                 rates = [
                     (generated(llm, work), batched(engine, config, work, folder))
@@ -85,7 +85,7 @@ def batched(engine: RowEngine, config: EngineConfig, work: Workload, folder: Pat
         for prompt, max_tokens in zip(work.prompts, work.max_tokens, strict=True):
             row = {"prompt": prompt, "max_tokens": max_tokens, "cache_salt": salt, **SAMPLING}
             file.write(json.dumps(row) + "\n")
-    num_at_once = RowOptions(config, ServerOptions(model_names=("random",))).num_at_once
+    num_at_once = RowOptions(config, ServerOptions(served_model_name=("random",))).num_at_once
     gc.collect()
     start = time.perf_counter()
     found = scan(path)

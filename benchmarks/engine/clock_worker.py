@@ -10,8 +10,7 @@ import torch
 
 from nanovllm.distributed.group import TPGroup
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
-from nanovllm.executor.rank import join_group
-from nanovllm.executor.worker_main import WorkerTask
+from nanovllm.executor.worker_main import WorkerTask, join_group
 
 
 @dataclass(frozen=True, slots=True)

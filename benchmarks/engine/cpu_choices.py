@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.kernels.timing import take_turns
+from benchmarks.workloads import Workload, mixed, uniform
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.workloads import Workload, mixed, uniform
 from nanovllm.cli.options import at_least
 
 NUM_IDS = 10_000  # that prompts are drawn from

@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from nanovllm.bench.report import check_writable, keep, versions_text
+from benchmarks.report.records import check_writable, keep, versions_text
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
 

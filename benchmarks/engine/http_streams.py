@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.engine.async_streams import stream_all, stream_parser
+from benchmarks.models import model_path
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.bench.models import model_path
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.run import listen, make_server
 

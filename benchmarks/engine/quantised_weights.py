@@ -17,12 +17,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from benchmarks.floors import Rates, model_cost
+from benchmarks.models import model_names, model_path
+from benchmarks.report.records import check_writable, keep, number, versions_text
+from benchmarks.runner import run_once
+from benchmarks.workloads import Workload, mixed, uniform
 from nanovllm import LLM
-from nanovllm.bench.floors import Rates, model_cost
-from nanovllm.bench.models import model_names, model_path
-from nanovllm.bench.report import check_writable, keep, number, versions_text
-from nanovllm.bench.runner import run_once
-from nanovllm.bench.workloads import Workload, mixed, uniform
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import ModelConfig

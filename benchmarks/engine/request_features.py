@@ -13,10 +13,9 @@ import sys
 import uuid
 from typing import Any
 
-from nanovllm.bench.report import check_writable, keep, number, versions_text
-from nanovllm.bench.runner import run_once
-from nanovllm.bench.workloads import uniform
-from nanovllm.cli.bench import open_llm
+from benchmarks.report.records import check_writable, keep, number, versions_text
+from benchmarks.runner import open_llm, run_once
+from benchmarks.workloads import uniform
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging

@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.records import markdown
-from nanovllm.bench.models import model_path
-from nanovllm.bench.report import check_writable, keep, versions_text
+from benchmarks.models import model_path
+from benchmarks.report.records import check_writable, keep, markdown, versions_text
+from benchmarks.runner import open_llm
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.cli.bench import open_llm
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, dashed
 from nanovllm.cli.start import configure_logging

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.models import model_path
 from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
 
 SCHEMA: dict[str, Any] = {
@@ -89,7 +89,7 @@ class PausedGrammars:
 
     def __init__(self, vocab_size: int, seconds: float) -> None:
         self.num_words, self.seconds = -(-vocab_size // 32), seconds
-        self.masks = np.zeros((0, self.num_words), np.int32)
+        self.memory = np.zeros((0, self.num_words), np.int32)
 
     def compile(self, asked: Any) -> Grammar:
         return Grammar("")
@@ -97,16 +97,12 @@ class PausedGrammars:
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
         return SimpleNamespace(finishes=lambda token_id: False, is_ready=True)
 
-    def begin(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, float]:
-        if len(self.masks) < len(matchers):  # kept, as that of real masks is
-            self.masks = allocate(len(matchers), self.num_words)
-            self.masks.fill(-1)
-        return self.masks[: len(matchers)], time.perf_counter() + len(matchers) * self.seconds
-
-    def finish(self, begun: tuple[np.ndarray, float]) -> tuple[np.ndarray, list[int]]:
-        masks, end = begun
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return masks, []
+    def masks(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
+        if len(self.memory) < len(matchers):  # kept, as that of real masks is
+            self.memory = allocate(len(matchers), self.num_words)
+            self.memory.fill(-1)
+        time.sleep(len(matchers) * self.seconds)
+        return self.memory[: len(matchers)], []
 
     def close(self) -> None:
         pass

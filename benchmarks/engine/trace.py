@@ -23,11 +23,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.report.records import check_writable, keep
+from benchmarks.runner import add_workload, check_fits, open_llm
+from benchmarks.workloads import Workload, uniform
 from nanovllm import LLM
-from nanovllm.bench.report import check_writable, keep
-from nanovllm.bench.runner import add_workload, check_fits
-from nanovllm.bench.workloads import Workload, uniform
-from nanovllm.cli.bench import open_llm
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.floors import Rates
 from benchmarks.kernels.codes import SHAPES, Shape, make_weight
 from benchmarks.kernels.timing import GpuTimer, Run, line
-from nanovllm.bench.floors import Rates
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.kernels.cuda.codes_few_rows import codes_few_rows, make_counters

@@ -25,7 +25,7 @@ from torch.nn import functional
 from benchmarks.kernels.cublaslt import Algorithm, CublasLt, Product, ProductShape
 from benchmarks.kernels.linear import Shape, chosen, make_weights, shapes_of
 from benchmarks.kernels.timing import GpuTimer, Run, defect, floor, line
-from nanovllm.bench.models import model_names, model_path
+from benchmarks.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.errors import EngineError

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import GpuTimer, floor, line
-from nanovllm.bench.models import model_names, model_path
+from benchmarks.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import ModelConfig

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.kernels.timing import GpuTimer, floor
-from nanovllm.bench.models import model_path
+from benchmarks.models import model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
 from nanovllm.models.registry import read_config

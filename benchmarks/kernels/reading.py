@@ -25,9 +25,9 @@ from torch import Tensor
 
 from benchmarks.kernels.linear import DTYPE, shapes_of
 from benchmarks.kernels.timing import GpuTimer, Run, floor
+from benchmarks.models import model_names, model_path
 from nanovllm.attention.base import AttentionSpec, DecodeRows
 from nanovllm.attention.triton import TritonAttention
-from nanovllm.bench.models import model_names, model_path
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.config import EngineConfig, ModelConfig

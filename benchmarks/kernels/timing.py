@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nanovllm.bench.floors import Rates
+from benchmarks.floors import Rates
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError

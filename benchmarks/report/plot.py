@@ -9,9 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.report.records import RESULTS, Record, read_records
+from benchmarks.report.records import RESULTS, Record, number, read_records
 from benchmarks.report.tables import README_LABELS
-from nanovllm.bench.report import number
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.errors import ConfigError
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nanovllm import __version__
-from nanovllm.cli import batch, bench, chat, generate, models, serve, trace
+from nanovllm.cli import (
+    batch,
+    bench_latency,
+    bench_serve,
+    chat,
+    generate,
+    models,
+    serve,
+    trace,
+)
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.cli.options import HELP_FORMAT, dashed
+from nanovllm.cli.options import HELP_FORMAT, add_command, dashed
 from nanovllm.cli.start import configure_logging
 
 EXAMPLES = """\
@@ -17,14 +27,16 @@ examples:
   nanovllm chat                                      talk to the default model
   nanovllm generate "Why is the sky blue?"           answer a question
   nanovllm generate --raw "The capital of France is" continue a text
-  nanovllm generate "Summarise this:" < report.txt   answer about a text
-  nanovllm generate --lines --json < questions.txt   answer every line of a file
   nanovllm serve --port 8000                         answer requests over HTTP
   nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
-  nanovllm bench throughput                          measure this machine
+  nanovllm bench latency                             measure this machine
   nanovllm models                                    list what can be loaded
 
 `nanovllm COMMAND --help` explains every option."""
+BENCH_EXAMPLES = """\
+examples:
+  nanovllm bench latency --batch 1 64
+  nanovllm bench serve --url http://127.0.0.1:8000"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,23 +45,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(lambda: run(parse(arguments)), "nanovllm")
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    if arguments[0] in ("serve", "batch"):
-        arguments = serve.with_config_file(arguments)
-    args, unknown = build_parser().parse_known_args(arguments)
-    unknown = [each for each in unknown if not serve.is_off(each, args)]
+def parse(arguments: Sequence[str], options: Mapping[str, Any] | None = None) -> Namespace:
+    """Parse a command line; what it leaves out may be in `options` or a --config file."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:  # by the parser of the command, whose name then begins the error
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options is None and getattr(args, "config", None):
+        options = serve.read_config(args.config)
+    if options:
+        serve.set_options(args.parser, options)
+        args = parser.parse_args(arguments)
     return args
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     configure_logging(args.verbose, getattr(args, "log_level", None), "log_level" in args)
     return exit_code(lambda: int(args.run(args)), args.parser.prog)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="nanovllm",
         usage="nanovllm [--help] [--version] COMMAND ...",
         description="A small, readable and fast LLM inference engine.",
@@ -60,11 +76,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, prog="nanovllm"
     )
-    generate.add_parser(commands)
-    chat.add_parser(commands)
-    serve.add_parser(commands)
-    batch.add_parser(commands)
-    bench.add_parser(commands)
-    trace.add_parser(commands)
-    models.add_parser(commands)
+    for command in (generate, chat, serve, batch, trace, models):
+        command.add_parser(commands)
+    usage, about = "nanovllm bench NAME [options]", "measure this machine, or a server"
+    bench = add_command(commands, "bench", about, usage, f"{about.capitalize()}.", BENCH_EXAMPLES)
+    names = bench.add_subparsers(metavar="NAME", required=True, prog="nanovllm bench")
+    bench_latency.add_parser(names)
+    bench_serve.add_parser(names)
     return parser

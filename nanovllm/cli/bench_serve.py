@@ -1,145 +1,219 @@
-"""`nanovllm bench serve`: what users of an OpenAI server wait for, under a load of requests."""
+"""`nanovllm bench serve`: what clients of an OpenAI server wait for, under a load of requests."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
-from nanovllm.bench.load import (
-    Limits,
-    Load,
-    Measured,
-    random_prompts,
-    read_prompts,
-    run_load,
-    summary,
-    table,
-    waits,
-)
-from nanovllm.bench.plot import draw
-from nanovllm.bench.report import check_writable
-from nanovllm.cli.options import Commands, add_command, add_server_options, at_least
+from nanovllm.cli import options
 from nanovllm.client import OpenAIClient
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, NanovllmError
+from nanovllm.validation import option
 
 DESCRIPTION = """\
-Send requests to a server with OpenAI's API and measure what users wait for: from sending to the
-first token, from each piece of an answer to the next, and to its end. Requests come at random
-(a Poisson process) with --rate, or as soon as another one ends with --concurrency; with both, no
-more than that many are under way. Answers are streamed; nothing but the standard API is used."""
+Send requests to a server with OpenAI's API and measure what its clients wait for. Requests come at
+random (a Poisson process) with --rate, or as soon as another one ends with --concurrency; with
+both, no more than that many are in flight. Answers are streamed."""
 
 EXAMPLES = """\
 examples:
   nanovllm bench serve --concurrency 64 --num-requests 512
-  nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50
-  nanovllm bench serve --shared-words 1000 --prompt-words 1100 --json result.json --plot result.svg
-  nanovllm bench serve --url https://example.com/v1 --api-key KEY --prompts chats.jsonl"""
+  nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50"""
 
-SENDING_SECONDS = 20.0  # unless it is said how many requests to send
-
-
-def add_parser(names: Commands) -> None:
-    about, usage = "measure a server with OpenAI's API under load", "nanovllm bench serve [options]"
-    parser = add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
-    add_server_options(parser, url="http://127.0.0.1:8000")
-    add = parser.add_argument
-    add("-v", "--verbose", action="store_true", help="tell more (default: at a terminal)")
-    add("--model", metavar="NAME", help="to ask for (default: the server's first)")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    _add_load_options(parser)
-    _add_result_options(parser)
-    parser.set_defaults(run=run, parser=parser)
+WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"
+COUNT = options.at_least(1)
 
 
-def _add_load_options(parser: argparse.ArgumentParser) -> None:
-    add, count = parser.add_argument_group("load").add_argument, at_least(1)
-    text = "requests a second (default: as fast as they end)"
-    add("--rate", "--request-rate", type=float, metavar="X", help=text)
-    text = "most under way at once (default: 16 without --rate, else any number)"
-    add("--concurrency", "--max-concurrency", type=count, metavar="N", help=text)
-    text = "how many to send (default: all of --prompts, or 128, or as many as a slow server takes"
-    text += f" in {SENDING_SECONDS:.0f} seconds)"
-    add("--num-requests", "--num-prompts", type=count, metavar="N", help=text)
-    add("--max-tokens", type=count, default=128, metavar="N", help="of an answer (default: 128)")
-    text = "words of a random prompt (default: %(default)s)"
-    add("--prompt-words", type=count, default=256, metavar="N", help=text)
-    text = "words with which all random prompts begin (default: %(default)s)"
-    add("--shared-words", type=at_least(0), default=0, metavar="N", help=text)
-    text = 'a file with a JSON object per line, "messages" or "prompt" (default: random prompts)'
-    add("--prompts", metavar="FILE", help=text)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent, and when."""
+
+    model: str | None = option(None, "name to ask for", unset="the server's first")
+    rate: float | None = option(
+        None, "requests a second", parse=options.positive, alias="--request-rate", unset="any"
+    )
+    concurrency: int | None = option(
+        None, "most in flight", parse=COUNT, alias="--max-concurrency", unset="16, or --rate"
+    )
+    num_requests: int | None = option(
+        None, "requests to send", parse=COUNT, alias="--num-prompts", unset="64, or all --prompts"
+    )
+    max_tokens: int = option(128, "tokens of an answer", parse=COUNT)
+    prompt_words: int = option(256, "words of a random prompt", parse=COUNT)
+    shared_words: int = option(0, "words with which all random prompts begin")
+    prompts: str | None = option(None, 'JSON lines with "messages" or "prompt"', unset="random")
+    seed: int = option(0, "seed of random prompts and times")
+    goodput_first_token_ms: float = option(math.inf, "longest time to the first token in goodput")
+    goodput_inter_token_ms: float = option(math.inf, "longest mean time between tokens in goodput")
+    goodput_end_to_end_ms: float = option(math.inf, "longest time of a whole answer in goodput")
+    json: str | None = option(None, "file to append the result and every request to")
 
 
-def _add_result_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("results").add_argument
-    names = {"first-token": "to the first token", "inter-token": "between tokens, on average"}
-    for name, text in {**names, "end-to-end": "to the last token"}.items():
-        text = f"most milliseconds {text}, to count as goodput (default: any)"
-        add(f"--goodput-{name}-ms", type=float, metavar="X", help=text)
-    add("--json", metavar="FILE", help="write the result and every request (default: no file)")
-    add("--plot", metavar="FILE", help="draw the distributions as SVG (default: no file)")
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One request: seconds from when it was sent."""
+
+    sent: float  # since the load began
+    first_token: float = 0.0
+    gaps: tuple[float, ...] = ()  # between the pieces of its answer
+    seconds: float = 0.0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    error: str | None = None
+
+    def is_in_goodput(self, load: Load) -> bool:
+        mean_gap = sum(self.gaps) / max(len(self.gaps), 1)
+        return (
+            1000 * self.first_token <= load.goodput_first_token_ms
+            and 1000 * mean_gap <= load.goodput_inter_token_ms
+            and 1000 * self.seconds <= load.goodput_end_to_end_ms
+        )
+
+
+def add_parser(names: options.Commands) -> None:
+    about, usage = "measure a server with OpenAI's API", "nanovllm bench serve [options]"
+    parser = options.add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
+    options.add_server_options(parser, url="http://127.0.0.1:8000")
+    options.add_options(parser, "load", Load)
+    parser.set_defaults(run=run, parser=parser, verbose=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.rate is not None and not args.rate > 0:
-        raise ConfigError(f"--rate must be more than 0, got {args.rate}")
-    check_writable(args.json)
-    check_writable(args.plot)
-    concurrency = args.concurrency or (16 if args.rate is None else None)
-    load = Load(args.rate, concurrency, args.max_tokens, args.seed)
-    measured: list[Measured] = []
-    is_interrupted = False
+    load = Load(**options.fields_in(args, Load))
+    options.append_text(load.json, "")  # fails now if it cannot be written
+    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
+    model = load.model or asyncio.run(client.model())
+    done: list[Measured] = []
     try:
-        asyncio.run(_run(args, load, measured.append))
-    except KeyboardInterrupt:
-        is_interrupted = True  # the requests that have ended are reported
-    in_seconds = [
-        None if each is None else each / 1000
-        for each in (
-            args.goodput_first_token_ms,
-            args.goodput_inter_token_ms,
-            args.goodput_end_to_end_ms,
-        )
-    ]
-    result = summary(measured, Limits(*in_seconds))
-    print(table(result))
-    if args.json is not None:
-        requests = [asdict(one) for one in sorted(measured, key=lambda one: one.sent)]
-        record = {"load": asdict(load), "limits": in_seconds, **result, "requests": requests}
-        Path(args.json).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    if args.plot is not None:
-        Path(args.plot).write_text(draw(waits(measured)), encoding="utf-8")
-    if is_interrupted:
-        raise KeyboardInterrupt
+        asyncio.run(send_all(client, model, make_prompts(load), load, done))
+    finally:  # after Ctrl-C, the requests that have ended
+        result = summary(done, load)
+        for name, value in result.items():
+            print(f"{name.replace('_', ' '):<30}{shown(value)}")
+        requests = [asdict(one) for one in sorted(done, key=lambda one: one.sent)]
+        options.append_text(load.json, json.dumps(result | {"requests": requests}) + "\n")
     return 1 if result["num_failed"] else 0
 
 
-async def _run(args: argparse.Namespace, load: Load, on_done: Callable[[Measured], object]) -> None:
-    client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
-    prompts = read_prompts(args.prompts) if args.prompts else []
-    number = args.num_requests or len(prompts) or 128
-    seconds = math.inf if args.num_requests or prompts else SENDING_SECONDS
-    if prompts:
-        prompts = [prompts[index % len(prompts)] for index in range(number)]
-    else:
-        prompts = random_prompts(number, args.prompt_words, args.shared_words, args.seed)
-    model = args.model or await client.model()
-    num_done = 0
+def make_prompts(load: Load) -> list[Any]:
+    """Read a prompt from each line of a file, or make texts that share their first words only."""
+    if load.prompts is not None:
+        try:
+            rows = map(json.loads, options.read_text(load.prompts).splitlines())
+            prompts = [row.get("messages") or row["prompt"] for row in rows]
+            if not prompts:
+                raise ValueError("the file is empty")
+            return [prompts[i % len(prompts)] for i in range(load.num_requests or len(prompts))]
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ConfigError(f"cannot read prompts from {load.prompts}: {error!r}") from error
+    words, rng = WORDS.split(), random.Random(load.seed)
+    shared = rng.choices(words, k=min(load.shared_words, load.prompt_words))
+    return [
+        " ".join([*shared, *rng.choices(words, k=load.prompt_words - len(shared)), f"({index})"])
+        for index in range(load.num_requests or 64)
+    ]
 
-    def count(measured: Measured) -> None:
-        nonlocal num_done
-        on_done(measured)
-        num_done += 1
-        if sys.stderr.isatty():
-            print(f"\r{num_done} of {number}", end="", file=sys.stderr, flush=True)
 
+async def send_all(
+    client: OpenAIClient, model: str, prompts: Sequence[Any], load: Load, done: list[Measured]
+) -> None:
+    """Send every prompt once, at random times or as soon as there is room."""
+    from tqdm import tqdm
+
+    room = asyncio.Semaphore(load.concurrency or (16 if load.rate is None else len(prompts)))
+    rng, begin = random.Random(load.seed), time.perf_counter()
+    fields = {"model": model, "max_tokens": load.max_tokens}
+
+    async def send(prompt: Any) -> None:
+        try:
+            done.append(await measure(client, prompt, fields, begin))
+        finally:
+            room.release()
+            bar.update()
+
+    tasks, due = [], begin
+    with tqdm(total=len(prompts), unit="request", disable=None, leave=False) as bar:
+        for prompt in prompts:
+            if load.rate is not None:
+                due += rng.expovariate(load.rate)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            await room.acquire()
+            tasks.append(asyncio.create_task(send(prompt)))
+        await asyncio.gather(*tasks)
+
+
+async def measure(
+    client: OpenAIClient, prompt: Any, fields: dict[str, Any], origin: float
+) -> Measured:
+    is_chat = any(isinstance(each, dict) for each in prompt)  # else a text, or token ids
+    path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
+    body = {**fields, name: prompt, "stream_options": {"include_usage": True}}
+    begin = time.perf_counter()
+    times: list[float] = []
+    usage: dict[str, int] = {}
     try:
-        await run_load(client, model, prompts, load, count, seconds)
-    finally:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
+        async with contextlib.aclosing(client.stream(path, body)) as events:
+            async for event in events:
+                usage = event.get("usage") or usage
+                if any(map(has_text, event["choices"])):
+                    times.append(time.perf_counter())
+    except NanovllmError as error:
+        return Measured(begin - origin, error=str(error))
+    if not times:
+        return Measured(begin - origin, error="no text came")
+    return Measured(
+        begin - origin,
+        times[0] - begin,
+        tuple(after - before for before, after in pairwise(times)),
+        time.perf_counter() - begin,
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or len(times),
+    )
+
+
+def has_text(choice: dict[str, Any]) -> bool:
+    """Whether a part of a stream has anything beside the role of its message."""
+    delta = choice.get("delta") or {"text": choice.get("text")}
+    return any(value for name, value in delta.items() if name != "role")
+
+
+def summary(measured: Sequence[Measured], load: Load) -> dict[str, Any]:
+    """Rates over the whole time, and percentiles in milliseconds."""
+    good = [one for one in measured if one.error is None]
+    seconds = max((one.sent + one.seconds for one in measured), default=0.0) or 1e-9
+    return {
+        "num_requests": len(measured),
+        "num_failed": len(measured) - len(good),
+        "seconds": seconds,
+        "requests_per_second": len(good) / seconds,
+        "goodput_requests_per_second": sum(one.is_in_goodput(load) for one in good) / seconds,
+        "prompt_tokens_per_second": sum(one.num_prompt_tokens for one in good) / seconds,
+        "tokens_per_second": sum(one.num_tokens for one in good) / seconds,
+        "first_token_ms": percentiles([one.first_token for one in good]),
+        "inter_token_ms": percentiles([gap for one in good for gap in one.gaps]),
+        "end_to_end_ms": percentiles([one.seconds for one in good]),
+        "errors": Counter(one.error for one in measured if one.error is not None),
+    }
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    import numpy as np
+
+    points = (50, 90, 99) if seconds else ()
+    return {f"p{point}": 1000 * float(np.percentile(seconds, point)) for point in points}
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {shown(each)}" for name, each in value.items())
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

@@ -1,16 +1,17 @@
-"""`nanovllm chat`: a conversation that streams; Ctrl-C stops an answer, not the program."""
+"""Talk to a model; Ctrl-C stops an answer, not the program.
+
+It remembers the conversation, and its prefix cache remembers the work: later turns compute only
+what is new. Piped input is one turn per line, and only answers are printed."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
-from nanovllm.cli.chat_commands import COMMANDS, is_farewell, obey
 from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.options import (
     Commands,
@@ -22,35 +23,53 @@ from nanovllm.cli.options import (
     model_of,
     sampling_params,
 )
+from nanovllm.cli.output import TextView, why_empty
 from nanovllm.cli.remote import has_chat_template, open_model
-from nanovllm.cli.run_stats import why_empty
-from nanovllm.cli.terminal import WrappedText
-from nanovllm.errors import RequestError
+from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
 
-DESCRIPTION = """\
-Talk to a model. It remembers the conversation, and its prefix cache remembers the work: later
-turns read only what is new. Piped input is one turn per line, and only answers are printed."""
-
+HELP = """\
+/system TEXT      give the model other instructions; without a text show them
+/set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone show them
+/save FILE        write the conversation to a file
+/load FILE        go on with one that was saved
+/retry            answer the last question again
+/reset            forget the conversation
+/stats            show what it took so far
+/help             show this
+/bye              leave, like /exit, exit or Ctrl-D
+\"\"\"               begins and ends a message of several lines
+Ctrl-C            stop an answer, drop a message of several lines, or else leave"""
 EXAMPLES = f"""\
 while it runs:
-  {COMMANDS.replace(chr(10), chr(10) + "  ")}
+  {HELP.replace(chr(10), chr(10) + "  ")}
 
 examples:
-  nanovllm chat --system "You answer in one sentence."
-  nanovllm chat Qwen/Qwen3-0.6B --max-tokens 2048 --max-model-len 8k
+  nanovllm chat Qwen/Qwen3-0.6B --system "You answer in one sentence." --max-tokens 2048
   nanovllm chat --url http://127.0.0.1:8000
   printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat"""
-
-RETRY = "/retry"
 QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
-SECONDS_TO_AN_INTERRUPT = 0.2
+FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
+# A chat shows the text of one answer, and mappings, functions and schemas do not fit on a line.
+HIDDEN = [
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "logits_processors",
+    "structured_outputs",
+]
+PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
+WORDS = {"": None, "none": None, "on": True, "true": True, "off": False, "false": False}
+
+ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
 
 
 def add_parser(commands: Commands) -> None:
     usage = "nanovllm chat [MODEL] [options]"
-    parser = add_command(commands, "chat", "talk to a model", usage, DESCRIPTION, EXAMPLES)
+    parser = add_command(commands, "chat", "talk to a model", usage, __doc__ or "", EXAMPLES)
     add_model_argument(parser)
     text = "instructions the model is given first (default: its own)"
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help=text)
@@ -67,145 +86,152 @@ def run(args: argparse.Namespace) -> int:
         if not has_chat_template(llm):
             raise RequestError(f"{model_of(args)} has no chat template; use nanovllm generate")
         conversation = Conversation(llm, params, args.system)
-        if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        if sys.stdin.isatty() and sys.stdout.isatty():
             talk(conversation)
         else:
-            answer_pipe(conversation)
+            with open(0, encoding="utf-8", errors="replace", closefd=False) as lines:
+                converse(conversation, lambda prompt: next(lines, None))
     return 0
 
 
 def talk(conversation: Conversation) -> None:
-    """Converse with a person at a terminal until they leave."""
-    _edit_lines()
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
+    """Chat at a terminal, with line editing and a history."""
+    from prompt_toolkit import PromptSession
+
+    session: PromptSession[str] = PromptSession()
+
+    def read_line(prompt: str) -> str | None:
+        try:
+            return session.prompt(prompt)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if prompt == MORE:
+                raise
+            return None
+
     print("Type a message. /help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.")
-    for turn in read_turns(_typed_line):
-        if turn.is_command and turn.text != RETRY:
-            obey(turn.text, conversation)
-        else:
-            _answer(turn, conversation)
+    converse(conversation, read_line, is_interactive=True)
 
 
-def answer_pipe(conversation: Conversation) -> None:
-    """Answer a pipe or a file, one turn per line."""
-    if sys.stdin is None:
+def converse(conversation: Conversation, read_line: ReadLine, is_interactive: bool = False) -> None:
+    """Answer messages and run commands until the input ends or the user leaves."""
+    while (line := read_line("> ")) is not None and line.strip().lower() not in FAREWELLS:
+        try:
+            _handle(line.strip(), conversation, read_line)
+        except (KeyboardInterrupt, RequestError) as error:
+            if not is_interactive:
+                raise
+            is_stopped = isinstance(error, KeyboardInterrupt)
+            print("\n[stopped]" if is_stopped else f"{error}. /reset starts a new conversation.")
+        if is_interactive:
+            print()
+
+
+def _handle(text: str, conversation: Conversation, read_line: ReadLine) -> None:
+    """Run a command or answer a message; triple quotes enclose a message of several lines."""
+    if text.startswith("/"):
+        run_command(text, conversation)
         return
-    with open(0, encoding="utf-8", errors="replace", closefd=False) as lines:
-        for turn in read_turns(lambda prompt: next(lines, None)):
-            if turn.is_command and turn.text != RETRY:
-                obey(turn.text, conversation)
-                continue
-            output = _ask(turn, conversation, _show)
-            _show("\n")
-            _explain(output, conversation)
+    if text.startswith(QUOTES):
+        text = text.removeprefix(QUOTES)
+        while not text.endswith(QUOTES) and (line := read_line(MORE)) is not None:
+            text += "\n" + line.rstrip()
+        text = text.removesuffix(QUOTES).strip("\n")
+    if text:
+        with TextView() as view:
+            output = conversation.ask(text, view.write)
+        _end_answer(output, conversation)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    text: str
-    is_command: bool
-
-
-class Dropped(Exception):
-    """The message of several lines that is being typed is not to be sent."""
-
-
-def read_turns(read_line: Callable[[str], str | None]) -> Iterator[Turn]:
-    """Yield what is said until a farewell; lines between two triple quotes are one message.
-
-    `read_line` is given a prompt to show, returns None at the end, and may raise Dropped between
-    the quotes.
-    """
-    while (line := read_line("> ")) is not None:
-        text = line.strip()
-        if text.startswith(QUOTES):
-            try:
-                text = _quoted(text.removeprefix(QUOTES), read_line)
-            except Dropped:
-                continue
-            is_command = False
-        elif is_farewell(text):
-            return
-        else:
-            is_command = text.startswith("/")
-        if text:
-            yield Turn(text, is_command)
-
-
-def _quoted(text: str, read_line: Callable[[str], str | None]) -> str:
-    while not text.endswith(QUOTES):
-        line = read_line(MORE)
-        if line is None:
-            break
-        text += "\n" + line.rstrip()
-    return text.removesuffix(QUOTES).strip("\n")
-
-
-def _edit_lines() -> None:
-    """Give input() line editing and a history; text that is pasted stays one message."""
-    with contextlib.suppress(ImportError):
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")
-
-
-def _typed_line(prompt: str) -> str | None:
-    try:
-        with _alarm_clock():
-            return input(prompt)
-    except (EOFError, KeyboardInterrupt) as error:
-        print()
-        if prompt == MORE and isinstance(error, KeyboardInterrupt):
-            raise Dropped from None
-        return None
-
-
-@contextlib.contextmanager
-def _alarm_clock() -> Iterator[None]:
-    """Wake input() now and then: it would sleep through a Ctrl-C that came just before it waits."""
-    handler = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_AN_INTERRUPT, SECONDS_TO_AN_INTERRUPT)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-
-
-def _answer(turn: Turn, conversation: Conversation) -> None:
-    try:
-        output = _ask(turn, conversation, WrappedText(sys.stdout).write)
-        print("\n")
-        _explain(output, conversation)
-    except KeyboardInterrupt:
-        print("\n[stopped]\n")
-    except RequestError as error:
-        print(f"{error}. /reset starts a new conversation.", file=sys.stderr)
-
-
-def _ask(
-    turn: Turn, conversation: Conversation, show: Callable[[str], None]
-) -> RequestOutput | None:
-    return conversation.retry(show) if turn.is_command else conversation.ask(turn.text, show)
-
-
-def _explain(output: RequestOutput | None, conversation: Conversation) -> None:
-    """Print why an answer is empty or cut, and how many turns were dropped for it."""
-    if output is None:
-        return
+def _end_answer(output: RequestOutput, conversation: Conversation) -> None:
+    """End the line, and say why an answer is empty or cut."""
+    print()
     if conversation.num_dropped:
         text = f"[the context is full: the oldest {conversation.num_dropped} messages are dropped]"
         print(text, file=sys.stderr)
     if output.error is not None or not output.text.strip():
         print(why_empty(output), file=sys.stderr)
     elif output.finish_reason == "length":
-        most = conversation.params.max_new_tokens
+        count, most = len(output.token_ids), conversation.params.max_new_tokens
         why = f"max_tokens is {most}; /set max_tokens {2 * most} allows more"
-        if len(output.token_ids) < most:
-            why = "the context is full"
-        print(f"[cut after {len(output.token_ids)} tokens: {why}]", file=sys.stderr)
+        why = "the context is full" if count < most else why
+        print(f"[cut after {count} tokens: {why}]", file=sys.stderr)
 
 
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
+def run_command(line: str, conversation: Conversation) -> None:
+    """Run a line that begins with a slash; its output goes to stderr."""
+    name, _, argument = line.partition(" ")
+    try:
+        if name not in _COMMANDS:
+            raise RequestError(
+                f'There is no command {name}; /help lists them (between """ a message may begin '
+                "with a slash)"
+            )
+        answer = _COMMANDS[name](conversation, argument.strip())
+    except NanovllmError as error:
+        answer = str(error)
+    if answer:
+        print(answer, file=sys.stderr)
+
+
+def _system(conversation: Conversation, text: str) -> str | None:
+    if not text:
+        return conversation.system or "No instructions beside the model's own."
+    conversation.instruct(text)
+    return None
+
+
+def _set(conversation: Conversation, text: str) -> str | None:
+    name, _, value = text.partition(" ")
+    params = conversation.params
+    if not text:
+        return "\n".join(f"{name:<19} {getattr(params, name)!r}" for name in PARAMETERS)
+    if name not in PARAMETERS:
+        raise RequestError(f"There is no parameter {name}; there are {', '.join(PARAMETERS)}.")
+    conversation.params = replace(params, **{name: _value(name, value.strip())})
+    return None
+
+
+def _value(name: str, text: str) -> Any:
+    """Convert what was typed; SamplingParams checks its type."""
+    if name in ("stop", "bad_words"):
+        return text or None
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    return [_number(each) for each in text.split()] if name.endswith("ids") else _number(text)
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _retry(conversation: Conversation, _: str) -> None:
+    with TextView() as view:
+        output = conversation.retry(view.write)
+    _end_answer(output, conversation)
+
+
+def _save(conversation: Conversation, path: str) -> str:
+    conversation.save(path)
+    return f"Saved {len(conversation.messages)} messages to {path}."
+
+
+def _load(conversation: Conversation, path: str) -> str:
+    conversation.load(path)
+    return f"Loaded {len(conversation.messages)} messages from {path}."
+
+
+_COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
+    "/system": _system,
+    "/set": _set,
+    "/save": _save,
+    "/load": _load,
+    "/retry": _retry,
+    "/reset": lambda conversation, _: conversation.reset(),
+    "/stats": lambda conversation, _: conversation.stats.summary(),
+    "/help": lambda *_: HELP,
+}

@@ -1,13 +1,15 @@
-"""Conversation: the messages of a chat, and how it goes on."""
+"""Conversation: the messages of a chat."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.output import RunStats
 from nanovllm.cli.remote import RemoteLLM
-from nanovllm.cli.run_stats import RunStats
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import as_conversations
@@ -26,26 +28,29 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.params = params
         self.stats = RunStats()
-        self.system = system
         self.num_dropped = 0  # messages that the last question left no room for
         self._llm = llm
-        self.reset()
+        if system is not None:
+            self.instruct(system)
 
-    def reset(self) -> None:
-        self.messages = [] if self.system is None else [_message("system", self.system)]
+    @property
+    def system(self) -> str | None:
+        is_first = bool(self.messages) and self.messages[0]["role"] == "system"
+        return self.messages[0]["content"] if is_first else None
 
     def instruct(self, system: str) -> None:
-        """Give other instructions from here on, as if they had been there from the start."""
-        self.system = system
-        said = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [_message("system", system), *said]
+        """Change the instructions, as if they had been there from the start."""
+        self.messages[: self.system is not None] = [_message("system", system)]
 
-    def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput | None:
-        """Stream an answer to `show`; None if it did not end.
+    def reset(self) -> None:
+        """Forget everything but the instructions."""
+        self.messages = self.messages[: self.system is not None]
 
-        The oldest turns are dropped when the context has no room for them. An answer that an
-        interrupt broke off is remembered as far as it came, and a question without any is
-        forgotten.
+    def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
+        """Stream an answer to `show`.
+
+        The oldest turns are dropped when the context has no room for them. An interrupted answer
+        is remembered as far as it came; a question without any answer is forgotten.
         """
         messages = [*self.messages, _message("user", question)]
         self.num_dropped = 0
@@ -59,8 +64,8 @@ class Conversation:
                 self.num_dropped += len(messages) - len(shorter)
                 messages = shorter
 
-    def retry(self, show: Callable[[str], None]) -> RequestOutput | None:
-        """Answer the last question again; the answer so far stays if there is no other."""
+    def retry(self, show: Callable[[str], None]) -> RequestOutput:
+        """Answer the last question again; the last answer stays if there is no other."""
         before = self.messages
         if [message["role"] for message in before[-2:]] != ["user", "assistant"]:
             raise RequestError("there is no answer to try again")
@@ -71,25 +76,22 @@ class Conversation:
             if self.messages is shorter:
                 self.messages = before
 
-    def _answer(
-        self, messages: list[dict[str, Any]], show: Callable[[str], None]
-    ) -> RequestOutput | None:
+    def _answer(self, messages: list[dict[str, Any]], show: Callable[[str], None]) -> RequestOutput:
         [prompt] = self._llm.apply_chat_template(messages)
         if not self._has_room(prompt) and _without_oldest_turn(messages) is not None:
             raise PromptTooLongError("the context has no room for an answer")
         answer, output = "", None
-        self.stats.resume()
+        pieces = self._llm.stream(prompt, self.params)
         try:
-            for piece in self._llm.stream(prompt, self.params, on_step=self.stats.add_step):
-                answer += piece.text
-                show(piece.text)
-                output = piece.output
+            with contextlib.closing(pieces):
+                for piece in self.stats.count(pieces):
+                    answer += piece.text
+                    show(piece.text)
+                    output = piece.output
         finally:
-            self.stats.pause()
-            if output is not None:
-                self.stats.outputs.append(output)
             if answer or output is not None:
                 self.messages = [*messages, _message("assistant", answer)]
+        assert output is not None, "the last piece of a stream has an output"
         return output
 
     def _has_room(self, prompt: Sequence[Any]) -> bool:
@@ -100,30 +102,21 @@ class Conversation:
         return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len
 
     def save(self, path: str) -> None:
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False)
         try:
-            # Half of a surrogate pair, which a model may write, is no text of UTF-8.
-            text = json.dumps(self.messages, indent=2, ensure_ascii=False).encode()
-            with open(path, "wb") as file:
-                file.write(text)
+            Path(path).write_bytes(text.encode())
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise RequestError(f"cannot save to {path}: {reason}") from error
+            raise RequestError(f"cannot save to {path!r}: {error}") from error
 
     def load(self, path: str) -> None:
         try:
-            with open(path, encoding="utf-8") as file:
-                [messages] = as_conversations(json.load(file))
-        except OSError as error:
-            raise RequestError(f"cannot load {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:  # no name, no JSON, no text or no messages
-            raise RequestError(f"{path} holds no conversation: {error}") from error
-        self.messages = messages
-        systems = [message["content"] for message in messages if message["role"] == "system"]
-        self.system = systems[0] if systems else None
+            [self.messages] = as_conversations(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError) as error:
+            raise RequestError(f"cannot load a conversation from {path!r}: {error}") from error
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Drop the first message of the user and what follows it up to the next; None if none does."""
+    """Drop the user's first message and what follows it up to the next; None if none does."""
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return None if len(users) < 2 else messages[: users[0]] + messages[users[1] :]
 

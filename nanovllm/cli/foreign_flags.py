@@ -14,7 +14,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     for name in FOREIGN:
         flag, shorter = _flag(name), SHORT.get(name)
         names = [flag] if shorter is None else [flag, shorter]
-        action = "store_true" if name in NOT_NEEDED else "store"
+        action = argparse.BooleanOptionalAction if name in NOT_NEEDED else "store"
         parser.add_argument(*names, dest=flag, action=action, help=argparse.SUPPRESS)
 
 

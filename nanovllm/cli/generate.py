@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.exit_code import complain
-from nanovllm.cli.live import LiveView
+from nanovllm.cli.exit_code import print_error
 from nanovllm.cli.options import (
     Commands,
     add_command,
@@ -21,11 +20,11 @@ from nanovllm.cli.options import (
     read_text,
     sampling_params,
 )
+from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
 from nanovllm.cli.prompt_input import InputPrompt, read_prompts
 from nanovllm.cli.remote import RemoteLLM, has_chat_template, open_model
-from nanovllm.cli.run_stats import why_empty
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,130 +94,87 @@ def run(args: argparse.Namespace) -> int:
             args.model_tag = args.prompts.pop(0)
     prompts = read_prompts(args.prompts, args.file, args.lines)
     with open_model(args) as llm:
-        questions = Questions(llm, prompts, params, args)
-        if args.json:
-            questions.write_json()
-        else:
-            questions.show_live()
-    return 1 if questions.failed else 0
+        outputs = _generate(llm, prompts, params, args)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if output.error is not None:
+            print_error(args.parser.prog, _at_place(prompt, prompts, output.error))
+    return int(any(output.error is not None for output in outputs))
 
 
-class Questions:
-    """The prompts of one command: asked as the model wants to be, and answered or refused."""
-
-    def __init__(
-        self,
-        llm: LLM | RemoteLLM,
-        prompts: list[InputPrompt],
-        params: SamplingParams,
-        args: argparse.Namespace,
-    ) -> None:
-        self.failed: dict[int, str] = {}  # prompts that were refused, or whose answer broke off
-        self._llm = llm
-        self._prompts = prompts
-        self._params = params
-        self._keep_going = args.keep_going
-        self._program = args.parser.prog
-        self._is_chat = not args.raw and has_chat_template(llm)
-        if args.system is not None and not self._is_chat:
-            raise ConfigError(f"--system needs a chat template, and {model_of(args)} has none")
-        self._system = args.system
-
-    def show_live(self) -> None:
-        texts = [prompt.text for prompt in self._prompts]
-        is_bare = len(texts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
-        empty = []
-        with LiveView(texts, self._params.max_new_tokens, has_headings=not is_bare) as view:
-            for piece in self._answer(on_step=view.on_step, on_skip=view.skip):
-                view.show(piece)
-                output = piece.output
-                if output is not None and output.error is None and not output.text.strip():
-                    empty.append((piece.index, output))
-        for index, output in sorted(empty):
-            print(f"{self._prompts[index].place}: {self._why_empty(output)}", file=sys.stderr)
-        self._complain()
-        print("\n" + view.summary(), file=sys.stderr)
-
-    def write_json(self) -> None:
-        """Write a line per prompt, in their order, each as soon as those before it are written."""
-        finished: dict[int, RequestOutput | None] = {}
-        turn = 0
-
-        def write_turns() -> None:
-            nonlocal turn
-            while turn in finished:
-                print(self._json_line(turn, finished.pop(turn)), flush=True)
-                turn += 1
-
-        for piece in self._answer(on_skip=lambda index: finished.update({index: None})):
+def _generate(
+    llm: LLM | RemoteLLM,
+    prompts: list[InputPrompt],
+    params: SamplingParams,
+    args: argparse.Namespace,
+) -> list[RequestOutput]:
+    """Print the answers; returns the outputs in the order of the prompts."""
+    texts = [prompt.text for prompt in prompts]
+    is_chat = not args.raw and has_chat_template(llm)
+    if args.system is not None and not is_chat:
+        raise ConfigError(f"--system needs a chat template, and {model_of(args)} has none")
+    inputs: list[Any] = texts
+    if is_chat:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        chats = [[*system, {"role": "user", "content": text}] for text in texts]
+        inputs = list(llm.apply_chat_template(chats))
+    stats = RunStats()
+    pieces = _stream(llm, inputs, params, None if args.keep_going else prompts)
+    if args.json:
+        outputs = []
+        for piece in in_order(pieces):
             if piece.output is not None:
-                finished[piece.index] = piece.output
-            write_turns()
-        write_turns()
-        self._complain()
+                print(_json_line(texts[piece.index], piece.output, llm), flush=True)
+                outputs.append(piece.output)
+        return outputs
+    is_bare = len(texts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
+    outputs = print_in_order(pieces, texts, stats, has_headings=not is_bare)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if output.error is None and not output.text.strip():
+            hint = "" if is_chat else "; a text that ends like a sentence can do that"
+            print(f"{prompt.place}: {why_empty(output)}{hint}", file=sys.stderr)
+    print("\n" + stats.summary(), file=sys.stderr)
+    return outputs
 
-    def _answer(
-        self,
-        *,
-        on_step: Callable[[StepOutput], None] | None = None,
-        on_skip: Callable[[int], None],
-    ) -> Iterator[StreamPiece]:
-        asked, refused = self._ask()
 
-        def refuse(index: int, error: RequestError) -> None:
-            error = refused.get(index, error)
-            if not self._keep_going:
-                hint = " (--keep-going answers the other prompts)" if len(asked) > 1 else ""
-                raise RequestError(self._at_place(index, str(error)) + hint) from error
-            self.failed[index] = str(error)
-            on_skip(index)
+def _stream(
+    llm: LLM | RemoteLLM,
+    inputs: list[Any],
+    params: SamplingParams,
+    strict_prompts: list[InputPrompt] | None,
+) -> Iterator[StreamPiece]:
+    """Stream all answers.
 
-        for piece in self._llm.stream(asked, self._params, on_step=on_step, on_refusal=refuse):
-            if piece.output is not None and piece.output.error is not None:
-                self.failed[piece.index] = piece.output.error
-            yield piece
+    A refused prompt raises an error that names its place; without `strict_prompts` it has one
+    piece, with the error in its output.
+    """
+    refused: list[StreamPiece] = []
 
-    def _ask(self) -> tuple[list[Any], dict[int, RequestError]]:
-        """Put each prompt into the chat template; None where that fails, and why."""
-        if not self._is_chat:
-            return [prompt.text for prompt in self._prompts], {}
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        user = [{"role": "user", "content": prompt.text} for prompt in self._prompts]
-        conversations = [[*system, message] for message in user]
-        try:
-            return list(self._llm.apply_chat_template(conversations)), {}
-        except RequestError:
-            return self._ask_one_by_one(conversations)
+    def on_refusal(index: int, error: RequestError) -> None:
+        if strict_prompts is not None:
+            hint = " (--keep-going answers the other prompts)" if len(inputs) > 1 else ""
+            place = _at_place(strict_prompts[index], strict_prompts, str(error))
+            raise RequestError(place + hint) from error
+        output = RequestOutput(index, None, [], "", [], "error", 0, 0.0, 0.0, error=str(error))
+        refused.append(StreamPiece(index, "", [], output, index=index))
 
-    def _ask_one_by_one(
-        self, conversations: list[list[dict[str, str]]]
-    ) -> tuple[list[Any], dict[int, RequestError]]:
-        asked: list[Any] = []
-        refused: dict[int, RequestError] = {}
-        for index, conversation in enumerate(conversations):
-            try:
-                asked += self._llm.apply_chat_template(conversation)
-            except RequestError as error:
-                asked.append(None)
-                refused[index] = error
-        return asked, refused
+    for piece in llm.stream(inputs, params, on_refusal=on_refusal):
+        while refused:
+            yield refused.pop()
+        yield piece
+    yield from refused
 
-    def _at_place(self, index: int, error: str) -> str:
-        return error if len(self._prompts) == 1 else f"{self._prompts[index].place}: {error}"
 
-    def _complain(self) -> None:
-        for index, error in sorted(self.failed.items()):
-            complain(self._program, self._at_place(index, error))
+def _json_line(prompt: str, output: RequestOutput, llm: LLM | RemoteLLM) -> str:
+    line: dict[str, Any] = {"prompt": prompt}
+    if output.text or output.error is None:
+        line["text"] = output.text
+        if not isinstance(llm, RemoteLLM):  # servers count tokens without naming them
+            line["token_ids"] = output.token_ids
+        line["finish_reason"] = output.finish_reason
+    if output.error is not None:
+        line["error"] = output.error
+    return json.dumps(line)
 
-    def _why_empty(self, output: RequestOutput) -> str:
-        why = why_empty(output)
-        return why if self._is_chat else f"{why}; a text that ends like a sentence can do that"
 
-    def _json_line(self, index: int, output: RequestOutput | None) -> str:
-        prompt = {"prompt": self._prompts[index].text}
-        names = ["text", "token_ids", "finish_reason"]
-        if isinstance(self._llm, RemoteLLM):  # who counts tokens without naming them
-            names.remove("token_ids")
-        answer = {} if output is None else {name: output[name] for name in names}
-        error = {"error": self.failed[index]} if index in self.failed else {}
-        return json.dumps({**prompt, **answer, **error})
+def _at_place(prompt: InputPrompt, prompts: list[InputPrompt], error: str) -> str:
+    return error if len(prompts) == 1 else f"{prompt.place}: {error}"

@@ -1,57 +1,79 @@
-"""The options that commands share: how they are spelled, explained and read back."""
+"""The options that commands share, generated from the fields of the records that they fill."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
-from pathlib import Path
-from typing import Any, TypeAlias
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, fields
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import read_text as read_text
+from nanovllm.validation import choices_of
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Record = type[EngineConfig] | type[SamplingParams]
+Record: TypeAlias = type[Any]  # a dataclass
 
 # Examples keep their lines, and the longest option still has its explanation beside it.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+NO_FLAGS = ("skip_tokenizer_init", "depth")
+SEVERAL_REQUESTS = ("seed", "data_parallel_size")  # only of serve and batch
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 
-_MODEL_HELP = {
-    "device": "where to run: 'auto' picks the best there is, 'cpu' is always there",
-    "dtype": "float32, bfloat16, float16, or 'auto': what suits the model and the device",
-    "max_model_len": "longest prompt plus answer, in tokens: 32768, 32K (32768) or 32k (32000)",
-    "load_format": "'dummy' makes random weights from the config alone, to measure speed",
-}
-_ENGINE_HELP = {
-    "max_num_seqs": "most requests running at once; the others wait",
-    "max_num_batched_tokens": "most tokens in one step; longer prompts are prefilled in chunks",
-    "kvcache_block_size": "tokens per block of the KV cache, a multiple of 16",
-    "num_kvcache_blocks": "blocks in the KV cache; -1 takes what memory allows",
-    "kv_cache_dtype": "'fp8' keeps keys and values in eight bits, nearly twice as many; 'auto': as "
-    "the model computes them",
-    "gpu_memory_utilization": "share of a GPU's memory to use",
-    "attention_backend": "triton, flash_attn, sdpa (a slow reference), or 'auto': what is fastest",
-    "tensor_parallel_size": "devices to split the model over",
-    "step_timeout": "seconds until a step that does not return ends the engine; 0 for debuggers",
-}
-# vLLM's flags come first where the field has another name.
-_FLAGS = {
-    "kvcache_block_size": ("--block-size", "--kvcache-block-size"),
-    "num_kvcache_blocks": ("--num-gpu-blocks-override", "--num-kvcache-blocks"),
-    "tensor_parallel_size": ("-tp", "--tensor-parallel-size"),
-}
-_SAMPLING_HELP = {
-    "max_tokens": "most tokens to generate per answer",
-    "temperature": "0 always takes the likeliest token; higher is more varied",
-    "top_p": "sample from the likeliest tokens that make up this probability",
-    "top_k": "sample from this many of the likeliest tokens; 0 for all",
-    "min_p": "leave out tokens less likely than this share of the likeliest one",
-}
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    title: str,
+    record: Record,
+    names: Iterable[str] | None = None,
+    **defaults: Any,
+) -> None:
+    """Add a flag for each field of a record, or some; `defaults` replace the fields' own."""
+    add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
+    for field in fields(record):
+        if "help" in field.metadata and (names is None or field.name in names):
+            default = defaults.get(field.name, field.default)
+            _add_option(add, field, hints[field.name], default)
+
+
+def default_text(field: Field[Any], default: Any) -> str:
+    if default is None or default in ((), ""):
+        text = str(field.metadata.get("unset", "none"))
+    elif default == WHOLE_CONTEXT:
+        text = "the model's own"
+    elif isinstance(default, bool):
+        text = "on" if default else "off"
+    else:
+        text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    env = field.metadata.get("env")
+    return text if env is None else f"${env} or {text}"
+
+
+def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: Any) -> None:
+    options: dict[str, Any] = {}
+    if hint is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif choices := choices_of(hint):
+        options["choices"] = choices
+    else:
+        if type(None) in get_args(hint):
+            hint = get_args(hint)[0]
+        if get_origin(hint) is tuple:
+            options["nargs"], hint = "+", get_args(hint)[0]
+        options["type"] = field.metadata.get("parse", hint)
+        options["metavar"] = METAVARS.get(hint, "JSON")
+    text = f"{field.metadata['help']} (default: {default_text(field, default)})"
+    flags = filter(None, [f"--{field.name.replace('_', '-')}", field.metadata.get("alias")])
+    action = add(*flags, dest=field.name, help=text, **options)
+    given = os.environ.get(field.metadata.get("env", ""))
+    action.default = default if not given else (given,) if default == () else given
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
@@ -76,39 +98,11 @@ def at_least(limit: int) -> Callable[[str], int]:
     return integer
 
 
-def seconds(may_be_0: bool) -> Callable[[str], float]:
-    """An argparse type: a time, and not for ever."""
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not 0 <= value < math.inf or not (value or may_be_0):
-            least = "0 or more" if may_be_0 else "more than 0"
-            raise argparse.ArgumentTypeError(f"must be {least} seconds, got {text}")
-        return value
-
-    return number
-
-
-def length(text: str) -> int:
-    """Parse a length as vLLM does: 1k is 1000 and 1K is 1024 tokens.
-
-    argparse shows the name of this function in its error message.
-    """
-    factors = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
-    if text == "auto":
-        return WHOLE_CONTEXT
-    if text[-1:] not in factors:
-        return int(text)
-    number = float(text[:-1])
-    if math.isinf(number):
-        raise ValueError
-    return round(number * factors[text[-1]])
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "max_model_len": length,
-    "max_num_batched_tokens": length,
-}
+def positive(text: str) -> float:
+    """An argparse type: numbers above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return float(text)
 
 
 def add_command(
@@ -126,81 +120,26 @@ def add_command(
     )
 
 
-def add_quantization(add: Callable[..., object]) -> None:
-    add(
-        "-q",
-        "--quantization",
-        type=lambda text: None if text.lower() == "none" else text,
-        metavar="NAME",
-        help="'fp8' rounds plain weights as they are loaded; of a quantised checkpoint, how it is "
-        "stored: awq, gptq, compressed-tensors or fp8 (default: as the checkpoint is)",
-    )
-
-
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
 
 
 def add_engine_options(
-    parser: argparse.ArgumentParser,
-    default_model: str | None = "smollm2",
-    **own_defaults: int | str,
+    parser: argparse.ArgumentParser, default_model: str = "smollm2", **defaults: Any
 ) -> None:
-    """Add the options of EngineConfig, with the names that they have in vLLM.
-
-    A command whose default model depends on the device passes None and sets it later.
-    """
-    defaults = {**_defaults(EngineConfig), **own_defaults}
+    """Add the options of EngineConfig, and what concerns the process that it runs in."""
     parser.set_defaults(model_tag=None, default_model=default_model)
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="log what the engine does, and a server's requests (default: at a terminal)",
+    add = parser.add_argument
+    text = "log what the engine does, and a server's requests (default: at a terminal)"
+    add("-v", "--verbose", action=argparse.BooleanOptionalAction, help=text)
+    text = (
+        "a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the short"
     )
-    add_model = parser.add_argument_group("model").add_argument
-    shown = default_model or "qwen3-0.6b, on a CPU smollm2"
-    add_model(
-        "--model",
-        help="a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the "
-        f"short name smollm2 or qwen3 (default: {shown})",
-    )
-    add_model(
-        "--revision",
-        metavar="NAME",
-        help="a branch, tag or commit of a model on the hub (default: its main branch)",
-    )
-    add_quantization(add_model)
-    for name, text in _MODEL_HELP.items():
-        _add_option(add_model, name, text, defaults[name])
-    add = parser.add_argument_group("engine").add_argument
-    for name, text in _ENGINE_HELP.items():
-        _add_option(add, name, text, defaults[name])
-    add(
-        "--target-inter-token-ms",
-        type=float,
-        metavar="X",
-        help="prefill in chunks, so that the tokens of streams beside them come no more than this "
-        "apart (default: 25 in serve; other commands put throughput first)",
-    )
-    add(
-        "--threads",
-        type=at_least(1),
-        metavar="N",
-        help="CPU threads to compute with (default: torch's choice, one per core)",
-    )
-    add(
-        "--enable-prefix-caching",
-        "--prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compute what prompts share once (default: on)",
-    )
-    add(
-        "--enforce-eager",
-        action="store_true",
-        help="run without recorded steps or graphs, for debugging (default: with)",
-    )
+    add("--model", help=f"{text} name smollm2 or qwen3 (default: {default_model})")
+    text = "CPU threads to compute with (default: torch's choice, one per core)"
+    add("--threads", type=at_least(1), metavar="N", help=text)
+    names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
+    add_options(parser, "engine", EngineConfig, names, **defaults)
     add_foreign_flags(parser)
 
 
@@ -212,33 +151,10 @@ def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) 
     add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
 
 
-def add_sampling_options(
-    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float
-) -> None:
-    defaults = _defaults(SamplingParams)
-    defaults.update(max_tokens=max_tokens, temperature=temperature)
-    group = parser.add_argument_group("sampling")
-    for name, text in _SAMPLING_HELP.items():
-        _add_option(group.add_argument, name, text, defaults[name])
-    group.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="repeat the same choices for the same prompt, whatever else runs (default: every "
-        "prompt has its own)",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end an answer before this text; may be given more than once (default: none)",
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        help="go on to --max-tokens even when the model says it is done (default: stop there)",
-    )
+def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    add_options(parser, "sampling", SamplingParams, SAMPLING, **defaults)
+    text = "end an answer before this text; may be given more than once (default: none)"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
 
 
 def model_of(args: argparse.Namespace) -> str:
@@ -257,15 +173,13 @@ def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
 
 
 def check_no_engine_options(args: argparse.Namespace) -> None:
-    """With a URL the engine is another's: refuse options that would change this one."""
+    """Refuse options of an engine: with a URL it runs elsewhere."""
     check_foreign_flags(args)
-    names = (*_MODEL_HELP, *_ENGINE_HELP, "revision", "threads", "target_inter_token_ms")
-    for name in (*names, "quantization", "enable_prefix_caching", "enforce_eager"):
+    names = fields_in(args, EngineConfig).keys() - {"model", "seed"}
+    for name in sorted([*names, "threads"]):
         if getattr(args, name) != args.parser.get_default(name):
-            flag = "--" + name.replace("enable", "no").replace("_", "-")
-            raise ConfigError(
-                f"{flag} is for an engine here, and --url asks another; leave one out"
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for an engine here, and --url asks another")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -274,31 +188,22 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def fields_in(args: argparse.Namespace, record: Record) -> dict[str, Any]:
     """Return the options that are fields of a record."""
-    names = [field.name for field in fields(record) if hasattr(args, field.name)]
-    return {name: getattr(args, name) for name in names}
+    given = {
+        field.name: getattr(args, field.name)
+        for field in fields(record)
+        if hasattr(args, field.name)
+    }
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
 
 
-def read_text(path: str) -> str:
+def append_text(path: str | None, text: str) -> None:
+    """Append to a file, if one was asked for."""
+    if path is None:
+        return
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def _defaults(record: Record) -> dict[str, Any]:
-    return {field.name: field.default for field in fields(record) if field.default is not MISSING}
-
-
-def _add_option(
-    add: Callable[..., object], name: str, text: str, default: str | int | float
-) -> None:
-    metavars: dict[type, str] = {str: "NAME", int: "N", float: "X"}
-    shown = "the model's own" if default == WHOLE_CONTEXT else "%(default)s"
-    add(
-        *_FLAGS.get(name, ["--" + name.replace("_", "-")]),
-        dest=name,
-        type=_TYPES.get(name, type(default)),
-        default=default,
-        metavar=metavars[type(default)],
-        help=f"{text} (default: {shown})",
-    )
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import stat
 import sys
 from dataclasses import dataclass
 
 from nanovllm.errors import ConfigError
-
-PATIENCE_SECONDS = 1.0  # before saying that stdin is what we wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +17,10 @@ class InputPrompt:
 
 
 def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list[InputPrompt]:
-    """Return the prompts in their order: arguments, then the file, or else what stdin holds.
+    """Return the prompts in their order: arguments, then the file, or else stdin.
 
     An argument "-" stands for stdin. Without one, and without a file, piped text is appended to
-    every argument; by lines, every argument is asked about every line.
+    every argument; by lines, every argument is combined with every line.
     """
     # Arguments that are not UTF-8 arrive with surrogates, which no tokenizer takes.
     arguments = [os.fsencode(argument).decode(errors="replace") for argument in arguments]
@@ -31,29 +28,28 @@ def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError("no prompt: pass one or more, or --file PATH, or pipe text to stdin")
         arguments = ["-"]
-    from_file = [] if file is None else _prompts_of(_read(file), file, by_lines)
+    prompts: list[InputPrompt] = []
     for number, argument in enumerate(arguments, start=1):
         if not argument.strip():
             raise ConfigError(f"no prompt: prompt {number} is empty")
+        prompts.append(InputPrompt(argument, f"prompt {number}"))
     if "-" in arguments:
-        piped = _prompts_of(_read(0), "stdin", by_lines)
-        given = [piped if argument == "-" else [argument] for argument in arguments]
-    elif arguments and file is None and _is_piped() and (text := _read(0)).strip():
-        piped = _prompts_of(text, "stdin", by_lines)
-        given = [[_append(argument, prompt) for prompt in piped] for argument in arguments]
-    else:
-        if by_lines and file is None:
-            raise ConfigError("--lines needs --file PATH or text on stdin")
-        given = [[argument] for argument in arguments]
-    return [
-        prompt if isinstance(prompt, InputPrompt) else InputPrompt(prompt, f"prompt {number}")
-        for number, prompts in enumerate([*given, from_file], start=1)
-        for prompt in prompts
-    ]
+        position = arguments.index("-")
+        prompts[position : position + 1] = _split(_read(0), "stdin", by_lines)
+    elif file is None and _is_piped() and (text := _read(0)).strip():
+        piped = _split(text, "stdin", by_lines)
+        prompts = [
+            InputPrompt(f"{prompt.text}\n\n{each.text}", each.place)
+            for prompt in prompts
+            for each in piped
+        ]
+    elif file is None and by_lines:
+        raise ConfigError("--lines needs --file PATH or text on stdin")
+    return prompts + ([] if file is None else _split(_read(file), file, by_lines))
 
 
-def _prompts_of(text: str, source: str, by_lines: bool) -> list[InputPrompt]:
-    """One prompt for all the text, or one for each line that has any."""
+def _split(text: str, source: str, by_lines: bool) -> list[InputPrompt]:
+    """Return one prompt for all the text, or one for each line that is not blank."""
     if not text.strip():
         raise ConfigError(f"no prompt: {source} is empty")
     if not by_lines:
@@ -62,16 +58,8 @@ def _prompts_of(text: str, source: str, by_lines: bool) -> list[InputPrompt]:
     return [InputPrompt(line, f"{source}, line {number}") for number, line in lines if line.strip()]
 
 
-def _append(argument: str, piped: InputPrompt) -> InputPrompt:
-    return InputPrompt(f"{argument}\n\n{piped.text}", piped.place)
-
-
 def _is_piped() -> bool:
-    """Whether something was put behind stdin for us: not a terminal, nor /dev/null, nor a socket.
-
-    A server or a test runner may hand its own stdin down to us, open and silent; of these only
-    pipes are read.
-    """
+    """Whether stdin is a pipe or a file; an inherited stdin of another kind may never end."""
     if sys.stdin is None:
         return False
     mode = os.fstat(0).st_mode
@@ -81,8 +69,6 @@ def _is_piped() -> bool:
 def _read(file: str | int) -> str:
     """Read a text to its end; line ends become newlines, and the last ones go."""
     try:
-        if file == 0 and not select.select([0], [], [], PATIENCE_SECONDS)[0]:
-            print("Waiting for text on stdin; Ctrl-D ends it ...", file=sys.stderr)
         with open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines:
             return lines.read().rstrip("\n")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What every command does first: set up logging, load the model."""
+"""The first steps of every command: set up logging, load the model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ INTERRUPTED = 130  # the exit code
 def configure_logging(is_verbose: bool, level: str | None = None, is_server: bool = False) -> None:
     """Show warnings on stderr; at a terminal or if `is_verbose`, also what the engine is doing.
 
-    Whoever waits at a terminal sees what for; in a log file it would be noise. A `level` overrides
-    both. The lines of a server have a time and a level.
+    A `level` overrides both. The lines of a server have a time and a level.
     """
     handler = logging.StreamHandler()
     server_lines = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(server_lines if is_server else _Lines())
     logging.basicConfig(handlers=[handler])
-    is_shown = is_verbose or sys.stderr.isatty()
-    default = "INFO" if is_shown else "WARNING"
-    logging.getLogger("nanovllm").setLevel(level.upper() if level else default)
+    default = "INFO" if is_verbose or sys.stderr.isatty() else "WARNING"
+    logging.getLogger("nanovllm").setLevel((level or default).upper())
 
 
 class _Lines(logging.Formatter):
@@ -44,9 +42,18 @@ class _Lines(logging.Formatter):
 def load_llm(config: EngineConfig, num_threads: int | None = None) -> Iterator[LLM]:
     """Start an engine, and close it; torch is imported here and not before.
 
-    After Ctrl-C the program ends at once: to close it would wait for the step that runs.
+    After Ctrl-C the program ends at once: closing would wait for the step that runs.
     """
-    llm = _make_llm(config, num_threads)
+    _check_threads(num_threads, config)
+    if sys.stderr.isatty():
+        print(f"Loading {config.model} ...", file=sys.stderr)
+    from nanovllm.llm import LLM
+
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+    llm = LLM(**asdict(config))
     try:
         yield llm
     except KeyboardInterrupt:
@@ -68,16 +75,3 @@ def set_child_threads(num_threads: int | None, config: EngineConfig) -> None:
 def _check_threads(num_threads: int | None, config: EngineConfig) -> None:
     if num_threads is not None and config.tensor_parallel_size > 1:
         raise ConfigError("--threads is for one process; several share the cores among them")
-
-
-def _make_llm(config: EngineConfig, num_threads: int | None) -> LLM:
-    _check_threads(num_threads, config)
-    if sys.stderr.isatty():
-        print(f"Loading {config.model} ...", file=sys.stderr)
-    if num_threads is not None:
-        import torch
-
-        torch.set_num_threads(num_threads)
-    from nanovllm.llm import LLM
-
-    return LLM(**asdict(config))

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from nanovllm.cli.options import Commands, add_command, add_server_options, seconds
+from nanovllm.cli.options import Commands, add_command, add_server_options, positive
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError
 
@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
     add = parser.add_argument
     add_server_options(parser, url="http://127.0.0.1:8000")
     text = "to record (default: %(default)s)"
-    add("--seconds", type=seconds(may_be_0=False), default=3.0, metavar="X", help=text)
+    add("--seconds", type=positive, default=3.0, metavar="X", help=text)
     add("--out", default="trace.json", metavar="FILE", help="to write (default: %(default)s)")
     add("-v", "--verbose", action="store_true", help="tell more (default: at a terminal)")
     parser.set_defaults(run=run, parser=parser)

@@ -18,10 +18,9 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import StepPlan, StepResult
+from nanovllm.engine.step import Executor, StepPlan, StepResult
 from nanovllm.errors import EngineError
-from nanovllm.executor.base import Executor
-from nanovllm.grammar.matching import BegunMasks, Grammars, Matcher
+from nanovllm.grammar.matching import Grammars
 from nanovllm.pending import Pending
 
 MAX_RECORDED = 1024  # steps, and ended sequences
@@ -56,7 +55,6 @@ class EngineCore:
         # The newest steps and ended sequences; a snapshot takes them.
         self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
         self.ended: deque[SequenceEnd] = deque(maxlen=MAX_RECORDED)
-        self._masks: BegunMasks | None = None
         self._failure: str | None = None
 
     @property
@@ -88,15 +86,13 @@ class EngineCore:
         self.raise_if_failed()
         try:
             begin = perf_counter()
-            self._send_masks()
             plan = self.scheduler.schedule()
             scheduled = perf_counter()
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan), scheduled))
                 if len(self._in_flight) == 1:
-                    self._begin_masks()
+                    self._send_masks()
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
-                self._send_masks()
                 return self._collect(begin, scheduled)
             if plan is not None:
                 now = perf_counter()
@@ -124,10 +120,7 @@ class EngineCore:
             self.scheduler.finish(seq, reason)
         else:  # its counts may be half-way through a step
             seq.finish_reason = seq.finish_reason or reason
-        ending = self._leave(seq)
-        if not self._sequences and self._failure is None:
-            self._send_masks()  # or workers would wait for them until there is another request
-        return ending
+        return self._leave(seq)
 
     def raise_if_failed(self) -> None:
         if self._failure is not None:
@@ -159,7 +152,7 @@ class EngineCore:
     def _commit(self, plan: StepPlan, result: StepResult) -> CoreStep:
         updated = self.scheduler.commit(plan, result)
         if self._in_flight:
-            self._begin_masks()
+            self._send_masks()
         streaming = [
             seq
             for seq in updated
@@ -181,29 +174,20 @@ class EngineCore:
         for plan, pending, _ in self._in_flight:
             if len(plan.masked_rows):  # such a step does not end before it is sampled
                 assert self.grammars is not None
-                matchers: list[Matcher | None] = [None] * len(plan.masked_rows)
-                begun = self.grammars.begin(matchers, self.executor.mask_memory)
-                self.executor.sample(self.grammars.finish(begun)[0])
+                ended = [None] * len(plan.masked_rows)
+                self.executor.sample(self.grammars.masks(ended, self.executor.mask_memory)[0])
             pending.result()
         self._in_flight.clear()
         self.scheduler.drop_in_flight()
         return CoreStep([], [], [])
 
-    def _begin_masks(self) -> None:
-        """Compute the masks of the oldest step in flight: all tokens before it are known by now."""
+    def _send_masks(self) -> None:
+        """Let the oldest step in flight be sampled: all tokens before it are known by now."""
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
             assert self.grammars is not None
             matchers = self.scheduler.matchers(plan)
-            self._masks = self.grammars.begin(matchers, self.executor.mask_memory)
-
-    def _send_masks(self) -> None:
-        """Let that step be sampled."""
-        begun, self._masks = self._masks, None
-        if begun is not None:
-            assert self.grammars is not None
-            masks, late = self.grammars.finish(begun)
-            plan = self._in_flight[0][0]
+            masks, late = self.grammars.masks(matchers, self.executor.mask_memory)
             self.scheduler.postpone(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from nanovllm.sampling_params import SamplingParams
@@ -37,6 +38,18 @@ def decode_whole(tokenizer: Decodes, token_ids: list[int], params: SamplingParam
         detokenizer.push(token_id)
     detokenizer.finish()
     return detokenizer.text
+
+
+def num_held(text: str, markers: Iterable[str]) -> int:
+    """Length of the longest suffix that begins one of the markers and must be held back."""
+    longest = 0
+    for marker in markers:
+        start = max(len(text) - len(marker), 0)
+        while (start := text.find(marker[0], start)) >= 0 and not marker.startswith(text[start:]):
+            start += 1
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest
 
 
 class Detokenizer:
@@ -79,7 +92,7 @@ class Detokenizer:
 
     def take(self) -> str:
         """Return the text not taken yet, less what may prove to be the start of a stop string."""
-        end = len(self.text) - self._num_held()
+        end = len(self.text) - num_held(self.text, self._stops)
         piece = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)
         return piece
@@ -122,13 +135,3 @@ class Detokenizer:
 
     def _find(self, stop: str) -> int:
         return self.text.find(stop, max(self._search_from, self._min_end - len(stop) + 1))
-
-    def _num_held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        lengths = (
-            size
-            for stop in self._stops
-            for size in range(min(len(stop) - 1, len(self.text)), 0, -1)
-            if self.text.endswith(stop[:size])
-        )
-        return max(lengths, default=0)

@@ -1,18 +1,69 @@
-"""Log-probabilities as answers have them: by token id, with the text of every token."""
+"""Log-probabilities: packed as steps bring them, and by token id as outputs have them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
+import numpy.typing as npt
 
-from nanovllm.engine.packed_logprobs import PAIR_BYTES, RANK_BYTES, entry_bytes
 from nanovllm.engine.request import TokenLogprobs
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import IntColumn, StepPlan, StepResult, num_scored
 from nanovllm.outputs import Logprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# An entry, of one position, is a rank and pairs of a token id and a logprob, each number 4 bytes.
+# The rank and the first pair are of its own token, the others of the likeliest ones. There are as
+# many entries as tokens: as objects of Python they took longer than a step does on a device.
+RANK_BYTES, PAIR_BYTES = 4, 8
+
+
+def pack_logprobs(
+    ids: IntColumn, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
+) -> abc.Iterator[TokenLogprobs]:
+    """Yield an entry for each row of ids and logprobs [rows, 1 + the likeliest]."""
+    assert logprobs is not None
+    assert ranks is not None
+    pairs = np.stack((ids, logprobs.view(np.int32)), 2).reshape(len(ids), -1)
+    packed = np.concatenate((ranks[:, None], pairs), 1, dtype=np.int32)
+    data, width = packed.tobytes(), 4 * packed.shape[1]
+    return (data[start : start + width] for start in range(0, len(data), width))
+
+
+def entry_bytes(num_best: int | None) -> int:
+    """Of an entry with so many of the likeliest; a step's may have more, as others ask for them."""
+    return RANK_BYTES + PAIR_BYTES * (1 + (num_best or 0))
+
+
+def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
+    """Give the sequences that ask the log-probabilities of their newest tokens."""
+    if result.logprob_ids is None:
+        return
+    asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
+    entries = pack_logprobs(result.logprob_ids, result.logprobs, result.ranks)
+    for seq, entry in zip(asking, entries, strict=True):
+        if seq.finish_reason is None and not seq.is_dropped:
+            seq.newest_logprobs = entry[: entry_bytes(seq.request.params.logprobs)]
+
+
+def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+    """Give the sequences that ask those of the prompt tokens that this step read past."""
+    if result.prompt_ids is None:
+        return
+    entries = pack_logprobs(result.prompt_ids, result.prompt_logprobs, result.prompt_ranks)
+    spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
+    for seq, start, count in spans:
+        num_best = seq.request.params.prompt_logprobs
+        if num_best is None:
+            continue
+        for position in range(start, start + num_scored(start, count, seq.num_prompt_tokens)):
+            entry = next(entries)
+            if position == len(seq.prompt_logprobs):  # not so when it runs again after preemption
+                seq.prompt_logprobs.append(entry[: entry_bytes(num_best)])
 
 
 class TokenTexts(dict[int, str | None]):
@@ -34,13 +85,15 @@ def text_within(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     return f" {alone}" if twice == f"{alone} {alone}" else alone
 
 
-class AnswerLogprobs(Sequence[dict[int, Logprob]]):
+class AnswerLogprobs(abc.Sequence[dict[int, Logprob]]):
     """Those of every token of an answer, each made when it is looked at.
 
     Equal to a list of the same; pickled or copied, it becomes one.
     """
 
-    def __init__(self, entries: Iterable[TokenLogprobs], num_best: int, texts: TokenTexts) -> None:
+    def __init__(
+        self, entries: abc.Iterable[TokenLogprobs], num_best: int, texts: TokenTexts
+    ) -> None:
         self._data, self._num_best, self._texts = b"".join(entries), num_best, texts
         self._width = entry_bytes(num_best)
 
@@ -68,7 +121,7 @@ class AnswerLogprobs(Sequence[dict[int, Logprob]]):
         return as_dict(self._data[start : start + self._width], self._texts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return isinstance(other, abc.Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # like a list
 

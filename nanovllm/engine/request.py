@@ -46,7 +46,7 @@ def check_length(request: Request, max_len: int) -> None:
         )
 
 
-TokenLogprobs = bytes  # of one position, as `engine/packed_logprobs.py` lays them out
+TokenLogprobs = bytes  # of one position, as `engine/logprobs.py` lays them out
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.packed_logprobs import add_logprobs, add_prompt_logprobs
+from nanovllm.engine.logprobs import add_logprobs, add_prompt_logprobs
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
-from nanovllm.engine.sequence import NO_SLOT, Sequence
+from nanovllm.engine.sequence import NO_SLOT, Sequence, Waiting
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
-from nanovllm.engine.waiting import Waiting
 from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
 

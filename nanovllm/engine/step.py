@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.pending import Pending
 from nanovllm.sampling_params import SamplingParams
 
 IntColumn = npt.NDArray[np.int32]
@@ -108,3 +109,25 @@ class ExecutorInfo:
     device: str  # "cpu" or "cuda"
     dtype: str
     device_name: str = "unknown"  # what its maker calls it
+
+
+class Executor(Protocol):
+    """Runs plans in the order they are submitted."""
+
+    def start(self) -> ExecutorInfo:
+        """Build the workers and say what they found."""
+
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        """Launch a step without waiting for it; with masked rows it is not sampled yet."""
+
+    def sample(self, masks: IntColumn) -> None:
+        """Sample the plan submitted last, given a mask for each of its masked rows."""
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        """Return memory for masks; `sample` has read it once the step's result is there."""
+
+    def capture_one(self) -> bool:
+        """While idle: capture a graph that later requests may replay; False if none is missing."""
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing."""

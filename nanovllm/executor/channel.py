@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from queue import SimpleQueue
 from typing import Protocol
 
 from nanovllm.executor.codec import Section
@@ -53,14 +54,12 @@ class Link(Protocol):
 class Channel:
     """One end. Any thread may send, one receives; the other end's death ends both."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, timeout: float = 0.0) -> None:
+        """Treat the other end as gone when no byte comes for `timeout` seconds within a message."""
         self._socket = connection
         self._sending = threading.Lock()
-
-    def set_receive_timeout(self, seconds: float) -> None:
-        """Treat the other end as gone when it stops for this long within a message."""
-        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))  # zero: none
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def send(self, packed: bytes) -> None:
         """Wait until the message is on its way; raises OSError when nobody is there."""
@@ -94,3 +93,17 @@ class Channel:
                 return None
             left = left[num_read:]
         return data
+
+
+class QueueLink:
+    """A child's end where messages go through queues of its own process."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self.outbox: SimpleQueue[bytes] = SimpleQueue()
+
+    def send(self, packed: bytes) -> None:
+        self.outbox.put(packed)
+
+    def receive(self) -> Message | None:
+        return self.inbox.get()

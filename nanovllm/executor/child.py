@@ -26,23 +26,27 @@ PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class StepTimer:
-    """Start time of the step that runs, for the heartbeats."""
+    """Times the steps that run, one in each thread, for the heartbeats."""
 
     def __init__(self) -> None:
-        self._start: float | None = None
+        self._starts: dict[int, float] = {}  # by thread
 
     def __enter__(self) -> None:
-        self._start = time.monotonic()
+        self._starts[threading.get_ident()] = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self._start = None
+        del self._starts[threading.get_ident()]
 
-    def seconds(self) -> float:
-        start = self._start
-        return 0.0 if start is None else time.monotonic() - start
+    def heartbeat(self) -> bytes:
+        """Return a message with the seconds since the oldest step began."""
+        now = time.monotonic()
+        return pack(Kind.HEARTBEAT, [struct.pack("<d", now - min([now, *self._starts.values()]))])
 
 
-def run_child(fd: int, parent_pid: int, serve: Callable[[Channel, StepTimer], None]) -> None:
+Serve = Callable[[Link, StepTimer], None]
+
+
+def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     """Serve the parent at the other end of a socket, and end."""
     os.set_inheritable(fd, False)  # or a child of this process could hide its death
     _continue_without_parent()
@@ -50,6 +54,7 @@ def run_child(fd: int, parent_pid: int, serve: Callable[[Channel, StepTimer], No
     timer = StepTimer()
     args = channel, parent_pid, timer
     threading.Thread(target=_send_heartbeats, args=args, daemon=True).start()
+    forward_logs(channel, log_level)
     with reporting(channel):
         serve(channel, timer)
     os._exit(0)
@@ -71,26 +76,30 @@ def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> Non
     # A process forked from the parent may keep that end open, hence the check of the parent's id.
     with suppress(OSError):
         while os.getppid() == parent_pid and not poll.poll(1000):
-            channel.send(pack(Kind.HEARTBEAT, [struct.pack("<d", timer.seconds())]))
+            channel.send(timer.heartbeat())
     os._exit(1)
 
 
 @contextmanager
-def reporting(channel: Link) -> Iterator[None]:
-    """Let the parent know of an error, and end; others may wait for this process in vain."""
+def reporting(link: Link) -> Iterator[None]:
+    """Report an error to the parent and end the process: others may wait for it in vain."""
     try:
         yield
     except BaseException as error:
         try:
-            report = {
-                "type": type(error).__name__,
-                "message": str(error),
-                "traceback": traceback.format_exc(),
-                "time": time.monotonic(),  # the same clock for all processes
-            }
-            channel.send(pack(Kind.ERROR, [json.dumps(report).encode()]))
+            report(link, error)
         finally:  # whatever else fails, nobody may wait for it
             os._exit(1)
+
+
+def report(link: Link, error: BaseException) -> None:
+    fields = {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.monotonic(),  # the same clock for all processes
+    }
+    link.send(pack(Kind.ERROR, [json.dumps(fields).encode()]))
 
 
 def forward_logs(channel: Link, level: int) -> None:

@@ -3,25 +3,62 @@
 from __future__ import annotations
 
 import logging
-import math
 import pickle
+import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import TimeoutError
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.choose import check_num_ranks
+from nanovllm.distributed.store import HOST, host_store
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.executor.codec import encode_plan
-from nanovllm.executor.rank import build_worker
-from nanovllm.executor.worker_main import RankWorker, WorkerTask
-from nanovllm.executor.worker_processes import Reply, WorkerProcesses, Workers
+from nanovllm.executor.channel import Kind, pack
+from nanovllm.executor.codec import Section, encode_plan
+from nanovllm.executor.supervisor import ChildProcesses, Children, Failure, Supervisor
+from nanovllm.executor.worker_main import RankWorker, Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
 
-WAIT_SECONDS = 0.25  # after which a pause of this process is noticed
+Reply = Future[bytearray]
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Workers that were just started, and where they meet."""
+
+    children: Children
+    site: Site
+    store: object = None  # of their rendezvous, which lasts as long as it is held
+
+
+def start_processes(config: EngineConfig) -> Workers:
+    """Start workers on this machine."""
+    num_ranks = config.tensor_parallel_size
+    check_num_ranks(config.device, num_ranks)
+    store = host_store()
+    children = ChildProcesses(
+        "nanovllm.executor.worker_main",
+        [worker_name(rank, num_ranks) for rank in range(num_ranks)],
+        [(log_level(rank), rank) for rank in range(num_ranks)],
+    )
+    num_threads = max(torch.get_num_threads() // num_ranks, 1)
+    return Workers(children, Site(HOST, store.port, num_threads), store)
+
+
+def worker_name(rank: int, num_ranks: int) -> str:
+    return f"worker {rank} of {num_ranks}"
+
+
+def log_level(rank: int) -> int:
+    """Ranks after the first would mostly repeat its messages."""
+    level = logging.getLogger("nanovllm").getEffectiveLevel()
+    return level if rank == 0 else max(level, logging.WARNING)
 
 
 class MultiprocExecutor:
@@ -33,51 +70,45 @@ class MultiprocExecutor:
         model_config: ModelConfig,
         checkpoint: Checkpoint,
         build_worker: Callable[[WorkerTask, int], RankWorker] = build_worker,
-        workers: Workers | None = None,  # None: processes of this machine
+        start_workers: Callable[[EngineConfig], Workers] = start_processes,
     ) -> None:
-        self._step_timeout = config.step_timeout
-        self._workers: Workers = (
-            WorkerProcesses(config.step_timeout) if workers is None else workers
-        )
-        self._workers.check_room(config.device, config.tensor_parallel_size)
-        self._num_ranks = config.tensor_parallel_size
-        self._task = partial(
-            WorkerTask,
-            config,
-            model_config,
-            checkpoint,
-            log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
-            build_worker=build_worker,
-        )
-        weakref.finalize(self, self._workers.close)  # when it is dropped, or the interpreter exits
+        self._config, self._model_config, self._checkpoint = config, model_config, checkpoint
+        self._build_worker, self._start_workers = build_worker, start_workers
+        self._replies = Replies(config.tensor_parallel_size)
+        self.supervisor: Supervisor | None = None  # before the start
+        self._workers: Workers | None = None
 
     def start(self) -> ExecutorInfo:
+        self._workers = self._start_workers(self._config)
+        self.supervisor = Supervisor(
+            self._workers.children,
+            self._replies.on_reply,
+            self._replies.on_failure,
+            self._config.step_timeout,
+        )
+        weakref.finalize(self, self.supervisor.close)  # when it is dropped, or Python exits
         try:
-            task = self._task(site=self._workers.spawn(self._num_ranks))
-            replies = self._workers.send([pickle.dumps(task)], self._num_ranks)
-            infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in replies]
+            task = WorkerTask(
+                self._config,
+                self._model_config,
+                self._checkpoint,
+                self._workers.site,
+                self._build_worker,
+            )
+            awaited = self._send([pickle.dumps(task)], self._config.tensor_parallel_size)
+            infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in awaited]
         except BaseException:  # Ctrl-C while the model loads
             self.close()
             raise
+        self.supervisor.is_armed = True
         return infos[0]  # they agreed
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        self._workers.raise_if_failed()
-        (reply,) = self._workers.send(encode_plan(plan))
-        return Pending(lambda: self._result(reply))
-
-    def _result(self, reply: Reply) -> StepResult:
-        try:
-            message = wait_for(reply, self._step_timeout)
-        except TimeoutError:
-            limit = self._step_timeout
-            self._workers.fail(f"no worker returned from a step for {limit:g} s: one of them hangs")
-            message = reply.result()  # raises
-        result: StepResult = pickle.loads(message)
-        return result
+        (reply,) = self._send(encode_plan(plan))
+        return Pending(lambda: pickle.loads(reply.result()))
 
     def sample(self, masks: IntColumn) -> None:
-        self._workers.send([masks.data], num_replies=0)
+        self._send([masks.data], num_replies=0)
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)
@@ -86,14 +117,42 @@ class MultiprocExecutor:
         return False  # workers captured all of them at their start
 
     def close(self) -> None:
-        self._workers.close()
+        if self.supervisor is not None:
+            self.supervisor.close()
+        self._workers = None  # a traceback may keep this object, and must not keep the store
+
+    def _send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
+        """Send all workers the same; the first ranks will reply."""
+        assert self.supervisor is not None, "used before its start"
+        replies = self._replies.expect(num_replies)
+        self.supervisor.send(pack(Kind.TASK, sections))
+        return replies
 
 
-def wait_for(reply: Reply, seconds: float) -> bytearray:
-    """Wait for a reply, with 0 seconds for ever; a pause of this process counts as one wait."""
-    for _ in range(math.ceil(seconds / WAIT_SECONDS)):
-        try:
-            return reply.result(WAIT_SECONDS)
-        except TimeoutError:
-            pass
-    return reply.result(WAIT_SECONDS if seconds else None)
+class Replies:
+    """Replies that workers owe, in the order of the messages that they answer."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._awaited: list[deque[Reply]] = [deque() for _ in range(num_ranks)]
+        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+
+    def expect(self, num_replies: int) -> list[Reply]:
+        """Expect a reply of each of the first ranks."""
+        replies = [Reply() for _ in range(num_replies)]
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure.error()
+            for awaited, reply in zip(self._awaited, replies, strict=False):
+                awaited.append(reply)
+        return replies
+
+    def on_reply(self, rank: int, body: bytearray) -> None:
+        self._awaited[rank].popleft().set_result(body)
+
+    def on_failure(self, failure: Failure) -> None:
+        with self._lock:
+            self._failure = failure
+        for awaited in self._awaited:
+            while awaited:
+                awaited.popleft().set_exception(failure.error())

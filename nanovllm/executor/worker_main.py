@@ -1,4 +1,4 @@
-"""What a worker process does: build one rank's worker, then answer plans until the engine is gone.
+"""A worker process: builds the worker of one rank, then runs plans until the engine is gone.
 
 Importing this file must stay quick: until it is done, nobody notices that the engine died.
 """
@@ -6,13 +6,12 @@ Importing this file must stay quick: until it is done, nobody notices that the e
 from __future__ import annotations
 
 import gc
-import logging
 import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -20,9 +19,12 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, Link, pack
-from nanovllm.executor.child import forward_logs, reporting, run_child
+from nanovllm.executor.child import StepTimer, reporting, run_child
 from nanovllm.executor.codec import decode_plan
 from nanovllm.pending import Pending
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.group import TPGroup
 
 
 class RankWorker(Protocol):
@@ -56,38 +58,35 @@ class WorkerTask:
     model_config: ModelConfig
     checkpoint: Checkpoint
     site: Site
-    log_level: int
     build_worker: Callable[[WorkerTask, int], RankWorker]
 
 
-def main(fd: int, parent_pid: int, rank: int) -> None:
-    run_child(fd, parent_pid, lambda channel, _: serve(rank, channel))
+def main(fd: int, parent_pid: int, log_level: int, rank: int) -> None:
+    run_child(fd, parent_pid, log_level, lambda channel, timer: serve(rank, channel, timer))
 
 
-def serve(rank: int, channel: Link) -> None:
+def serve(rank: int, link: Link, timer: StepTimer) -> None:
     """Do what the engine at the other end asks for, until it is gone."""
-    message = channel.receive()
+    message = link.receive()
     if message is None:
         return
     task: WorkerTask = pickle.loads(message.body)
-    # Ranks after the first would mostly repeat what it says.
-    level = task.log_level if rank == 0 else max(task.log_level, logging.WARNING)
-    forward_logs(channel, level)
     worker = task.build_worker(task, rank)
     info = worker.start()
     gc.collect()
     gc.freeze()  # a full collection would walk all that was imported, amid a step
-    channel.send(pack(Kind.REPLY, [pickle.dumps(info)]))
+    link.send(pack(Kind.REPLY, [pickle.dumps(info)]))
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
         # A thread of its own, so that the next step is launched while this one is waited for.
-        threading.Thread(target=_answer, args=(launched, channel), daemon=True).start()
-    while (message := channel.receive()) is not None:
+        threading.Thread(target=_answer, args=(launched, link, timer), daemon=True).start()
+    while (message := link.receive()) is not None:
         plan = decode_plan(message.body)
-        pending = worker.run(plan)
+        with timer:
+            pending = worker.run(plan)
         if len(plan.masked_rows):
-            message = channel.receive()  # what follows such a plan are its masks
+            message = link.receive()  # what follows such a plan are its masks
             if message is None:
                 return
             worker.sample(np.frombuffer(message.body, np.int32).reshape(len(plan.masked_rows), -1))
@@ -95,8 +94,35 @@ def serve(rank: int, channel: Link) -> None:
             launched.put(pending)
 
 
-def _answer(launched: SimpleQueue[Pending[StepResult]], channel: Link) -> None:
-    with reporting(channel):
+def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepTimer) -> None:
+    with reporting(link):
         while True:
-            result = pickle.dumps(launched.get().result(), pickle.HIGHEST_PROTOCOL)
-            channel.send(pack(Kind.REPLY, [result]))
+            pending = launched.get()
+            with timer:
+                result = pending.result()
+            link.send(pack(Kind.REPLY, [pickle.dumps(result, pickle.HIGHEST_PROTOCOL)]))
+
+
+def build_worker(task: WorkerTask, rank: int) -> RankWorker:
+    """Build the worker of one rank: its device, its group, its part of the model."""
+    from nanovllm.devices.choose import create_device
+    from nanovllm.worker.worker import Worker
+
+    device = create_device(task.config, join_group(task, rank))
+    return Worker(task.config, task.model_config, task.checkpoint, device)
+
+
+def join_group(task: WorkerTask, rank: int) -> TPGroup:
+    """Take the rank's share of the machine and meet the other ranks, who leave if it is dropped."""
+    import torch
+
+    from nanovllm.devices.choose import claim_device
+    from nanovllm.distributed.group import connect
+    from nanovllm.distributed.store import TIMEOUT, join_store, own_address
+
+    site, size = task.site, task.config.tensor_parallel_size
+    torch.set_num_threads(site.num_threads)
+    backend = claim_device(task.config.device, 0 if site.has_one_device else rank)
+    store = join_store(site.host, site.port)
+    address = own_address(site.host, site.port)
+    return connect(rank, size, store, backend, TIMEOUT, address)

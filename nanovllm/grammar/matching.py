@@ -7,13 +7,12 @@ i // 32 says whether token i may come next.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import os
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,13 +25,15 @@ from nanovllm.grammar.forms import grammar_text
 from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compiling
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-NUM_CACHED = 32  # grammars that are kept for requests to come
-NUM_TRIED = 4  # tokens, before a grammar is taken
-MAX_WAIT = 0.01  # seconds that a batch waits for masks; rows without one run again later
-MAX_THREADS = 4  # that compute masks: 64 rows take one of them 0.6 ms
+logger = logging.getLogger(__name__)
+
+NUM_CACHED = 32  # compiled grammars kept for later requests
+NUM_TRIED = 4  # tokens that a new grammar must be able to follow
+SLOW_MASK = 0.005  # CPU seconds of one bitmask; from then on other threads compute its grammar's
+MAX_STEP = 0.01  # CPU seconds that a step spends on bitmasks; other threads compute the rest
 # Of work, each with what it takes: a grammar that needs more is refused, or ends its answer.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms to compile
@@ -60,45 +61,33 @@ class Grammar:
         return Grammar, (self.text,)  # another process compiles it for itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Compiled:
-    """Matchers that stay at the beginning, to be copied.
+    """A matcher at the beginning, to be copied, and what is known about its grammar."""
 
-    The copies of one share a lock, so that only one thread at a time can work on them.
-    """
-
-    starts: list[LLMatcher]
+    start: LLMatcher
     first_mask: IntColumn
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # of the copies
+    is_slow: bool = False
 
 
 class Matcher:
-    """Follows the answer of one sequence. Its next mask may be on its way in another thread."""
+    """Follows the output of one sequence. Its next bitmask may be computed in another thread."""
 
+    compiled: Compiled
     inner: LLMatcher
-    start: LLMatcher  # whose copy it is
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
-        self.mask: IntColumn | None = None  # None: not asked for yet
-        self.has_own_memory = False  # for its mask, not that of the step's
-        self.job: Future[None] | None = None  # what computes it
-        self.seconds: float | None = 0.0  # what masks take; None: maybe long
-        # Whether the engine's own thread may compute its masks; None: not tried in another yet.
-        self.is_quick: bool | None = None
+        self.mask: IntColumn | None = None  # computed ahead
+        self.job: Future[None] | None = None  # computes it
 
     def begin(self, compiled: Compiled) -> None:
-        index = next(compiled.numbers) % len(compiled.starts)
-        self.start, self.mask = compiled.starts[index], compiled.first_mask
-        self.inner = self.start.deep_copy()
+        self.compiled, self.inner = compiled, compiled.start.deep_copy()
+        self.mask = compiled.first_mask
 
     @property
     def is_ready(self) -> bool:
-        return self.mask is not None and (self.job is None or self.job.done())
-
-    @property
-    def is_slow(self) -> bool:
-        return self.seconds is not None and self.seconds > MAX_WAIT
+        return self.job is None or self.job.done()
 
     def finishes(self, token_id: int) -> bool:
         """Follow a token that is no stop token; True when nothing can come after it."""
@@ -111,30 +100,15 @@ Allocate = Callable[[int, int], IntColumn]  # of rows and words
 
 
 @dataclass(frozen=True, slots=True)
-class BegunMasks:
-    masks: IntColumn  # [masked rows, words]
-    rows: list[tuple[int, Matcher]]
-
-
-@dataclass(frozen=True, slots=True)
 class Tools:
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
     limits: LLParserLimits
-    num_threads: int
     described: Mapping[str, Any]  # how another process makes the tokenizer
-    executor: LLExecutor  # computes many masks at a time, in as many threads
-    # Slow grammars have threads of their own, so that they never keep the others from one.
-    thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "nanovllm-masks")
-    )
-    slow_threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, "nanovllm-slow-masks")
-    )
 
 
 class Grammars:
-    """Compiles grammars, in any thread, and computes masks, for that of the engine."""
+    """Compiles grammars, in any thread, and computes bitmasks, for that of the engine."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._load = load
@@ -143,10 +117,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Compiled] = OrderedDict()
         self._known: OrderedDict[str, str] = OrderedDict()  # a request as JSON, its grammar's text
-        self._loading = ThreadPoolExecutor(1, "nanovllm-grammars")
+        self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for what may take long
         self._tools: Tools | None = None
-        self._memory: IntColumn | None = None  # of masks
-        self._has_late = False  # whether some are still being written there
+        self._memory: IntColumn | None = None  # of bitmasks; graphs read it where it is
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
@@ -179,80 +152,58 @@ class Grammars:
         return None if compiled is None else Grammar(text, compiled)
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
-        """Return a matcher; where the grammar came from another process it is not ready at once."""
-        matcher, compiled = Matcher(stop_token_ids), grammar.compiled
-        if compiled is None:
-            matcher.job = self._loading.submit(self._begin_later, matcher, grammar.text)
-            return matcher
-        matcher.begin(compiled)
-        if len(compiled.starts) < self._get_tools().num_threads:
-            self._loading.submit(self._add_start, compiled, grammar.text)
+        """Return a matcher, which is not ready at once if its grammar has to be compiled first."""
+        matcher = Matcher(stop_token_ids)
+        if grammar.compiled is not None:
+            matcher.begin(grammar.compiled)
+        else:
+            matcher.job = self._threads.submit(self._begin_later, matcher, grammar.text)
         return matcher
 
-    def begin(self, matchers: list[Matcher | None], allocate: Allocate) -> BegunMasks:
-        """Let a mask for each matcher be computed; None, of a sequence that ended, allows all.
+    def masks(
+        self, matchers: Sequence[Matcher | None], allocate: Allocate
+    ) -> tuple[IntColumn, list[int]]:
+        """Return the next bitmask of each matcher, and which rows are late and mean nothing yet.
 
-        The next call may use the same memory.
+        A matcher that is None belongs to a sequence that ended, and allows every token. The next
+        call may reuse the memory.
         """
-        masks = self._memory_for(len(matchers), allocate)
-        rows = [(row, each) for row, each in enumerate(matchers) if each is not None]
-        if len(rows) < len(matchers):
-            masks[[row for row, each in enumerate(matchers) if each is None]] = -1
-        quick: list[tuple[int, Matcher]] = []
-        others: list[tuple[int, Matcher]] = []
-        for row, matcher in rows:
-            if matcher.mask is not None:  # it was computed earlier
+        masks, late = self._memory_for(len(matchers), allocate), []
+        eos, address = self._get_tools().eos_token_ids, masks.ctypes.data
+        now = time.thread_time()  # busy neighbors make no grammar slow
+        end = now + MAX_STEP
+        for row, matcher in enumerate(matchers):
+            if matcher is None:
+                masks[row] = -1
+            elif matcher.mask is not None:
                 masks[row] = matcher.mask
-            else:
-                (quick if matcher.is_quick else others).append((row, matcher))
-        if others:
-            self._begin(others, masks)
-        if quick:
-            self._fill_now(quick, masks)
-        return BegunMasks(masks, rows)
-
-    def finish(self, begun: BegunMasks) -> tuple[IntColumn, list[int]]:
-        """Return the masks, and which of them are late: those mean nothing yet."""
-        masks, rows = begun.masks, begun.rows
-        jobs = {matcher.job for _, matcher in rows if matcher.job and not matcher.is_slow}
-        done = wait(jobs, MAX_WAIT).done if jobs else ()
-        eos, late = self._get_tools().eos_token_ids, []
-        for row, matcher in rows:
-            if matcher.job is None or matcher.job in done or matcher.is_ready:
-                if matcher.has_own_memory and matcher.mask is not None:
-                    masks[row] = matcher.mask
-                self._finish(matcher, masks, row, eos)
-            else:
-                matcher.seconds = None if not matcher.is_slow else matcher.seconds
-                matcher.is_quick = False  # for good: one may be slow again
+                allow_stops(matcher, masks[row], eos)
+            elif matcher.compiled.is_slow or now > end:
+                matcher.job = self._threads.submit(self._compute_ahead, matcher)
                 late.append(row)
-                self._has_late |= not matcher.has_own_memory  # until the next masks begin
+            else:
+                compute_mask(matcher, masks[row], address + row * masks.strides[0])
+                before, now = now, time.thread_time()
+                matcher.compiled.is_slow = now - before > SLOW_MASK
+                allow_stops(matcher, masks[row], eos)
         return masks, late
 
     def wait(self, matchers: list[Matcher]) -> None:
-        """Wait for the mask of one of them, but not for long."""
+        """Wait for one of the matchers, but not for long."""
         jobs = [matcher.job for matcher in matchers if matcher.job is not None]
-        wait(jobs, 10 * MAX_WAIT, FIRST_COMPLETED)
+        wait(jobs, 0.1, FIRST_COMPLETED)
 
     def close(self) -> None:
-        self._loading.shutdown(wait=False, cancel_futures=True)
-        if self._tools is not None:
-            for threads in (self._tools.thread, self._tools.slow_threads):
-                threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin_later(self, matcher: Matcher, text: str) -> None:
-        try:
-            compiled = self._compiled(text)
-            matcher.begin(compiled)
-        except BaseException:
-            matcher.mask = np.zeros(self._num_words, np.int32)  # the sequence ends by it
-            raise
-        self._loading.submit(self._add_start, compiled, text)
+        matcher.mask = np.zeros(self._num_words, np.int32)  # a failure ends the sequence
+        matcher.begin(self._compiled(text))
 
-    def _add_start(self, compiled: Compiled, text: str) -> None:
-        """Have one more, if there are threads for it; only one thread calls this."""
-        if len(compiled.starts) < self._get_tools().num_threads:
-            compiled.starts.append(run_bounded(self._parse, text))
+    def _compute_ahead(self, matcher: Matcher) -> None:
+        mask = np.empty(self._num_words, np.int32)
+        compute_mask(matcher, mask, mask.ctypes.data)
+        matcher.mask = mask
 
     def _compiled(self, text: str) -> Compiled:
         with self._lock:
@@ -269,49 +220,9 @@ class Grammars:
         return compiled
 
     def _memory_for(self, num_rows: int, allocate: Allocate) -> IntColumn:
-        """Return memory for masks; what late ones are still written to is left to them."""
-        memory = self._memory
-        if memory is None or len(memory) < num_rows or self._has_late:
-            memory = self._memory = allocate(1 << (num_rows - 1).bit_length(), self._num_words)
-        self._has_late = False
-        return memory[:num_rows]
-
-    def _fill_now(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
-        """Compute masks that were quick so far: to wake another thread takes as long as they do."""
-        start = time.perf_counter()
-        try:
-            _fill_all(self._get_tools().executor, _side_by_side(rows), masks)
-        except Exception:  # there it ends the rows, not the engine
-            self._begin(rows, masks)
-        if time.perf_counter() - start > MAX_WAIT:
-            for _, matcher in rows:
-                matcher.is_quick, matcher.seconds = False, None
-
-    def _begin(self, rows: list[tuple[int, Matcher]], masks: IntColumn) -> None:
-        """Let masks be computed: those that may take long each by itself, to see which do."""
-        tools = self._get_tools()
-        together: list[tuple[int, Matcher]] = []
-        for row, matcher in rows:
-            matcher.has_own_memory = matcher.seconds is None or matcher.is_slow
-            if matcher.has_own_memory:  # late ones keep the next step's masks where they are
-                matcher.mask = np.empty(self._num_words, np.int32)
-                matcher.job = tools.slow_threads.submit(_fill_one, matcher, matcher.mask)
-            else:
-                matcher.mask = masks[row]
-                together.append((row, matcher))
-        if together:
-            job = tools.thread.submit(_fill_all, tools.executor, _side_by_side(together), masks)
-            for _, matcher in together:
-                matcher.job = job
-                if matcher.is_quick is None:
-                    matcher.is_quick = True  # unless it is late
-
-    def _finish(self, matcher: Matcher, masks: IntColumn, row: int, eos: frozenset[int]) -> None:
-        has_failed = matcher.job is not None and matcher.job.exception() is not None
-        if has_failed or matcher.inner.is_error():
-            masks[row] = 0  # no token: the sequence ends with an error
-        elif matcher.stop_token_ids != eos:
-            _allow_stops(matcher, masks[row], eos)
+        if self._memory is None or len(self._memory) < num_rows:
+            self._memory = allocate(1 << (num_rows - 1).bit_length(), self._num_words)
+        return self._memory[:num_rows]
 
     def _compile(self, text: str) -> Compiled:
         matcher = self._parse(text)
@@ -320,7 +231,7 @@ class Grammars:
         if warnings := matcher.get_grammar_warnings():
             raise refusal("; ".join(warnings))
         first_mask, *_ = self._first_masks(matcher.deep_copy())
-        return Compiled([matcher], first_mask)
+        return Compiled(matcher, first_mask)
 
     def _parse(self, text: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -353,7 +264,7 @@ class Grammars:
         if vocabulary.tokenizer is None:
             raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
         try:
-            from llguidance import LLExecutor, LLParserLimits, LLTokenizer
+            from llguidance import LLParserLimits, LLTokenizer
         except ImportError as error:
             raise RequestError(
                 "structured_outputs need the package llguidance: pip install llguidance"
@@ -365,11 +276,10 @@ class Grammars:
             raise RequestError(
                 f"structured_outputs do not work with this model's tokenizer: {error}"
             ) from error
-        num_threads = min(max((os.cpu_count() or 1) - 1, 1), MAX_THREADS)
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
         described["eos"] = sorted(eos) or None
-        return Tools(tokenizer, eos, limits, num_threads, described, LLExecutor(num_threads))
+        return Tools(tokenizer, eos, limits, described)
 
 
 def _key(asked: Mapping[str, Any]) -> str | None:
@@ -380,35 +290,33 @@ def _key(asked: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _side_by_side(rows: list[tuple[int, Matcher]]) -> list[tuple[LLMatcher, int]]:
-    """Return matchers for the threads, which begin at different places: the copies of one, next to
-    each other, get in the way of each other least."""
-    return [(m.inner, row) for row, m in sorted(rows, key=lambda each: id(each[1].start))]
+def compute_mask(matcher: Matcher, mask: IntColumn, address: int) -> None:
+    """Write the next bitmask to its address (numpy takes microseconds to tell it).
+
+    A bitmask without any token ends the sequence with an error.
+    """
+    try:
+        matcher.inner.unsafe_compute_mask_ptr(address, mask.nbytes)
+    except Exception:  # llguidance panicked; this must not end the engine
+        logger.exception("a grammar failed")
+        mask[:] = 0
+    if matcher.inner.is_error():
+        mask[:] = 0
 
 
-def _fill_all(
-    executor: LLExecutor, matchers: list[tuple[LLMatcher, int]], masks: IntColumn
-) -> None:
-    """Fill the rows of masks, which this call keeps alive."""
-    executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-
-
-def _fill_one(matcher: Matcher, mask: IntColumn) -> None:
-    start = time.perf_counter()
-    matcher.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    matcher.seconds = time.perf_counter() - start
-
-
-def _allow_stops(matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
-    """Allow the sequence's own stop tokens where the answer may end; the model's, if ignored,
+def allow_stops(matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
+    """Allow the sequence's own stop tokens where the output may end; the model's, if ignored,
     only where it must."""
+    stops = matcher.stop_token_ids
+    if stops == eos or not mask.any():
+        return
     if not matcher.inner.is_accepting():  # then the model's are not allowed anyway
-        for token_id in matcher.stop_token_ids:
+        for token_id in stops:
             allow(mask, token_id, False)
         return
     given = mask.copy()
-    for token_id in eos | matcher.stop_token_ids:
-        allow(mask, token_id, token_id in matcher.stop_token_ids)
+    for token_id in eos | stops:
+        allow(mask, token_id, token_id in stops)
     if not mask.any():
         mask[:] = given
 

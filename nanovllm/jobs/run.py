@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import NanovllmError
-from nanovllm.jobs.answers import RowError
+from nanovllm.jobs.engine import RowError
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, windows
 
@@ -24,10 +24,27 @@ async def run_job(
 ) -> None:
     """Answer every row that is not done; an error that is not a row's own ends the job."""
     queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
-    workers = [
-        asyncio.create_task(_work(queue, ledger, answer, on_line)) for _ in range(num_at_once)
-    ]
-    tasks = [asyncio.create_task(_feed(path, ledger, queue, num_at_once)), *workers]
+
+    async def feed() -> None:
+        groups = windows(_todo(path, ledger))
+        while (window := await asyncio.to_thread(next, groups, None)) is not None:
+            for row in window:
+                await queue.put(row)
+        for _ in range(num_at_once):
+            await queue.put(None)
+
+    async def work() -> None:
+        while (row := await queue.get()) is not None:
+            try:
+                line = await answer(row)
+                _write(ledger, row, line)
+                on_line(line)
+            except RowError as error:
+                custom_id = row.custom_id if isinstance(row.custom_id, str | int) else None
+                ledger.write_error(row.index, custom_id, error.code, error.message)
+                on_line(None)
+
+    tasks = [asyncio.create_task(each()) for each in (feed, *[work] * num_at_once)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
@@ -38,17 +55,6 @@ async def run_job(
         task.result()
     if not all(ledger.is_done):
         raise _changed(path)
-
-
-async def _feed(
-    path: Path, ledger: Ledger, queue: asyncio.Queue[Row | None], num_workers: int
-) -> None:
-    groups: Iterator[list[Row]] = windows(_todo(path, ledger))
-    while (window := await asyncio.to_thread(next, groups, None)) is not None:
-        for row in window:
-            await queue.put(row)
-    for _ in range(num_workers):
-        await queue.put(None)
 
 
 def _todo(path: Path, ledger: Ledger) -> Iterator[Row]:
@@ -63,25 +69,8 @@ def _changed(path: Path) -> NanovllmError:
     return NanovllmError(f"{path} changed while its rows were answered")
 
 
-async def _work(
-    queue: asyncio.Queue[Row | None],
-    ledger: Ledger,
-    answer: Callable[[Row], Awaitable[dict[str, Any]]],
-    on_line: OnLine,
-) -> None:
-    while (row := await queue.get()) is not None:
-        try:
-            line = await answer(row)
-            ledger.write(row.index, line)
-            on_line(line)
-        except RowError as error:
-            _write_error(ledger, row, error, on_line)
-        except RecursionError:  # what could be read may be too deep to be written
-            too_deep = RowError("invalid_row", "it is nested too deeply")
-            _write_error(ledger, row, too_deep, on_line)
-
-
-def _write_error(ledger: Ledger, row: Row, error: RowError, on_line: OnLine) -> None:
-    custom_id = None if isinstance(row.custom_id, dict | list) else row.custom_id
-    ledger.write_error(row.index, custom_id, error.code, error.message)
-    on_line(None)
+def _write(ledger: Ledger, row: Row, line: dict[str, Any]) -> None:
+    try:
+        ledger.write(row.index, line)
+    except (ValueError, RecursionError) as error:  # NaN, or nested too deeply
+        raise RowError("invalid_row", f"it cannot be written as JSON: {error}") from error

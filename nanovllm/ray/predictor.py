@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from nanovllm.engine_options import engine_config
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.jobs.answers import RowError
-from nanovllm.jobs.engine import RowEngine, RowOptions
+from nanovllm.jobs.engine import RowEngine, RowError, RowOptions
 from nanovllm.jobs.rows import Row
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_records import ChatRequest, CompletionRequest
@@ -69,9 +68,9 @@ class Predictor:
         except ApiError as error:
             raise ConfigError(f"sampling: {error}") from error
         server = ServerOptions(
-            model_names=(str(model),),
+            served_model_name=(str(model),),
             chat_template=chat_template,
-            tool_parser=tool_call_parser,
+            tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
         )
         config = engine_config(model, options)

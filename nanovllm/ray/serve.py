@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import parse
-from nanovllm.cli.serve import as_arguments, engine_config, server_options
+from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import ConfigError
@@ -65,8 +65,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
     named = {"model": options} if isinstance(options, str) else dict(options)
     num_cpus = float(named.pop("num_cpus", 1))
     scaling = {name: named.pop(name) for name in AutoscalingConfig.model_fields if name in named}
-    arguments = _arguments(named)
-    config = engine_config(_parse(arguments))
+    config = engine_config(_parse(named))
     engine = serve.deployment(Engine).options(
         autoscaling_config=_autoscaling(scaling, config),
         ray_actor_options={
@@ -85,7 +84,7 @@ def build_app(options: str | Mapping[str, Any]) -> serve.Application:
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         max_ongoing_requests=MAX_REQUESTS, ray_actor_options={"runtime_env": ONE_LOOP}
     )
-    return ingress.bind(engine.bind(config), arguments)
+    return ingress.bind(engine.bind(config), named)
 
 
 class Engine:
@@ -146,8 +145,8 @@ class Engine:
 class Ingress:
     """A replica: the HTTP application of `nanovllm serve`."""
 
-    def __init__(self, engines: DeploymentHandle, arguments: list[str]) -> None:
-        self._engines, self._args = engines, _parse(arguments)
+    def __init__(self, engines: DeploymentHandle, options: dict[str, Any]) -> None:
+        self._engines, self._args = engines, _parse(options)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Make the application, once there is an engine; Serve calls this."""
@@ -173,23 +172,16 @@ class Ingress:
         return without_prefix
 
 
-def _arguments(named: dict[str, Any]) -> list[str]:
+def _parse(named: dict[str, Any]) -> Namespace:
     refused = [name for name in named if name.replace("-", "_") in SERVES_OWN]
     if refused:
         raise ConfigError(f"{refused[0]} is not an option here: that is for Ray Serve to do")
-    # `serve run` hands on texts.
-    booleans = {"true": True, "false": False}
-    return as_arguments(
-        {name: booleans.get(value, value) if isinstance(value, str) else value
-         for name, value in named.items()}
-    )  # fmt: skip
-
-
-def _parse(arguments: list[str]) -> Namespace:
+    booleans = {"true": True, "false": False}  # `serve run` hands on texts
+    options = {k: booleans.get(v, v) if isinstance(v, str) else v for k, v in named.items()}
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return parse(["serve", *arguments])
+            return parse(["serve"], options)
     except SystemExit:
         raise ConfigError(complaint.getvalue().strip().rsplit("\n", 1)[-1]) from None
 

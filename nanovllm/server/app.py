@@ -138,7 +138,7 @@ def _model_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        names = service.options.model_names
+        names = service.options.served_model_name
         data = [describe(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": data, "has_more": False, **ends})

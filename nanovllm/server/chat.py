@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from nanovllm.engine.detokenizer import num_held
 from nanovllm.engine.front import check_text
 from nanovllm.errors import GrammarError
 from nanovllm.server.chat_prompt import render_chat
 from nanovllm.server.errors import about
 from nanovllm.server.generation import Job, Update, generate
 from nanovllm.server.openai_records import ChatRequest
-from nanovllm.server.parsing.events import Event
 from nanovllm.server.parsing.parser import OutputParser
 from nanovllm.server.parsing.tools import Tool
 from nanovllm.server.service import Service
@@ -37,15 +37,6 @@ class Chat:
     job: Job
     new_parser: Callable[[], OutputParser]
     hidden: Mapping[int, str]  # special tokens whose text is not shown
-
-
-@dataclass(frozen=True, slots=True)
-class ChatUpdate:
-    """What is new of one choice, and what its text means."""
-
-    update: Update
-    events: list[Event]
-    num_reasoning_tokens: int  # 0 before the last update
 
 
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
@@ -95,62 +86,58 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
     return Chat(job, new_parser, hidden)
 
 
-async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[ChatUpdate, None]:
-    """Answer a conversation; what a parser holds back comes with a later update."""
-    parsers = [chat.new_parser() for _ in range(chat.job.num_choices)]
-    shown = [_Shown(chat.hidden) for _ in parsers]
-    thoughts = [_Thought(service.reasoning_end_id) for _ in parsers]
+async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[Update, None]:
+    """Generate the completions of a chat and parse them; a parser may hold back text."""
+    choices = [_Choice(service, chat) for _ in range(chat.job.num_choices)]
     async with contextlib.aclosing(generate(service, chat.job)) as updates:
         async for update in updates:
-            parser, thought = parsers[update.choice], thoughts[update.choice]
-            events = parser.feed(shown[update.choice].feed(update))
-            thought.feed(update.token_ids)
-            num_reasoning_tokens = 0
-            if update.finish is not None:
-                events += parser.finish()
-                num_reasoning_tokens = thought.num_tokens if parser.has_reasoning else 0
-            yield ChatUpdate(update, events, num_reasoning_tokens)
+            yield choices[update.choice].parse(update)
 
 
-class _Thought:
-    """Counts the tokens of a choice up to the one that ends its reasoning, if it has any."""
+class _Choice:
+    """Parses the text of one choice, and counts its tokens up to the end of reasoning."""
 
-    def __init__(self, end_id: int | None) -> None:
-        self._end_id, self._is_over = end_id, end_id is None
-        self.num_tokens = 0
+    def __init__(self, service: Service, chat: Chat) -> None:
+        self._parser = chat.new_parser()
+        self._visible = VisibleText(chat.hidden)
+        self._end_id = service.reasoning_end_id
+        self._is_reasoning = self._end_id is not None
+        self._num_reasoning_tokens = 0
 
-    def feed(self, token_ids: Sequence[int]) -> None:
-        if not self._is_over:
-            self._is_over = self._end_id in token_ids
-            ended = token_ids.index(self._end_id) + 1 if self._is_over else len(token_ids)
-            self.num_tokens += ended
+    def parse(self, update: Update) -> Update:
+        ids, finish = update.token_ids, update.finish
+        if self._is_reasoning:
+            self._is_reasoning = self._end_id not in ids
+            ids = ids if self._is_reasoning else ids[: ids.index(self._end_id) + 1]
+            self._num_reasoning_tokens += len(ids)
+        events = self._parser.feed(
+            self._visible.feed(update.text, update.token_ids, finish is None)
+        )
+        if finish is None:
+            return replace(update, events=events)
+        events += self._parser.finish(is_complete=finish.reason == "stop")
+        num_tokens = self._num_reasoning_tokens if self._parser.has_reasoning else 0
+        return replace(update, events=events, num_reasoning_tokens=num_tokens)
 
 
-class _Shown:
-    """The text of a choice without that of hidden tokens, whose ids may come before their text.
+class VisibleText:
+    """Removes the text of hidden tokens, whose ids may come before their text.
 
-    A look-alike that was written with other tokens may be taken for one of them.
+    The same text written with other tokens may be taken for a hidden token.
     """
 
     def __init__(self, hidden: Mapping[int, str]) -> None:
         self._hidden = hidden
         self._due: deque[str] = deque()  # texts of hidden tokens that are yet to come
-        self._held = ""  # what may be the beginning of such a text
+        self._held = ""  # may be the beginning of such a text
 
-    def feed(self, update: Update) -> str:
-        if not self._hidden:
-            return update.text
-        self._due.extend(self._hidden[each] for each in update.token_ids if each in self._hidden)
-        text, begin, pieces = self._held + update.text, 0, []
+    def feed(self, text: str, token_ids: Sequence[int], has_more: bool) -> str:
+        self._due.extend(self._hidden[each] for each in token_ids if each in self._hidden)
+        text, begin, pieces = self._held + text, 0, []
         while self._due and (at := text.find(self._due[0], begin)) >= 0:
             pieces.append(text[begin:at])
             begin = at + len(self._due.popleft())
         rest = text[begin:]
-        num_held = 0 if update.finish else self._count_begun(rest)
-        self._held = rest[len(rest) - num_held :]
-        return "".join(pieces) + rest[: len(rest) - num_held]
-
-    def _count_begun(self, text: str) -> int:
-        """How many characters of a text's end may belong to a hidden token."""
-        due = self._due[0] if self._due else ""
-        return next((n for n in range(len(due) - 1, 0, -1) if text.endswith(due[:n])), 0)
+        end = len(rest) - (num_held(rest, tuple(self._due)[:1]) if has_more else 0)
+        self._held = rest[end:]
+        return "".join(pieces) + rest[:end]

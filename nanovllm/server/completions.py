@@ -13,10 +13,10 @@ from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.answer import Event
 from nanovllm.server.generation import Job, Logprobs, Update
+from nanovllm.server.logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.server.openai_records import CompletionRequest
 from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.service import Service
-from nanovllm.server.token_bytes import token_bytes
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16
@@ -151,22 +151,3 @@ def _best(entry: dict[int, Logprob]) -> dict[str, float]:
     for logprob in sorted(entry.values(), key=lambda each: each.rank):
         best.setdefault(logprob.decoded_token or "", logprob.logprob)
     return best
-
-
-def prompt_logprobs_by_id(
-    entries: Sequence[dict[int, Logprob] | None] | None,
-) -> list[Any] | None:
-    if entries is None:
-        return None
-    return [
-        entry
-        and {
-            str(token_id): {
-                "logprob": each.logprob,
-                "rank": each.rank,
-                "decoded_token": each.decoded_token,
-            }
-            for token_id, each in entry.items()
-        }
-        for entry in entries
-    ]

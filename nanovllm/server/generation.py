@@ -13,6 +13,7 @@ from nanovllm.errors import GrammarError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import ApiError, about
+from nanovllm.server.parsing.events import BlockEvent
 from nanovllm.server.service import Service
 
 Logprobs = Sequence[dict[int, Logprob]]
@@ -55,6 +56,8 @@ class Update:
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
     finish: Finish | None = None
+    events: Sequence[BlockEvent] = ()  # of a chat: its text, parsed
+    num_reasoning_tokens: int = 0  # counted by the last update of a chat
 
 
 class Usage:
@@ -66,9 +69,9 @@ class Usage:
         self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
 
-    def add(self, update: Update, num_reasoning_tokens: int = 0) -> None:
+    def add(self, update: Update) -> None:
         self.num_completion_tokens += len(update.token_ids)
-        self.num_reasoning_tokens += num_reasoning_tokens
+        self.num_reasoning_tokens += update.num_reasoning_tokens
         if update.finish is not None:
             self.num_cached_tokens += update.finish.num_cached_tokens
 

@@ -31,7 +31,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
-        self._keys = [key.encode() for key in options.api_keys]
+        self._keys = [key.encode() for key in options.api_key]
         self._is_local = options.is_local
         self._limit = options.limit_concurrency
         self._num_open = 0

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 from uuid import uuid4
 
 from nanovllm.server.answer import Event
-from nanovllm.server.blocks import Block, BlockEvent, Closed, Grew, Opened, blocks
-from nanovllm.server.chat import Chat, prepare_chat, prompt_of
+from nanovllm.server.chat import Chat, chat_updates, prepare_chat, prompt_of
 from nanovllm.server.errors import ApiError, to_json
 from nanovllm.server.generation import Finish, Usage
 from nanovllm.server.messages_records import CountRequest, MessagesRequest
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.server.service import Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
-# The field that a block of each kind grows by, and what the event of that is called.
-GROWTH = {
+# By kind of block: the field of a delta, and the delta's type.
+DELTAS = {
     "text": ("text", "text_delta"),
     "reasoning": ("thinking", "thinking_delta"),
-    "call": ("partial_json", "input_json_delta"),
+    "tool_call": ("partial_json", "input_json_delta"),
 }
+SIGNATURE = "unsigned"  # clients send reasoning back with one, which is not looked at
 
 
 async def answer_message(service: Service, request: MessagesRequest) -> MessageAnswer:
@@ -42,6 +42,7 @@ class MessageAnswer:
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service, self._chat = service, chat
         self._usage = Usage(chat.job.num_prompt_tokens)
+        self._content: list[Event] = []  # the blocks so far
         self._has_calls = False
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -56,38 +57,24 @@ class MessageAnswer:
             "usage": self._counts(),
         }
         begin = {"type": "message_start", "message": message}
-        async with contextlib.aclosing(
-            blocks(self._service, self._chat, self._usage)
-        ) as happenings:
-            async for happening in happenings:
+        async with contextlib.aclosing(chat_updates(self._service, self._chat)) as updates:
+            async for update in updates:
+                self._usage.add(update)
                 if begin:
                     yield begin
                     begin = {}
-                for event in self._write(happening):
-                    yield event
+                for event in update.events:
+                    for rendered in self._render(event):
+                        yield rendered
+                if update.finish is not None:
+                    delta = self._ending(update.finish)
+                    yield {"type": "message_delta", "delta": delta, "usage": self._counts()}
         yield {"type": "message_stop"}
 
     def whole(self, events: list[Event]) -> Event:
-        """Put the blocks of a stream into its message."""
-        message: Event = events[0]["message"]
-        partial = ""
-        for event in events:
-            if event["type"] == "content_block_start":
-                message["content"].append(dict(event["content_block"]))
-                partial = ""
-            elif event["type"] == "content_block_delta":
-                block, delta = message["content"][-1], dict(event["delta"])
-                kind = delta.pop("type")
-                ((name, piece),) = delta.items()
-                if kind == "input_json_delta":
-                    partial += piece
-                else:
-                    block[name] += piece
-            elif event["type"] == "content_block_stop" and partial:
-                message["content"][-1]["input"] = _as_object(partial)
-            elif event["type"] == "message_delta":
-                message |= {**event["delta"], "usage": event["usage"]}
-        return message
+        last = events[-2]
+        content = {"content": self._content}
+        return {**events[0]["message"], **content, **last["delta"], "usage": last["usage"]}
 
     def error(self, error: ApiError) -> list[Event]:
         return [error.anthropic()]
@@ -95,25 +82,29 @@ class MessageAnswer:
     def encode(self, event: Event) -> bytes:
         return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event))
 
-    def _write(self, happening: BlockEvent) -> Iterator[Event]:
-        match happening:
-            case Opened(block):
-                self._has_calls |= block.kind == "call"
-                yield self._event("start", block, content_block=_empty(block))
-            case Grew(block, piece):
-                name, kind = GROWTH[block.kind]
-                yield self._event("delta", block, delta={"type": kind, name: piece})
-            case Closed(block):
-                if block.kind == "reasoning":
-                    delta = {"type": "signature_delta", "signature": _signature(block.text)}
-                    yield self._event("delta", block, delta=delta)
-                yield self._event("stop", block)
-            case Finish():
-                delta = self._ending(happening)
-                yield {"type": "message_delta", "delta": delta, "usage": self._counts()}
-
-    def _event(self, what: str, block: Block, **fields: Any) -> Event:
-        return {"type": f"content_block_{what}", "index": block.index, **fields}
+    def _render(self, event: BlockEvent) -> Iterator[Event]:
+        """Write an event in Anthropic's form, and add it to the whole message."""
+        index = event.index
+        match event:
+            case BlockStart():
+                self._has_calls |= event.kind == "tool_call"
+                block = _empty(event)
+                self._content.append(dict(block))
+                yield {"type": "content_block_start", "index": index, "content_block": block}
+            case BlockDelta(kind=kind, text=text):
+                name, delta = DELTAS[kind]
+                self._content[-1][name] = self._content[-1].get(name, "") + text
+                delta = {"type": delta, name: text}
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+            case BlockStop(kind=kind):
+                block = self._content[-1]
+                if kind == "tool_call":
+                    block["input"] = _as_object(block.pop("partial_json", ""))
+                elif kind == "reasoning":
+                    block["signature"] = SIGNATURE
+                    delta = {"type": "signature_delta", "signature": SIGNATURE}
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
+                yield {"type": "content_block_stop", "index": index}
 
     def _ending(self, finish: Finish) -> dict[str, Any]:
         reason = STOP_REASONS[finish.reason]
@@ -130,17 +121,12 @@ class MessageAnswer:
         }
 
 
-def _empty(block: Block) -> dict[str, Any]:
-    if block.kind == "call":
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+def _empty(block: BlockStart) -> dict[str, Any]:
+    if block.kind == "tool_call":
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def _signature(text: str) -> str:
-    """Clients send thoughts back with one; it is not looked at."""
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 def _as_object(text: str) -> Any:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 from nanovllm.server.answer import Event
-from nanovllm.server.blocks import Block, BlockEvent, Closed, Grew, Opened, TokenLogprobs, blocks
-from nanovllm.server.chat import Chat, prepare_chat
-from nanovllm.server.chat_completions import logprob_entries
+from nanovllm.server.chat import Chat, chat_updates, prepare_chat
 from nanovllm.server.errors import ApiError, to_json
-from nanovllm.server.generation import Finish, Usage
+from nanovllm.server.generation import Finish, Update, Usage
+from nanovllm.server.logprobs import TokenLogprobs, covering, logprob_entries
+from nanovllm.server.parsing.events import BlockDelta, BlockStart, BlockStop, Kind
 from nanovllm.server.responses_records import ResponsesRequest
 from nanovllm.server.service import Service
 
-GROWTH = {
-    "text": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "call": "response.function_call_arguments",
+# By kind of item: the prefix of its id, and the names of its content's events.
+ITEM_IDS = {"text": "msg_", "reasoning": "rs_", "tool_call": "fc_"}
+CONTENT = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "tool_call": "function_call_arguments",
 }
-PARTS = {"text": "output_text", "reasoning": "reasoning_text"}
 
 
 async def answer_response(service: Service, request: ResponsesRequest) -> ResponseAnswer:
@@ -33,13 +34,33 @@ async def answer_response(service: Service, request: ResponsesRequest) -> Respon
     return ResponseAnswer(service, chat, request)
 
 
+@dataclass(slots=True)
+class Item:
+    """An item of the output, as far as it has come."""
+
+    index: int
+    kind: Kind
+    id: str
+    call_id: str
+    name: str
+    text: str = ""  # of a call, its arguments
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of a text, if asked for
+
+    @property
+    def place(self) -> dict[str, Any]:
+        place = {"item_id": self.id, "output_index": self.index}
+        return place if self.kind == "tool_call" else {**place, "content_index": 0}
+
+
 class ResponseAnswer:
     end = b""
 
     def __init__(self, service: Service, chat: Chat, request: ResponsesRequest) -> None:
         self._service, self._chat = service, chat
         self._usage = Usage(chat.job.num_prompt_tokens)
-        self._output: list[Event] = []  # the items so far
+        self._items: list[Item] = []
+        self._output: list[Event] = []  # the finished items
+        self._tokens: list[TokenLogprobs] = []  # whose text has not come yet
         self._num_events = 0
         self._num_best = request.top_logprobs or 0
         self.is_large = request.has_logprobs  # the last events repeat those of all tokens
@@ -77,17 +98,16 @@ class ResponseAnswer:
             self._response["text"] = {"format": _dumped(request.text.format)}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        has_begun = False
-        async with contextlib.aclosing(
-            blocks(self._service, self._chat, self._usage)
-        ) as happenings:
-            async for happening in happenings:
-                if not has_begun:
-                    has_begun = True
+        async with contextlib.aclosing(chat_updates(self._service, self._chat)) as updates:
+            async for update in updates:
+                self._usage.add(update)
+                if not self._num_events:
                     yield self._event("response.created", response=self._snapshot())
                     yield self._event("response.in_progress", response=self._snapshot())
-                for event in self._write(happening):
+                for event in self._render(update):
                     yield event
+                if update.finish is not None:
+                    yield self._finish(update.finish)
 
     def whole(self, events: list[Event]) -> Event:
         response: Event = events[-1]["response"]
@@ -111,58 +131,71 @@ class ResponseAnswer:
     def _snapshot(self) -> Event:
         return {**self._response, "output": list(self._output)}
 
-    def _write(self, happening: BlockEvent) -> Iterator[Event]:
-        match happening:
-            case Opened(block):
-                item = self._item(block, "in_progress")
-                yield self._event("response.output_item.added", output_index=block.index, item=item)
-                if block.kind != "call":
-                    yield self._part_event("added", block)
-            case Grew(block, piece, logprobs):
-                spot = self._spot(block, logprobs)
-                yield self._event(f"{GROWTH[block.kind]}.delta", **spot, delta=piece)
-            case Closed(block, is_complete):
-                name = "arguments" if block.kind == "call" else "text"
-                spot = self._spot(block, block.logprobs)
-                yield self._event(f"{GROWTH[block.kind]}.done", **spot, **{name: block.text})
-                if block.kind != "call":
-                    yield self._part_event("done", block)
-                item = self._item(block, "completed" if is_complete else "incomplete")
-                self._output.append(item)
-                yield self._event("response.output_item.done", output_index=block.index, item=item)
-            case Finish():
-                yield self._finish(happening)
+    def _render(self, update: Update) -> Iterator[Event]:
+        self._tokens += zip(update.token_ids, update.logprobs or (), strict=False)
+        # The newest tokens end where the last piece of text does.
+        pieces = [each for each in update.events if not isinstance(each, BlockStop)]
+        for event in update.events:
+            tokens: Sequence[TokenLogprobs] = self._tokens if event in pieces[-1:] else ()
+            match event:
+                case BlockStart(index, kind, call_id, name):
+                    item = Item(index, kind, ITEM_IDS[kind] + uuid4().hex, call_id, name)
+                    self._items.append(item)
+                    yield self._item_event("added", item, "in_progress")
+                    if kind != "tool_call":
+                        yield self._part_event("added", item)
+                case BlockDelta(text=text):
+                    yield self._grow(self._items[-1], text, tokens)
+                case BlockStop(is_complete=is_complete):
+                    yield from self._stop(self._items[-1], is_complete)
+        if update.events:
+            self._tokens = []
 
-    def _part_event(self, what: str, block: Block) -> Event:
-        spot = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
-        return self._event(f"response.content_part.{what}", **spot, part=self._part(block))
+    def _grow(self, item: Item, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
+        if not item.text:
+            tokens = covering(self._service.tokenizer, tokens, text)
+        item.text += text
+        item.logprobs += tokens
+        return self._content_event("delta", item, tokens, delta=text)
 
-    def _spot(self, block: Block, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Where a piece of a block goes."""
-        spot: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
-        if block.kind == "call":
-            return spot
-        spot["content_index"] = 0
-        return spot | (self._logprobs(logprobs) if block.kind == "text" else {})
+    def _stop(self, item: Item, is_complete: bool) -> Iterator[Event]:
+        name = "arguments" if item.kind == "tool_call" else "text"
+        yield self._content_event("done", item, item.logprobs, **{name: item.text})
+        if item.kind != "tool_call":
+            yield self._part_event("done", item)
+        event = self._item_event("done", item, "completed" if is_complete else "incomplete")
+        self._output.append(event["item"])
+        yield event
 
-    def _part(self, block: Block) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text}
-        is_text = block.kind == "text"
-        return part | ({"annotations": [], **self._logprobs(block.logprobs)} if is_text else {})
+    def _content_event(
+        self, what: str, item: Item, tokens: Sequence[TokenLogprobs], **fields: Any
+    ) -> Event:
+        logprobs = self._logprobs(tokens) if item.kind == "text" else {}
+        name = f"response.{CONTENT[item.kind]}.{what}"
+        return self._event(name, **item.place, **logprobs, **fields)
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        tokenizer = self._service.tokenizer
-        return {"logprobs": logprob_entries(tokenizer, logprobs, self._num_best)}
+    def _part_event(self, what: str, item: Item) -> Event:
+        return self._event(f"response.content_part.{what}", **item.place, part=self._part(item))
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": _item_id(block), "status": status}
-        if block.kind == "call":
-            called = {"call_id": block.id, "name": block.name, "arguments": block.text}
-            return {**item, "type": "function_call", **called}
-        content = [self._part(block)] if status != "in_progress" else []
-        if block.kind == "reasoning":
-            return {**item, "type": "reasoning", "summary": [], "content": content}
-        return {**item, "type": "message", "role": "assistant", "content": content}
+    def _item_event(self, what: str, item: Item, status: str) -> Event:
+        fields: dict[str, Any] = {"id": item.id, "status": status}
+        content = [self._part(item)] if item.kind != "tool_call" and status != "in_progress" else []
+        if item.kind == "tool_call":
+            called = {"call_id": item.call_id, "name": item.name, "arguments": item.text}
+            fields |= {"type": "function_call", **called}
+        elif item.kind == "reasoning":
+            fields |= {"type": "reasoning", "summary": [], "content": content}
+        else:
+            fields |= {"type": "message", "role": "assistant", "content": content}
+        return self._event(f"response.output_item.{what}", output_index=item.index, item=fields)
+
+    def _part(self, item: Item) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": CONTENT[item.kind], "text": item.text}
+        is_text = item.kind == "text"
+        return part | ({"annotations": [], **self._logprobs(item.logprobs)} if is_text else {})
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"logprobs": logprob_entries(self._service.tokenizer, tokens, self._num_best)}
 
     def _finish(self, finish: Finish) -> Event:
         usage = self._usage
@@ -182,10 +215,6 @@ class ResponseAnswer:
         if status == "incomplete":
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         return self._event(f"response.{status}", response=self._snapshot())
-
-
-def _item_id(block: Block) -> str:
-    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
 def _dumped(record: Any) -> Any:

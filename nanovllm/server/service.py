@@ -33,7 +33,7 @@ class Service:
         template = self.chat_template or ""
         texts = template if isinstance(template, str) else "".join(template.values())
         self.template_text = texts
-        self.formats = choose_formats(texts, options.tool_parser, options.reasoning_parser)
+        self.formats = choose_formats(texts, options.tool_call_parser, options.reasoning_parser)
         tokens = self.tokenizer.added_tokens_decoder
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
         reasoning_end = self.formats.reasoning and self.formats.reasoning.end
@@ -47,7 +47,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        return self.options.model_names[0]
+        return self.options.served_model_name[0]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -56,8 +56,8 @@ class Service:
         return tokenizer
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.options.model_names:
-            known = ", ".join(self.options.model_names)
+        if name is not None and name not in self.options.served_model_name:
+            known = ", ".join(self.options.served_model_name)
             raise ApiError(
                 f"the model {name!r} does not exist; this server has {known}",
                 404,

@@ -1,31 +1,33 @@
-"""A core in another process, as its front sees it, who is told when it dies or hangs."""
+"""The front's side of an engine core that runs in a child process, or in a thread for debugging."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
-import select
 import threading
-import time
-import traceback
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import Future
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import FoundModel
 from nanovllm.engine.request import Request
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
-from nanovllm.executor.child_process import Failure, Watchdog, death, hear, start_child, stop
-from nanovllm.serving.core_records import Add, CoreReady, CoreUpdate, Finish, StartCore, Watch
-
-WAIT_SECONDS = 0.25  # after which a pause of this process is noticed
-MESSAGE_SECONDS = 3.0  # within a message: a core that stops there hangs
-CLOSED = Failure("the engine is closed; make a new one", "EngineError")
+from nanovllm.executor.child import Serve
+from nanovllm.executor.supervisor import ChildProcesses, ChildThread, Failure, Supervisor
+from nanovllm.serving.core_records import (
+    Add,
+    CoreReady,
+    CoreUpdate,
+    Finish,
+    StartCore,
+    Watch,
+)
 
 
 class CoreClient:
-    """Sending never waits for the core; what it says comes in one thread, step by step."""
+    """Updates and the failure, if any, come in the supervisor's thread."""
 
     def __init__(
         self,
@@ -33,13 +35,12 @@ class CoreClient:
         on_update: Callable[[CoreUpdate], None],
         on_failure: Callable[[NanovllmError], None],
         replica: int = 0,
+        serve: Serve | None = None,  # in a thread of this process; None: in a child process
     ) -> None:
         self._on_update = on_update
         self._on_failure = on_failure
-        self._failure: Failure | None = None
-        self._failing = threading.RLock()
-        self._first: SimpleQueue[FoundModel | CoreReady | None] = SimpleQueue()  # None: it failed
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.found: Future[FoundModel] = Future()
+        self.ready: Future[CoreReady] = Future()
         self._added: list[Request] = []  # not sent yet
         self._num_added_tokens = 0
         # For two steps: the second is planned while the first one runs.
@@ -47,37 +48,21 @@ class CoreClient:
         self._adding = threading.Lock()
         is_alone = config.data_parallel_size == 1
         self.name = "the engine core" if is_alone else f"engine core {replica}"
-        self._child = start_child("nanovllm.serving.core_process", self.name)
-        self._child.channel.set_receive_timeout(MESSAGE_SECONDS)
-        # Workers of several ranks have their own watchdog, which names the one that hangs.
-        timeout = config.step_timeout and config.step_timeout + 5.0
-        self._watchdog = Watchdog(self.name, self.pid, timeout, WAIT_SECONDS)
-        self._threads = [
-            threading.Thread(target=target, name="nanovllm-core", daemon=True)
-            for target in (self._receive_all, self._send_all)
-        ]
-        for thread in self._threads:
-            thread.start()
-        level = logging.getLogger("nanovllm").getEffectiveLevel()
-        self._send(StartCore(config, level, replica))
+        children: ChildProcesses | ChildThread
+        if serve is not None:
+            children, timeout = ChildThread(self.name, serve), 0.0
+        else:
+            level = logging.getLogger("nanovllm").getEffectiveLevel()
+            children = ChildProcesses("nanovllm.serving.core_process", [self.name], [[level]])
+            # Workers of several ranks have their own watchdog, which names the one that hangs.
+            timeout = config.step_timeout and config.step_timeout + 5.0
+        self.pid = children.pids[0]
+        self._supervisor = Supervisor(children, self._receive, self._fail, timeout)
+        self._send(StartCore(config, replica))
 
     @property
-    def pid(self) -> int:
-        return self._child.process.pid
-
-    def wait_until_found(self) -> FoundModel:
-        found = self._first.get()
-        if found is None:
-            raise self.failure()
-        assert isinstance(found, FoundModel)
-        return found
-
-    def wait_until_ready(self) -> CoreReady:
-        ready = self._first.get()
-        if ready is None:
-            raise self.failure()
-        assert isinstance(ready, CoreReady)
-        return ready
+    def has_failed(self) -> bool:
+        return self._supervisor.failure is not None
 
     def add(self, requests: list[Request]) -> None:
         """Take requests, which `flush` sends; enough to keep the core busy go at once, together."""
@@ -98,20 +83,9 @@ class CoreClient:
     def watch(self, is_on: bool) -> None:
         self._send(Watch(is_on))
 
-    def failure(self) -> NanovllmError:
-        assert self._failure is not None
-        return self._failure.error()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
     def close(self) -> None:
         """End the core; a second call does nothing."""
-        self._fail(CLOSED)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        self._supervisor.close()
 
     def _send_added(self) -> None:
         added, self._added, self._num_added_tokens = self._added, [], 0
@@ -120,55 +94,22 @@ class CoreClient:
 
     def _send(self, record: object) -> None:
         body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
-        self._outbox.put(pack(Kind.TASK, [body]))
+        with contextlib.suppress(NanovllmError):  # `on_failure` is told why
+            self._supervisor.send(pack(Kind.TASK, [body]))
 
-    def _send_all(self) -> None:
-        while (packed := self._outbox.get()) is not None:
-            try:
-                self._child.channel.send(packed)
-            except OSError:
-                return  # the other thread sees that end too, and finds out why
-
-    def _receive_all(self) -> None:
-        try:
-            self._listen()
-        except Exception as error:  # or whoever waits would wait for ever
-            text = f"the engine's answers cannot be read: {error!r}"
-            self._fail(Failure(text, "EngineError", traceback.format_exc()))
-        self._child.channel.close()
-
-    def _listen(self) -> None:
-        while self._failure is None:
-            start = time.monotonic()
-            ready, _, _ = select.select([self._child.channel], [], [], WAIT_SECONDS)
-            waited = time.monotonic() - start
-            failure = self._receive() if ready else self._watchdog.waited(waited)
-            if failure is not None:
-                self._fail(failure)
-
-    def _receive(self) -> Failure | None:
-        message = self._child.channel.receive()
-        if message is None:
-            return death(self._child)
-        if message.kind is not Kind.REPLY:
-            return self._watchdog.heard(message) or hear(self._child, message)
-        self._watchdog.heard(message)
-        record = pickle.loads(message.body)
+    def _receive(self, _: int, body: bytearray) -> None:
+        record = pickle.loads(body)
         if isinstance(record, CoreUpdate):
-            self._on_update(record)
+            if not self.has_failed:
+                self._on_update(record)
+        elif isinstance(record, FoundModel):
+            self.found.set_result(record)
         else:
-            self._watchdog.is_armed = isinstance(record, CoreReady)
-            self._first.put(record)
-        return None
+            self._supervisor.is_armed = True
+            self.ready.set_result(record)
 
     def _fail(self, failure: Failure) -> None:
-        """Note the first failure, tell of it, then end the process."""
-        with self._failing:
-            if self._failure is not None:
-                return
-            self._failure = failure
         self._on_failure(failure.error())
-        self._first.put(None)
-        self._first.put(None)
-        self._outbox.put(None)
-        stop([self._child.process])
+        for future in (self.found, self.ready):
+            if not future.done():
+                future.set_exception(failure.error())

@@ -6,20 +6,18 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import take_share
 from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
-from nanovllm.engine.llm_engine import find_model, start_core
 from nanovllm.engine.request import CoreStep, Ending, Request
+from nanovllm.engine.start import find_model, start_core
 from nanovllm.errors import RequestError
-from nanovllm.executor.channel import Channel, Kind, pack
-from nanovllm.executor.child import StepTimer, forward_logs, run_child
+from nanovllm.executor.channel import Kind, Link, pack
+from nanovllm.executor.child import StepTimer, run_child
 from nanovllm.serving.core_records import (
     Add,
     CoreReady,
@@ -37,34 +35,24 @@ Command = Add | Finish | Watch
 Send = Callable[[CoreUpdate], None]
 
 
-def main(fd: int, parent_pid: int) -> None:
-    run_child(fd, parent_pid, serve)
+def main(fd: int, parent_pid: int, log_level: int) -> None:
+    run_child(fd, parent_pid, log_level, serve)
 
 
-def serve(channel: Channel, timer: StepTimer) -> None:
-    message = channel.receive()
+def serve(link: Link, timer: StepTimer) -> None:
+    """Start a core and follow the commands of the front at the other end, until it is gone."""
+    message = link.receive()
     if message is None:
         return
     start: StartCore = pickle.loads(message.body)
-    forward_logs(channel, start.log_level)
 
     def send(record: object) -> None:
-        channel.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
+        link.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
 
     take_share(start.config, start.replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
-    threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
-    run_core(start.config, inbox, send, timer)
-
-
-def run_core(
-    config: EngineConfig,
-    inbox: SimpleQueue[Command | None],
-    send: Callable[[object], None],
-    timer: AbstractContextManager[object],  # entered for every step
-) -> None:
-    """Start a core and follow commands until there is a None among them."""
-    found = find_model(config)
+    threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
+    found = find_model(start.config)
     send(found)  # the front loads the tokenizer while the model is loaded here
     started = start_core(found, make_grammars(found))
     core = started.core
@@ -75,8 +63,8 @@ def run_core(
         core.executor.close()
 
 
-def _receive_all(channel: Channel, inbox: SimpleQueue[Command | None]) -> None:
-    while (message := channel.receive()) is not None:
+def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
+    while (message := link.receive()) is not None:
         inbox.put(pickle.loads(message.body))
     inbox.put(None)
 
@@ -89,7 +77,7 @@ class CoreLoop:
         core: EngineCore,
         inbox: SimpleQueue[Command | None],
         send: Send,
-        timer: AbstractContextManager[object],
+        timer: StepTimer,  # entered for every step
     ) -> None:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0

@@ -16,7 +16,6 @@ SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
 @dataclass(frozen=True, slots=True)
 class StartCore:
     config: EngineConfig
-    log_level: int
     replica: int = 0  # which one of config.data_parallel_size
 
 

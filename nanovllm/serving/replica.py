@@ -7,20 +7,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep
 from nanovllm.errors import EngineError, NanovllmError
+from nanovllm.executor.child import Serve
 from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreReady, CoreStats, CoreUpdate
 from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
 from nanovllm.serving.viewers import Viewers
-
-if TYPE_CHECKING:
-    from nanovllm.serving.core_thread import CoreThread
-
-Core: TypeAlias = "CoreClient | CoreThread"
 
 STARTED_ANEW = "it is started anew"
 GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
@@ -39,7 +34,7 @@ class Replica:
         on_step: Callable[[Replica, CoreStep], None],
         on_lost: Callable[[Replica, NanovllmError], None],
         on_back: Callable[[Replica], None],
-        make_core: Callable[..., Core] = CoreClient,
+        serve: Serve | None = None,
     ) -> None:
         self.number = number
         self.stats = CoreStats()
@@ -48,7 +43,7 @@ class Replica:
         self.viewers = Viewers(lambda is_on: self.core.watch(is_on))
         self._config, self._lock = config, lock
         self._on_step, self._on_lost, self._on_back = on_step, on_lost, on_back
-        self._make_core = make_core
+        self._serve = serve
         self._closing = threading.Event()
         self._restarts: Restarts | None = None
         self._start()
@@ -65,7 +60,7 @@ class Replica:
         return self.ready.max_len
 
     def wait_until_ready(self) -> CoreReady:
-        self.ready = self.core.wait_until_ready()
+        self.ready = self.core.ready.result()
         return self.ready
 
     def begin(self, restart_core: bool) -> None:
@@ -85,7 +80,7 @@ class Replica:
         core.close()
 
     def _start(self) -> None:
-        self.core = self._make_core(self._config, self._update, self._fail, self.number)
+        self.core = CoreClient(self._config, self._update, self._fail, self.number, self._serve)
         self._at_exit = weakref.finalize(self, _close, self._closing, self.core)
 
     def _update(self, update: CoreUpdate) -> None:
@@ -127,8 +122,7 @@ class Replica:
             self._start()
             core = self.core
         try:
-            core.wait_until_found()
-            ready = core.wait_until_ready()
+            ready = core.ready.result()
         except NanovllmError:
             return  # `_fail` was told, and sees to the next one
         with self._lock:
@@ -141,6 +135,6 @@ class Replica:
         logger.warning("%s was started anew (process %d)", core.name, core.pid)
 
 
-def _close(closing: threading.Event, core: Core) -> None:
+def _close(closing: threading.Event, core: CoreClient) -> None:
     closing.set()  # nothing takes its place
     core.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.bench.floors import (
+from benchmarks.floors import (
     ModelCost,
     Rates,
     decode_floor,
@@ -15,8 +15,8 @@ from nanovllm.bench.floors import (
     prefill_floor,
     rates_of,
 )
-from nanovllm.bench.models import model_path
-from nanovllm.bench.workloads import Workload, mixed, uniform
+from benchmarks.models import model_path
+from benchmarks.workloads import Workload, mixed, uniform
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
 

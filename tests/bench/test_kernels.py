@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.floors import model_cost
 from benchmarks.kernels.cublaslt import Algorithm, Found
 from benchmarks.kernels.library_choice import CLUSTERS, SPLITS, candidates
 from benchmarks.kernels.linear import Shape, make_weights, shapes_by_name
 from benchmarks.kernels.reading import layer_bytes
 from benchmarks.kernels.timing import defect, floor, take_turns
-from nanovllm.bench.floors import model_cost
-from nanovllm.bench.models import model_path
+from benchmarks.models import model_path
 from nanovllm.models.config_json import read_model_config
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanovllm.bench.floors import model_cost
-from nanovllm.bench.models import model_names, model_path
+from benchmarks.floors import model_cost
+from benchmarks.models import model_names, model_path
 from nanovllm.models.registry import read_config
 
 # Parameters of the published checkpoints; a tied embedding counts once.

@@ -20,7 +20,7 @@ from benchmarks.engine.trace import report, summarise
 from nanovllm.cli import build_parser
 from nanovllm.cli.options import dashed
 from nanovllm.errors import ConfigError
-from tests.bench.test_commands import CONFIG
+from tests.bench.test_steps import CONFIG
 from tests.cli.terminal_process import ROOT, run_program
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "RESULTS.md"]
@@ -37,6 +37,8 @@ def documented() -> list[str]:
     commands = re.findall(r"^part \S+ (.*)", report, re.MULTILINE)
     commands = [f"python {command}" for command in commands]
     for path in DOCUMENTS:
+        if path.name == "CHANGELOG.md":  # names what is gone, too
+            continue
         text = path.read_text()
         pieces = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
         pieces = [line for piece in pieces for line in piece.splitlines()]
@@ -51,8 +53,7 @@ def test_documented_commands_have_their_options(
 ) -> None:
     words = shlex.split(command.replace("python -m nanovllm", "nanovllm"))
     if words[0] == "nanovllm":
-        if words[2:] and "|" not in words[2]:  # the changelog names all in one
-            build_parser().parse_args(dashed(words[1:]))
+        build_parser().parse_args(dashed(words[1:]))
         return
     monkeypatch.setattr(sys, "argv", words[1:] if words[1] == "bench.py" else words[2:])
     module = bench if words[1] == "bench.py" else importlib.import_module(words[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from nanovllm.bench.workloads import mixed, shared_prefix, uniform
+from benchmarks.workloads import mixed, shared_prefix, uniform
 
 
 def test_the_usual_workload_is_nano_vllms() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("gguf")
 
+from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.models import model_path
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.errors import ConfigError
 from tests.checkpoint.hub_server import TOKEN, Files, Hub, serve

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 
 
 class FakeLLM:
     """Refuses texts with "bad" in them, the template those with "odd"; "broken" ones fail."""
 
-    def __init__(self, *texts: str, has_template: bool = True) -> None:
+    def __init__(self, *texts: str, has_template: bool = True, finish_reason: str = "stop") -> None:
         self.texts = texts
+        self.finish_reason = finish_reason
         self.num_closed = 0  # streams that ended or were left
         self.conversations: list[Any] = []  # that went through the template
         self.prompts: list[Any] = []
@@ -40,7 +41,6 @@ class FakeLLM:
         self,
         prompts: Any,
         params: SamplingParams,
-        on_step: Callable[[StepOutput], None] | None = None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Iterator[StreamPiece]:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -55,23 +55,21 @@ class FakeLLM:
                     on_refusal(index, error)
                 else:
                     accepted.append(index)
-            if on_step is not None:
-                on_step(StepOutput([], [], 4, 0))
             for index in reversed(accepted):
-                yield from self._pieces(index, on_step)
+                yield from self._pieces(index)
         finally:
             self.num_closed += 1
 
-    def _pieces(
-        self, index: int, on_step: Callable[[StepOutput], None] | None
-    ) -> Iterator[StreamPiece]:
+    def _pieces(self, index: int) -> Iterator[StreamPiece]:
         text = "".join(self.texts)
         ids = list(range(len(self.texts)))
         is_broken = "broken" in self.prompts[index]
-        end = ("error", 0, 0.1, 0.2, "logits are NaN") if is_broken else ("stop", 0, 0.1, 0.2)
+        end = (
+            ("error", 0, 0.1, 0.2, "logits are NaN")
+            if is_broken
+            else (self.finish_reason, 0, 0.1, 0.2)
+        )
         output = RequestOutput(index, None, [1, 2], text, ids, *end)
         for number, piece in enumerate(self.texts, start=1):
-            if on_step is not None:
-                on_step(StepOutput([], [], 0, 1))
             is_last = number == len(self.texts)
             yield StreamPiece(index, piece, [1], output if is_last else None, index=index)

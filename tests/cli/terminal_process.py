@@ -29,7 +29,8 @@ _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 def quiet_environment() -> dict[str, str]:
     """One thread and no network: the same on a busy machine as on an idle one."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+    return environment | {"PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers cursor position requests
 
 
 def heed_ctrl_c() -> None:
@@ -79,6 +80,11 @@ class TerminalProcess:
     def text(self) -> str:
         """What was shown, without escape sequences."""
         return _ESCAPE.sub("", self.output).replace("\r\n", "\n")
+
+    @property
+    def num_prompts(self) -> int:
+        """How many times prompt_toolkit has begun to read a line."""
+        return self.output.count("\x1b[?2004h")
 
     def send(self, text: str) -> None:
         os.write(self._master, text.encode())

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
-from nanovllm.cli.chat import _explain, answer_pipe, read_turns
-from nanovllm.cli.chat_commands import obey
+from nanovllm.cli.chat import converse, run_command, talk
 from nanovllm.cli.conversation import Conversation
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.cli.fake_llm import FakeLLM
-from tests.cli.terminal_process import TerminalProcess
 
 
-def converse(llm: FakeLLM, system: str | None = None) -> Conversation:
+def new_conversation(llm: FakeLLM, system: str | None = None) -> Conversation:
     return Conversation(llm, SamplingParams(), system)  # type: ignore[arg-type]
 
 
@@ -30,13 +31,23 @@ def ask(conversation: Conversation, question: str) -> str:
     return "".join(shown)
 
 
+def say(conversation: Conversation, lines: str) -> None:
+    """Put lines into a chat, as a pipe does."""
+    file = io.StringIO(lines)
+    converse(conversation, lambda prompt: next(file, None))
+
+
+def interrupt(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
 def roles(conversation: Conversation) -> list[str]:
     return [message["role"] for message in conversation.messages]
 
 
 def test_a_stopped_answer_stays_in_the_history() -> None:
     llm, shown = FakeLLM("one", " two", " three"), []
-    conversation = converse(llm)
+    conversation = new_conversation(llm)
 
     def show(text: str) -> None:
         shown.append(text)
@@ -51,21 +62,15 @@ def test_a_stopped_answer_stays_in_the_history() -> None:
 
 
 def test_a_question_that_was_stopped_before_its_answer_is_forgotten() -> None:
-    llm = FakeLLM("one")
-    conversation = converse(llm)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    conversation.stats.add_step = interrupt  # type: ignore[method-assign]
+    conversation = new_conversation(FakeLLM("one"))
+    conversation.stats.count = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        conversation.ask("A long one.", interrupt)
-    assert llm.num_closed == 1
+        conversation.ask("A long one.", lambda text: None)
     assert conversation.messages == []
 
 
 def test_reset_keeps_the_system_prompt_only() -> None:
-    conversation = converse(FakeLLM("yes"), system="Be brief.")
+    conversation = new_conversation(FakeLLM("yes"), system="Be brief.")
     ask(conversation, "Well?")
     assert roles(conversation) == ["system", "user", "assistant"]
     conversation.reset()
@@ -74,54 +79,47 @@ def test_reset_keeps_the_system_prompt_only() -> None:
 
 @pytest.mark.parametrize("question", ["bad", "odd"])
 def test_a_question_that_does_not_fit_leaves_no_trace(question: str) -> None:
-    conversation = converse(FakeLLM("yes"))
+    conversation = new_conversation(FakeLLM("yes"))
     with pytest.raises(RequestError):
         ask(conversation, question)
     assert conversation.messages == []
 
 
-def turns(text: str) -> list[tuple[str, bool]]:
-    lines = io.StringIO(text)
-    return [(t.text, t.is_command) for t in read_turns(lambda prompt: next(lines, None))]
+def questions(text: str) -> list[str]:
+    """What is asked when these lines are typed."""
+    conversation = new_conversation(FakeLLM("yes"))
+    say(conversation, text)
+    return [each["content"] for each in conversation.messages if each["role"] == "user"]
 
 
-def test_lines_are_turns() -> None:
-    assert turns('one\n\n  /set x \nsay "hi"\n') == [
-        ("one", False),
-        ("/set x", True),
-        ('say "hi"', False),
-    ]
+def test_lines_are_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert questions('one\n\n  /set seed 1 \nsay "hi"\n') == ["one", 'say "hi"']
+    assert capsys.readouterr().out == "yes\nyes\n"
 
 
 def test_quotes_make_one_turn_of_several_lines() -> None:
-    assert turns('"""\none\n  two\n\nexit\n"""\nnext\n') == [
-        ("one\n  two\n\nexit", False),
-        ("next", False),
-    ]
-    assert turns('"""/one line"""\n"""two\nlines"""\n') == [
-        ("/one line", False),
-        ("two\nlines", False),
-    ]
-    assert turns('"""\nno end\n') == [("no end", False)]
-    assert turns('""""""\n"""\n"""\n') == []
+    assert questions('"""\none\n  two\n\nexit\n"""\nnext\n') == ["one\n  two\n\nexit", "next"]
+    assert questions('"""/one line"""\n"""two\nlines"""\n') == ["/one line", "two\nlines"]
+    assert questions('"""\nno end\n') == ["no end"]
+    assert questions('""""""\n"""\n"""\n') == []
 
 
 @pytest.mark.parametrize("farewell", ["/exit", "/bye", "/quit", "exit", "quit", " Exit "])
 def test_farewells(farewell: str) -> None:
-    assert turns(f"one\n{farewell}\nnever\n") == [("one", False)]
+    assert questions(f"one\n{farewell}\nnever\n") == ["one"]
 
 
 def test_system_changes_the_instructions(capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = converse(FakeLLM("yes"))
-    obey("/system", conversation)
+    conversation = new_conversation(FakeLLM("yes"))
+    run_command("/system", conversation)
     assert capsys.readouterr().err == "No instructions beside the model's own.\n"
     ask(conversation, "Well?")
-    obey("/system Be brief.", conversation)
-    obey("/system Be very brief.", conversation)
+    run_command("/system Be brief.", conversation)
+    run_command("/system Be very brief.", conversation)
     assert roles(conversation) == ["system", "user", "assistant"]
-    obey("/system", conversation)
+    run_command("/system", conversation)
     assert capsys.readouterr().err == "Be very brief.\n"
-    obey("/reset", conversation)
+    run_command("/reset", conversation)
     assert conversation.messages == [{"role": "system", "content": "Be very brief."}]
 
 
@@ -143,8 +141,8 @@ def test_system_changes_the_instructions(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
     llm = FakeLLM("yes")
-    conversation = converse(llm)
-    obey(f"/set {line}", conversation)
+    conversation = new_conversation(llm)
+    run_command(f"/set {line}", conversation)
     ask(conversation, "Well?")
     assert llm.params == SamplingParams(**changes)
 
@@ -156,33 +154,34 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
         ("/set n 2", "There is no parameter n; there are temperature, "),  # one answer is shown
         ("/set logprobs 2", "There is no parameter logprobs; there are temperature, "),
         ("/set temperature hot", "temperature must be of type float, got 'hot'"),
-        ("/set temperature", "temperature must be of type float, got ''"),
+        ("/set temperature", "temperature must be of type float, got None"),
         ("/set max_tokens 0", "max_tokens must be at least 1, or 0 with prompt_logprobs, got 0"),
         ("/set stop_token_ids x", "stop_token_ids must hold items of type int"),
         ("/fly high", "There is no command /fly; /help lists them"),
-        ("/save", "/save needs the name of a file."),
-        ("/load", "/load needs the name of a file."),
-        ("/load /no/such/file", "cannot load /no/such/file: No such file or directory"),
-        ("/save /no/such/folder/file", "cannot save to /no/such/folder/file: No such file"),
+        ("/save", "cannot save to '': "),
+        ("/load", "cannot load a conversation from '': "),
+        ("/load /no/such/file", "cannot load a conversation from '/no/such/file': "),
+        ("/save /no/such/folder/file", "cannot save to '/no/such/folder/file': "),
+        ("/retry", "there is no answer to try again"),
     ],
 )
 def test_what_cannot_be_done_is_said(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    conversation = converse(FakeLLM("yes"))
+    conversation = new_conversation(FakeLLM("yes"))
     before = conversation.params
-    obey(line, conversation)
+    run_command(line, conversation)
     assert capsys.readouterr().err.startswith(message)
     assert conversation.params == before
 
 
 def test_set_and_help_show_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = converse(FakeLLM("yes"))
-    obey("/set", conversation)
+    conversation = new_conversation(FakeLLM("yes"))
+    run_command("/set", conversation)
     shown = capsys.readouterr().err
     assert "temperature         1.0\n" in shown
     assert "include_stop_str_in_output False\n" in shown
-    obey("/help", conversation)
+    run_command("/help", conversation)
     assert "/save FILE" in capsys.readouterr().err
 
 
@@ -190,11 +189,11 @@ def test_a_conversation_is_saved_and_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "chat with é.json"
-    conversation = converse(FakeLLM("yés"), system="Be brief.")
+    conversation = new_conversation(FakeLLM("yés"), system="Be brief.")
     ask(conversation, "Well?")
-    obey(f"/save {path}", conversation)
-    other = converse(FakeLLM("no"))
-    obey(f"/load {path}", other)
+    run_command(f"/save {path}", conversation)
+    other = new_conversation(FakeLLM("no"))
+    run_command(f"/load {path}", other)
     assert other.messages == conversation.messages == json.loads(path.read_text("utf-8"))
     assert other.system == "Be brief."
     assert (
@@ -203,12 +202,12 @@ def test_a_conversation_is_saved_and_loaded(
 
 
 def test_what_cannot_be_saved_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation, path = converse(FakeLLM("half: \ud800")), tmp_path / "chat.json"
-    obey(f"/save {path}\0b", conversation)
+    conversation, path = new_conversation(FakeLLM("half: \ud800")), tmp_path / "chat.json"
+    run_command(f"/save {path}\0b", conversation)
     assert "embedded null byte" in capsys.readouterr().err
     path.write_text("kept")
     ask(conversation, "Well?")
-    obey(f"/save {path}", conversation)
+    run_command(f"/save {path}", conversation)
     assert "surrogates not allowed" in capsys.readouterr().err
     assert path.read_text() == "kept"
 
@@ -234,10 +233,9 @@ class SmallContext(FakeLLM):
 @pytest.mark.parametrize("is_refusing", [False, True], ids=["no room", "refused"])
 def test_the_oldest_turns_make_room(is_refusing: bool, capsys: pytest.CaptureFixture[str]) -> None:
     llm = SmallContext(60, is_refusing)
-    conversation = converse(llm, system="S" * 10)
+    conversation = new_conversation(llm, system="S" * 10)
     for letter in "abcdef":
-        output = conversation.ask(letter * 15, lambda text: None)
-        _explain(output, conversation)
+        say(conversation, letter * 15)
     kept = [message["content"][:1] for message in conversation.messages]
     assert kept[:1] + kept[-2:] == ["S", "f", "y"]
     assert "b" not in kept
@@ -249,37 +247,31 @@ def test_the_oldest_turns_make_room(is_refusing: bool, capsys: pytest.CaptureFix
 
 
 def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = converse(FakeLLM("one"))
-    output = RequestOutput(0, None, [1, 2], "one", [1] * 64, "length", 0, 0.1, 0.2)
-    _explain(output, conversation)
-    expected = "[cut after 64 tokens: max_tokens is 64; /set max_tokens 128 allows more]\n"
+    llm = FakeLLM("one", finish_reason="length")
+    conversation = new_conversation(llm)
+    conversation.params = SamplingParams(max_tokens=1)
+    say(conversation, "Well?")
+    expected = "[cut after 1 tokens: max_tokens is 1; /set max_tokens 2 allows more]\n"
     assert capsys.readouterr().err == expected
     conversation.params = SamplingParams(max_tokens=65)
-    _explain(output, conversation)
-    assert capsys.readouterr().err == "[cut after 64 tokens: the context is full]\n"
+    say(conversation, "Well?")
+    assert capsys.readouterr().err == "[cut after 1 tokens: the context is full]\n"
 
 
-def test_retry_answers_the_last_question_again(
-    pipe: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_retry_answers_the_last_question_again(capsys: pytest.CaptureFixture[str]) -> None:
     llm = FakeLLM("yes")
-    conversation = converse(llm)
-    pipe("One?\nTwo?\n/retry\n")
-    answer_pipe(conversation)
+    conversation = new_conversation(llm)
+    say(conversation, "One?\nTwo?\n/retry\n")
     assert capsys.readouterr().out == "yes\n" * 3
     assert [message["content"] for message in llm.conversations[0]] == ["One?", "yes", "Two?"]
     assert roles(conversation) == ["user", "assistant"] * 2
     before = conversation.messages
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    conversation.stats.add_step = interrupt  # type: ignore[method-assign]
+    conversation.stats.count = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         conversation.retry(lambda text: None)
     assert conversation.messages == before
     with pytest.raises(RequestError, match="no answer to try again"):
-        converse(llm).retry(lambda text: None)
+        new_conversation(llm).retry(lambda text: None)
 
 
 NO_CONVERSATIONS = ["{", "[]", '[{"role": "user"}]', '"x"', "[[[]]]", "\xff", "[" * 99_999]
@@ -290,75 +282,64 @@ def test_files_without_a_conversation(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_bytes(content.encode("latin-1"))
-    conversation = converse(FakeLLM("yes"))
+    conversation = new_conversation(FakeLLM("yes"))
     ask(conversation, "Well?")
-    obey(f"/load {tmp_path}/file", conversation)
-    assert "holds no conversation" in capsys.readouterr().err
+    run_command(f"/load {tmp_path}/file", conversation)
+    assert "cannot load a conversation from" in capsys.readouterr().err
     assert roles(conversation) == ["user", "assistant"]
 
 
 def test_stats_count_all_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = converse(FakeLLM("one", "two"))
+    conversation = new_conversation(FakeLLM("one", "two"))
     ask(conversation, "Well?")
     ask(conversation, "And?")
-    obey("/stats", conversation)
+    run_command("/stats", conversation)
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
     assert rows["prompts"] == "2, 4 tokens"
     assert rows["generated"].startswith("4 tokens in ")
-    assert rows["decode"].endswith("(4 tokens)")
+    assert rows["finished"] == "2 by stop"
 
 
-ECHO = """
-from nanovllm.cli.chat import talk
-class Echo:
-    def ask(self, question, show):
-        show(f"heard {question!r}")
-talk(Echo())
-"""
-# The hook runs when the prompt is shown and nothing waits for a key yet. Being a call into C, it
-# leaves the interrupt to whoever looks for one next.
-INTERRUPT_AT_THE_PROMPT = """
-import ctypes, functools, readline, signal
-interrupt = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGINT)
-readline.set_pre_input_hook(interrupt)
-"""
+def typed(keys: str) -> list[str]:
+    """Return the questions of a chat at a terminal in which these keys are pressed."""
+    conversation = new_conversation(FakeLLM("yes"))
+    with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
+        keyboard.send_text(keys)
+        talk(conversation)
+    return [each["content"] for each in conversation.messages if each["role"] == "user"]
 
 
-@pytest.fixture
-def echo() -> Iterator[TerminalProcess]:
-    process = TerminalProcess("-c", ECHO)
-    yield process
-    process.close()
+LEAVE = "\x04"  # Ctrl-D
 
 
-def test_pasted_lines_are_one_message(echo: TerminalProcess) -> None:
-    pytest.importorskip("readline")
-    echo.wait_for(lambda text: text.endswith("> "))
-    echo.send("\x1b[200~one\ntwo\n\nthree\x1b[201~ four\r")
-    echo.wait_for(lambda text: r"heard 'one\ntwo\n\nthree four'" in text)
-    echo.send('"""\r')
-    echo.wait_for(lambda text: text.endswith("... "))
-    echo.send('five\rsix"""\r')
-    echo.wait_for(lambda text: r"heard 'five\nsix'" in text)
-    echo.send("exit\r")
-    assert echo.wait() == 0
+def test_pasted_lines_are_one_message() -> None:
+    pasted = "\x1b[200~one\ntwo\n\nthree\x1b[201~ four\r"
+    assert typed(pasted + LEAVE) == ["one\ntwo\n\nthree four"]
+    assert typed('"""\rfive\rsix"""\rexit\r') == ["five\nsix"]
 
 
-def test_an_interrupt_drops_a_message_of_several_lines(echo: TerminalProcess) -> None:
-    echo.wait_for(lambda text: text.endswith("> "))
-    echo.send('"""half\r')
-    echo.wait_for(lambda text: text.endswith("... "))
-    echo.send("\x03")
-    echo.wait_for(lambda text: text.endswith("\n> "))
-    echo.send('"""whole"""\r')
-    echo.wait_for(lambda text: "heard 'whole'" in text and text.endswith("> "))
-    assert "heard 'half" not in echo.text
-    echo.send("\x03")
-    assert echo.wait() == 0
+def test_lines_can_be_edited() -> None:
+    left = "\x1b[D"
+    assert typed(f"oe{left}n\r{LEAVE}") == ["one"]
 
 
-def test_an_interrupt_before_the_wait_for_a_key_is_noticed() -> None:
-    pytest.importorskip("readline")
-    process = TerminalProcess("-c", INTERRUPT_AT_THE_PROMPT + ECHO)
-    assert process.wait() == 0
-    process.close()
+def test_an_interrupt_drops_a_message_of_several_lines_or_leaves() -> None:
+    assert typed('"""half\r\x03"""whole"""\r\x03never\r') == ["whole"]
+
+
+def test_an_interrupt_stops_an_answer_and_not_the_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Conversation):
+        def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
+            if question == "slow":
+                raise KeyboardInterrupt
+            if question == "bad":
+                raise RequestError("the prompt is too long")
+            return super().ask(question, show)
+
+    monkeypatch.setattr("tests.cli.test_chat.Conversation", Slow)
+    assert typed(f"slow\rbad\rquick\r{LEAVE}") == ["quick"]
+    shown = capsys.readouterr().out
+    assert "[stopped]" in shown
+    assert "the prompt is too long. /reset starts a new conversation." in shown

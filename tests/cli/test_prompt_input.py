@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nanovllm.cli import prompt_input
 from nanovllm.cli.prompt_input import InputPrompt, read_prompts
 from nanovllm.errors import ConfigError
 
@@ -119,27 +115,3 @@ def test_a_closed_stdin(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arguments_that_are_not_unicode() -> None:
     arguments = [os.fsdecode(b"a\xff"), "é"]
     assert texts(read_prompts(arguments, None, by_lines=False)) == ["a\ufffd", "é"]
-
-
-def test_a_silent_pipe_is_said(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text comes after that was said."""
-    reader, writer = os.pipe()
-    os.dup2(reader, 0)
-    os.close(reader)
-    said = io.StringIO()
-
-    def write_late() -> None:
-        for _ in range(6000):  # or else it says so too late
-            if "\n" in said.getvalue():
-                break
-            time.sleep(0.01)
-        os.write(writer, b"late")
-        os.close(writer)
-
-    monkeypatch.setattr(prompt_input, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr("sys.stderr", said)
-    thread = threading.Thread(target=write_late)
-    thread.start()
-    assert texts(read_prompts([], None, by_lines=False)) == ["late"]
-    thread.join()
-    assert said.getvalue() == "Waiting for text on stdin; Ctrl-D ends it ...\n"

@@ -1,31 +1,14 @@
-"""Commands that ask a server: chat, generate, trace, bench serve."""
+"""Commands that ask a server: chat, generate, trace."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from nanovllm.bench import load
-from nanovllm.bench.load import (
-    Limits,
-    Measured,
-    random_prompts,
-    read_prompts,
-    summary,
-    table,
-    waits,
-)
-from nanovllm.bench.plot import draw
-from nanovllm.cli import bench_serve, main
-from nanovllm.errors import ConfigError
+from nanovllm.cli import main
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 
@@ -34,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing")
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Running]:
-    with running(FakeLLM(text="Hello, you!"), api_keys=("secret",)) as server:
+    with running(FakeLLM(text="Hello, you!"), api_key=("secret",)) as server:
         yield server
 
 
@@ -68,20 +51,13 @@ def test_generate_raw_continues_a_text(fake: Running, capsys: pytest.CaptureFixt
 
 
 def test_chat_remembers_what_was_said(
-    fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fake: Running, capsys: pytest.CaptureFixture[str], pipe: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    turns = iter(["first\n", "second\n"])
-    monkeypatch.setattr("nanovllm.cli.chat.answer_pipe", lambda talk: talk_all(talk, turns))
+    pipe("first\nsecond\n")
     del fake.llm.asked[:]
     assert main(["chat", *options(fake)]) == 0
-    assert capsys.readouterr().out == "Hello, you!Hello, you!"
+    assert capsys.readouterr().out == "Hello, you!\nHello, you!\n"
     assert len(fake.llm.asked[1][0]) > len(fake.llm.asked[0][0]) + len("Hello, you!")
-
-
-def talk_all(conversation: object, turns: Iterator[str]) -> None:
-    for turn in turns:
-        conversation.ask(turn.strip(), lambda text: print(text, end=""))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -122,108 +98,3 @@ def test_a_trace_of_no_time_is_refused(
     with pytest.raises(SystemExit):
         main(["trace", *options(fake), "--seconds", seconds])
     assert "argument --seconds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rate", ["nan", "0"])
-def test_a_load_without_a_rate_is_refused(
-    fake: Running, rate: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "serve", *options(fake), "--rate", rate, "--num-requests", "2"]) == 2
-    assert "--rate must be more than 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rule", [["--concurrency", "3"], ["--rate", "200"]])
-def test_a_load_is_measured(
-    fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path, rule: list[str]
-) -> None:
-    path, picture = tmp_path / "result.json", tmp_path / "result.svg"
-    command = ["bench", "serve", *options(fake), *rule, "--num-requests", "12", "--json", str(path)]
-    command += ["--plot", str(picture)]
-    assert main([*command, "--prompt-words", "20", "--shared-words", "5"]) == 0
-    assert picture.read_text().count("<polyline") == 3
-    result = json.loads(path.read_text())
-    assert result["num_requests"] == len(result["requests"]) == 12
-    assert result["num_failed"] == 0
-    assert result["tokens_per_second"] > 0
-    times = result["first_token_ms"]
-    assert 0 < times["p50"] <= times["p90"] <= times["p99"]
-    assert "first token" in capsys.readouterr().out
-
-
-def test_an_interrupt_shows_the_requests_that_have_ended(
-    fake: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def interrupted(*given: Any) -> None:
-        on_done = given[4]
-        for _ in range(3):
-            on_done(Measured(0.0, 0.1, (0.02, 0.02), 1.0, 10, 20))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_serve, "run_load", interrupted)
-    assert main(["bench", "serve", *options(fake)]) == 130
-    assert "requests        3, 0 failed" in capsys.readouterr().out
-
-
-def test_no_requests_are_sent_after_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a slow server, as on a CPU, less is asked by default."""
-    clock = [0.0]
-    monkeypatch.setattr(load, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    class SlowClient:
-        async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-            clock[0] += 8.0
-            yield {"choices": [{"text": "x"}]}
-
-    client: Any = SlowClient()
-    one_by_one = load.Load(rate=None, concurrency=1, max_tokens=1)
-    measured = asyncio.run(load.run_load(client, "m", ["x"] * 9, one_by_one, max_seconds=20.0))
-    assert [one.sent for one in measured] == [0.0, 8.0, 16.0]
-
-
-def test_a_load_from_a_file_counts_errors(
-    fake: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "prompts.jsonl"
-    chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    file.write_text("\n".join(map(json.dumps, [chat, {"prompt": [7, 8]}, {"prompt": "x" * 5000}])))
-    assert main(["bench", "serve", *options(fake), "--prompts", str(file)]) == 1
-    out = capsys.readouterr().out
-    assert "3, 1 failed" in out
-    assert "1 x the server answered 400" in out
-
-
-def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    for text in ("", "no json", '{"other": 1}', "[1]"):
-        path.write_text(text)
-        with pytest.raises(ConfigError):
-            read_prompts(str(path))
-
-
-def test_a_summary_counts_what_keeps_the_limits() -> None:
-    measured = [
-        Measured(0.0, 0.1, (0.02, 0.02), 1.0, 10, 20),
-        Measured(1.0, 0.3, (0.02, 0.08), 1.0, 10, 20),
-        Measured(2.0, error="refused"),
-    ]
-    result = summary(measured, Limits(first_token=0.2))
-    assert result["seconds"] == 2.0
-    assert result["tokens_per_second"] == 20
-    assert result["goodput_requests_per_second"] == 0.5
-    assert result["first_token_ms"]["p50"] == pytest.approx(200)
-    assert result["errors"] == {"refused": 1}
-    assert summary(measured, Limits(gap=0.03))["goodput_requests_per_second"] == 0.5
-    assert "p99" in table(result)
-    svg = ElementTree.fromstring(draw(waits(measured)))
-    lines = [each.get("points", "").split() for each in svg.iter() if "polyline" in each.tag]
-    assert [len(points) for points in lines] == [2, 4, 2]
-    assert lines[0][-1].split(",")[1] == lines[1][-1].split(",")[1] == "34.0"  # all of them
-    assert summary(measured[2:], Limits())["first_token_ms"] is None
-
-
-def test_random_prompts_share_their_beginning_and_nothing_else() -> None:
-    prompts = random_prompts(5, 50, 20, seed=1)
-    beginnings = {" ".join(prompt.split()[:20]) for prompt in prompts}
-    assert len(beginnings) == 1
-    assert len(set(prompts)) == 5
-    assert prompts == random_prompts(5, 50, 20, seed=1)

@@ -20,9 +20,10 @@ import pytest
 
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import main, parse
-from nanovllm.cli.serve import engine_config, read_sampling_defaults, server_options
+from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import WHOLE_CONTEXT
 from nanovllm.errors import ConfigError
+from nanovllm.server.options import read_sampling_defaults
 from tests.server.byte_model import make_byte_file, make_byte_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,13 +97,15 @@ def test_a_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     )
     for arguments in (["--config", str(file), "--port", "2"], ["--port=2", f"--config={file}"]):
         args = parse(["serve", *arguments])
-        assert (args.port, args.served_model_name) == (2, ["one", "two"])
+        assert args.port == 2
+        assert server_options(args, "m", {}).served_model_name == ("one", "two")
         config = engine_config(args)
         assert (config.model, config.max_num_seqs) == ("org/name", 9)
         assert (config.enable_prefix_caching, config.enforce_eager) == (False, True)
-    file.write_text("api-key: secret\n")
+    file.write_text("api-key: 123\nmodel: other\nmax-model-len: 8k\n")
     args = parse(["serve", "org/name", "--config", str(file)])
-    assert (args.model_tag, args.api_key) == ("org/name", ["secret"])
+    assert server_options(args, "m", {}).api_key == ("123",)
+    assert (engine_config(args).model, engine_config(args).max_model_len) == ("org/name", 8000)
 
 
 def test_a_file_may_say_what_is_off_or_none(tmp_path: Path) -> None:
@@ -113,9 +116,9 @@ def test_a_file_may_say_what_is_off_or_none(tmp_path: Path) -> None:
     )
     args = parse(["serve", "--config", str(file)])
     assert (args.enforce_eager, args.restart_engine, args.verbose) == (False, False, False)
-    assert (args.revision, args.api_key) == (None, [])
+    assert (args.revision, args.api_key) == (None, ())
     assert engine_config(parse(["serve", "other", "--config", str(file)])).model == "other"
-    for option in ("nosuch: false", "port: false", "seed: false"):
+    for option in ("nosuch: false", "port: false", "seed: false", "port: x", "enforce-eager: 1"):
         file.write_text(option)
         with pytest.raises(SystemExit):
             parse(["serve", "--config", str(file)])
@@ -123,7 +126,7 @@ def test_a_file_may_say_what_is_off_or_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("model: [a", "is not YAML"), ("config: other.yaml", "a config of its own"), ("- a", "map")],
+    [("model: [a", "is not YAML"), ("config: other.yaml", "name no other config"), ("- a", "map")],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "server.yaml"
@@ -143,8 +146,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         (["--kv-cache-dtype", "int8"], "kv_cache_dtype must be one of"),
         (["--speculative-config", "{}"], "--speculative-config {} is not supported"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--max-model-len", "10x"], "--max-model-len: invalid length value: '10x'"),
-        (["--max-model-len", "infk"], "--max-model-len: invalid length value: 'infk'"),
+        (["--max-model-len", "10x"], "--max-model-len: invalid tokens value: '10x'"),
+        (["--max-model-len", "infk"], "--max-model-len: invalid tokens value: 'infk'"),
+        (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["--config", "/no/such/file"], "cannot read /no/such/file"),
         (["a", "--model", "b"], "give the model once"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
@@ -192,7 +196,8 @@ def test_overrides_replace_sampling_defaults(tmp_path: Path) -> None:
     }
     file = tmp_path / "server.yaml"
     file.write_text("override-generation-config: {temperature: 0.1, min_p: 0.2}\n")
-    assert parse(["serve", "--config", str(file)]).override_generation_config == own
+    args = parse(["serve", "--config", str(file)])
+    assert server_options(args, "m", {}).sampling_defaults == own
 
 
 def test_the_built_in_model_has_a_temperature_that_makes_sense() -> None:
@@ -206,22 +211,23 @@ def test_the_built_in_model_has_a_temperature_that_makes_sense() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--override-generation-config", "[1]"], "it must be a JSON object"),
-        (["--override-generation-config", '{"heat": 1}'], "'heat' is not one of temperature, "),
+        (["--override-generation-config", "[1]"], "must be a JSON object with some of temperature"),
+        (["--override-generation-config", '{"heat": 1}'], "with some of temperature, top_p, "),
         (["--override-generation-config", '{"top_p": 2}'], "top_p must be in (0, 1]; "),
-        (["--api-key", "secret", ""], "argument --api-key: a key must not be empty"),
-        (["--request-timeout", "0"], "--request-timeout: must be more than 0 seconds, got 0"),
-        (["--request-timeout", "nan"], "--request-timeout: must be more than 0 seconds, got nan"),
-        (["--shutdown-timeout", "inf"], "--shutdown-timeout: must be 0 or more seconds, got inf"),
-        (["--shutdown-timeout", "-1"], "--shutdown-timeout: must be 0 or more seconds, got -1"),
+        (["--api-key", "secret", ""], "api_key must be keys that are not empty"),
+        (["--request-timeout", "0"], "request_timeout must be above 0 seconds, got 0"),
+        (["--request-timeout", "nan"], "request_timeout must be above 0 seconds, got nan"),
+        (["--shutdown-timeout", "inf"], "shutdown_timeout must be 0 or more seconds, got inf"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout must be 0 or more seconds, got -1"),
+        (["--limit-concurrency", "0"], "limit_concurrency must be at least 1, got 0"),
+        (["--allowed-origins", "["], "allowed_origins must be origins or a JSON list"),
+        (["--allowed-origins", "[1]"], "allowed_origins must be origins or a JSON list"),
     ],
 )
 def test_options_that_cannot_work_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse(["serve", *arguments])
-    assert stopped.value.code == 2
+    assert main(["serve", "/no/such/model", "--port", "0", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -246,7 +252,7 @@ def test_the_environment_has_defaults(
     for name, value in {"HOST": "::1", "PORT": "1", "API_KEY": "k", "MODEL": "org/name"}.items():
         monkeypatch.setenv(f"NANOVLLM_{name}", value)
     args = parse(["serve"])
-    assert (args.host, args.port, args.api_key) == ("::1", 1, ["k"])
+    assert (args.host, args.port, args.api_key) == ("::1", 1, ("k",))
     assert engine_config(args).model == "org/name"
     args = parse(["serve", "other", "--host", "127.0.0.1", "--port", "2", "--api-key", "a", "b"])
     assert (args.host, args.port, args.api_key) == ("127.0.0.1", 2, ["a", "b"])
@@ -257,14 +263,10 @@ def test_the_environment_has_defaults(
     assert "argument --port: invalid int value: 'http'" in capsys.readouterr().err
 
 
-def test_origins_may_be_a_list_as_vllm_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_origins_may_be_a_list_as_vllm_takes_them() -> None:
     for given in (["https://a", "*"], ['["https://a", "*"]']):
         args = parse(["serve", "--allowed-origins", *given])
         assert server_options(args, "m", {}).allowed_origins == ("https://a", "*")
-    for wrong in ("[", "[1]"):
-        with pytest.raises(SystemExit):
-            parse(["serve", "--allowed-origins", wrong])
-        assert f"--allowed-origins: invalid origins value: '{wrong}'" in capsys.readouterr().err
 
 
 class ServeProcess:

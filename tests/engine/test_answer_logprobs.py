@@ -8,8 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
-from nanovllm.engine.packed_logprobs import entry_bytes, pack_logprobs
+from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, entry_bytes, pack_logprobs
 from nanovllm.outputs import Logprob
 
 IDS = np.array([[7, 3, 9], [4, 4, 8]], np.int32)  # the token itself, then the likeliest

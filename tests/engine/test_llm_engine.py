@@ -1,4 +1,4 @@
-"""LLM and LLMEngine as users meet them: shapes, errors, stops, seeds, streams, interruptions."""
+"""LLM as users meet it: shapes, errors, stops, seeds, streams, interruptions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def assert_idle(llm: LLM) -> None:
     assert not scheduler.waiting
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not llm.engine.front.live
-    assert not llm._thread._jobs
+    assert not llm.engine._jobs
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm.engine import start
 from nanovllm.errors import EngineError, WorkerError
 from tests.checkpoints import TinyCheckpoint
 from tests.executor import programs
@@ -124,7 +124,7 @@ def test_ctrl_c_when_the_workers_are_ready(path: Path, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     before, pids = descendants(os.getpid()), []
-    monkeypatch.setattr(llm_engine.gc, "collect", interrupted)
+    monkeypatch.setattr(start.gc, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         LLM(path, tensor_parallel_size=2, **OPTIONS)
     assert len(pids) == 2

@@ -24,7 +24,6 @@ from nanovllm.executor.worker_main import WorkerTask
 if TYPE_CHECKING:
     from nanovllm.distributed.group import TPGroup
     from nanovllm.executor.multiproc import MultiprocExecutor
-    from nanovllm.executor.worker_processes import Workers
 
 logger = logging.getLogger("nanovllm.stand_in")
 NUM_EXTRA = 4
@@ -92,7 +91,7 @@ def obedient(task: WorkerTask, rank: int) -> ObedientWorker:
 def meeting(task: WorkerTask, rank: int) -> ObedientWorker:
     import torch
 
-    from nanovllm.executor.rank import join_group
+    from nanovllm.executor.worker_main import join_group
 
     group = join_group(task, rank)
     return ObedientWorker(rank, lambda: check_sum(group), torch.get_num_threads())
@@ -127,16 +126,14 @@ def sleeping(task: WorkerTask, rank: int) -> ObedientWorker:
 
 
 def make_executor(
-    build_worker: Callable[..., Any] = obedient,
-    size: int = 2,
-    workers: Workers | None = None,
-    **options: Any,
+    build_worker: Callable[..., Any] = obedient, size: int = 2, **options: Any
 ) -> MultiprocExecutor:
-    from nanovllm.executor.multiproc import MultiprocExecutor
+    from nanovllm.executor.multiproc import MultiprocExecutor, start_processes
 
+    start_workers = options.pop("start_workers", start_processes)
     config = EngineConfig("none", tensor_parallel_size=size, device="cpu", **options)
     nothing: Any = None
-    return MultiprocExecutor(config, nothing, nothing, build_worker, workers)
+    return MultiprocExecutor(config, nothing, nothing, build_worker, start_workers)
 
 
 def orders(*numbers: int) -> StepPlan:
@@ -145,4 +142,5 @@ def orders(*numbers: int) -> StepPlan:
 
 
 def process_ids(executor: MultiprocExecutor) -> list[int]:
-    return [worker.process.pid for worker in executor._workers._workers]
+    """Of a started executor; of one that is starting, none or all."""
+    return [] if executor.supervisor is None else executor.supervisor._children.pids

@@ -152,12 +152,11 @@ def follow(grammars: Grammars, grammar: Grammar, rng: random.Random) -> None:
     for _ in range(12):
         if matcher.job is not None:
             matcher.job.result()
-        begun = grammars.begin([matcher], new_masks)
-        masks, late = grammars.finish(begun)
+        masks, late = grammars.masks([matcher], new_masks)
         while late:
             grammars.wait([matcher])
             if matcher.is_ready:
-                masks, late = grammars.finish(grammars.begin([matcher], new_masks))
+                masks, late = grammars.masks([matcher], new_masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         allowed = [i for i in np.flatnonzero(bits) if i != EOS]
         if not allowed or matcher.finishes(int(rng.choice(allowed))):

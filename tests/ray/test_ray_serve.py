@@ -103,7 +103,7 @@ def test_the_example_is_what_serve_takes() -> None:
     [
         ({"port": "8000"}, "port is not an option here"),
         ({"max_num_seqs": "many"}, "max-num-seqs"),
-        ({"no_such_option": 1}, "no-such-option"),
+        ({"no_such_option": 1}, "no_such_option"),
         ({"dtype": "int3"}, "dtype"),
     ],
 )

@@ -38,7 +38,7 @@ class FakeEngines:
 def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
     from ray.serve.exceptions import RayServeException
 
-    from nanovllm.engine.llm_engine import find_model
+    from nanovllm.engine.start import find_model
     from nanovllm.ray.records import EngineCounts
     from nanovllm.ray.remote_llm import RemoteLLM
 

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm.cli import main, parse
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import find_model
+from nanovllm.engine.start import find_model
 from nanovllm.errors import ConfigError
 from tests.jobs.test_jobs import write_rows
 

@@ -6,15 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.server.parsing.events import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    Event,
-    Reasoning,
-    merge,
-)
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, merge
 from nanovllm.server.parsing.formats import choose_formats
 from nanovllm.server.parsing.parser import OutputParser
 from nanovllm.server.parsing.tools import Tool
@@ -40,7 +32,7 @@ FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3")
 @dataclass(frozen=True)
 class Case:
     text: str
-    found: tuple[Event, ...]
+    found: tuple[BlockEvent, ...]
     format: str
     reasoning: str | None = None
     starts_in_reasoning: bool = False
@@ -51,27 +43,37 @@ class Case:
         reasoning = formats.reasoning if self.reasoning else None
         return OutputParser(TOOLS, formats.tools, reasoning, self.starts_in_reasoning, ids.__next__)
 
-    def read(self, pieces: Iterable[str]) -> list[Event]:
+    def read(self, pieces: Iterable[str]) -> list[BlockEvent]:
         parser = self.parser()
         events = [event for piece in pieces for event in parser.feed(piece)]
         return merge([*events, *parser.finish()])
 
 
-def found(*parts: str | Reasoning | tuple[str, str] | tuple[str, str, bool]) -> tuple[Event, ...]:
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+def found(
+    *parts: str | Reasoning | tuple[str, str] | tuple[str, str, bool],
+) -> tuple[BlockEvent, ...]:
     """Spell out events: a text is content, a name with arguments is a call."""
-    events: list[Event] = []
+    events: list[BlockEvent] = []
     num_calls = 0
-    for part in parts:
+    for index, part in enumerate(parts):
         if isinstance(part, str):
-            events.append(Content(part))
+            start, text, is_complete = BlockStart(index, "text"), part, True
         elif isinstance(part, Reasoning):
-            events.append(part)
+            start, text, is_complete = BlockStart(index, "reasoning"), part.text, True
         else:
-            name, arguments, *is_complete = part
-            events.append(CallBegun(num_calls, f"id{num_calls}", name))
-            events.append(CallArguments(num_calls, arguments))
-            events.append(CallEnded(num_calls, all(is_complete)))
+            name, text, *rest = part
+            start, is_complete = BlockStart(index, "tool_call", f"id{num_calls}", name), all(rest)
             num_calls += 1
+        events += [
+            start,
+            BlockDelta(index, start.kind, text),
+            BlockStop(index, start.kind, is_complete),
+        ]
     return tuple(events)
 
 
@@ -109,7 +111,7 @@ def deepseek(*arguments: str) -> str:
     return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
 
 
-Texts = list[tuple[str, tuple[Event, ...]]]
+Texts = list[tuple[str, tuple[BlockEvent, ...]]]
 
 
 def no_calls(*texts: str) -> Texts:

@@ -15,7 +15,7 @@ from openai import OpenAI
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.run import Server, listen, make_server
 
-OPTIONS: dict[str, Any] = {"model_names": ("tiny", "org/tiny")}
+OPTIONS: dict[str, Any] = {"served_model_name": ("tiny", "org/tiny")}
 
 
 @dataclass(frozen=True)

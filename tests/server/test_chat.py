@@ -7,14 +7,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import APIError, BadRequestError
 
 from nanovllm.errors import EngineError
-from nanovllm.server.chat import _Shown
+from nanovllm.server.chat import VisibleText
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
 from tests.server.templates import LLAMA3
@@ -249,7 +248,7 @@ def test_schemas_of_tools_have_limits(schema: dict[str, Any], reason: str) -> No
 
 def test_tools_that_the_template_cannot_show_are_refused() -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with running(FakeLLM(), chat_template=template, tool_parser="hermes") as server:
+    with running(FakeLLM(), chat_template=template, tool_call_parser="hermes") as server:
         with pytest.raises(BadRequestError, match="does not show tools") as caught:
             ask(server, tools=[TOOL])
         assert caught.value.param == "tools"
@@ -317,17 +316,17 @@ def test_tokens_of_thoughts_are_counted(text: str, num_tokens: int) -> None:
 def test_texts_of_special_tokens_may_come_after_their_ids(
     updates: list[tuple[str, list[int]]], text: str
 ) -> None:
-    shown, found = _Shown({7: "<|im_end|>"}), ""
+    visible, found = VisibleText({7: "<|im_end|>"}), ""
     for i, (piece, ids) in enumerate(updates, 1):
-        update: Any = SimpleNamespace(text=piece, token_ids=ids, finish=i == len(updates))
-        found += shown.feed(update)
+        found += visible.feed(piece, ids, has_more=i < len(updates))
     assert found == text
 
 
 def test_many_special_tokens_are_hidden_in_no_time() -> None:
-    update: Any = SimpleNamespace(text="<|im_end|>a" * 20000, token_ids=[7, 1] * 20000, finish=True)
+    visible = VisibleText({7: "<|im_end|>"})
     start = time.perf_counter()
-    assert _Shown({7: "<|im_end|>"}).feed(update) == "a" * 20000
+    text = visible.feed("<|im_end|>a" * 20000, [7, 1] * 20000, has_more=False)
+    assert text == "a" * 20000
     assert time.perf_counter() - start < 0.5
 
 

@@ -80,11 +80,11 @@ def test_engines_that_fail_again_and_again(
 ) -> None:
     monkeypatch.setattr(restarts, "SOON_SECONDS", 0.0)  # none of them fails too soon
     before = restarting.llm.replicas[0].num_restarts
-    for turn in range(count(20)):
+    for turn in range(count(10)):
         until_healthy(restarting.http)
         asyncio.run(fail_under_load(restarting, number, random.Random(turn)))
     until_healthy(restarting.http)
-    assert restarting.llm.replicas[0].num_restarts == before + count(20)
+    assert restarting.llm.replicas[0].num_restarts == before + count(10)
     settle(restarting, 128)
 
 
@@ -130,7 +130,9 @@ def test_broken_connections_break_nothing(server: Running, count: Callable[[int]
 
 
 def test_an_hour_of_load_takes_no_more_memory(tmp_path: Path, count: Callable[[int], int]) -> None:
-    seconds = 3600 if count(10) == 10 else 40
+    if count(10) < 10:
+        pytest.skip("takes more than an hour; make endurance runs it")
+    seconds = 3600
     options = ("--num-kvcache-blocks", "512", "--max-num-seqs", "16")
     server = ServeProcess(str(make_byte_model(tmp_path)), *ENGINE, *options)
     try:

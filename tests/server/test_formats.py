@@ -7,10 +7,10 @@ import json
 import pytest
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.parsing.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
+from nanovllm.server.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, choose_formats
 from nanovllm.server.parsing.parser import OutputParser
-from tests.server.output_cases import FORMATS, TOOLS
+from tests.server.output_cases import FORMATS, TOOLS, Reasoning, found
 from tests.server.templates import TEMPLATES, WITH_TOOLS, answer_of, call, prompt_of
 
 CALLS = [
@@ -52,11 +52,12 @@ def test_what_a_template_writes_is_read_back(name: str, content: str) -> None:
     text = answer_of(template, message)
     parser = OutputParser(TOOLS, formats.tools)
     events = [*parser.feed(text), *parser.finish()]
-    assert "".join(event.text for event in events if isinstance(event, Content)).strip() == content
-    names = [event.name for event in events if isinstance(event, CallBegun)]
-    arguments = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
+    deltas = [event for event in events if isinstance(event, BlockDelta)]
+    assert "".join(each.text for each in deltas if each.kind == "text").strip() == content
+    names = [event.name for event in events if isinstance(event, BlockStart) and event.name]
+    arguments = [json.loads(each.text) for each in deltas if each.kind == "tool_call"]
     assert list(zip(names, arguments, strict=True)) == CALLS
-    assert all(event.is_complete for event in events if isinstance(event, CallEnded))
+    assert all(event.is_complete for event in events if isinstance(event, BlockStop))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v31"])
@@ -67,9 +68,8 @@ def test_reasoning_that_a_template_writes_is_read_back(name: str) -> None:
     assert form is not None
     is_open = form.is_open(prompt_of(template, thinking=True))
     parser = OutputParser((), None, form, is_open)
-    events = parser.feed(answer_of(template, message, thinking=True))
-    assert events == [Reasoning("Hm.\n\nWell."), Content("Hi")]
-    assert parser.finish() == []
+    events = [*parser.feed(answer_of(template, message, thinking=True)), *parser.finish()]
+    assert events == list(found(Reasoning("Hm.\n\nWell."), "Hi"))
 
 
 def test_prompts_say_whether_reasoning_is_open() -> None:

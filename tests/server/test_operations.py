@@ -26,7 +26,7 @@ from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
-from nanovllm.server import chat_completions, completions, embeddings, run, throughput
+from nanovllm.server import completions, embeddings, logprobs, run, throughput
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.openai_records import ChatRequest
 from nanovllm.serving.core_records import CoreStats
@@ -60,7 +60,7 @@ cache_config_info
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    with running(FakeLLM(), api_keys=("first", "second"), max_body_bytes=1000) as server:
+    with running(FakeLLM(), api_key=("first", "second"), max_body_bytes=1000) as server:
         yield server
 
 
@@ -206,7 +206,7 @@ def test_large_answers_are_encoded_off_the_event_loop(
 
     for where, name in (
         (completions, "_best"),
-        (chat_completions, "_logprob"),
+        (logprobs, "_logprob"),
         (embeddings.EmbeddingAnswer, "_encoded"),
     ):
         monkeypatch.setattr(where, name, recorded(getattr(where, name)))
@@ -502,7 +502,7 @@ def test_throughput_is_logged_while_an_engine_is_busy(
 
 
 def test_pages_of_allowed_origins_are_let_in() -> None:
-    options: dict[str, Any] = {"allowed_origins": ("https://a.example",), "api_keys": ("secret",)}
+    options: dict[str, Any] = {"allowed_origins": ("https://a.example",), "api_key": ("secret",)}
     with running(FakeLLM(), **options) as server:
         for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
             asked = {"origin": origin, "access-control-request-method": "POST"}
@@ -562,7 +562,7 @@ def test_samples_of_a_prompt_are_timed_for_themselves() -> None:
 
 @pytest.mark.parametrize("path", ["/llm", ""])
 def test_a_proxy_may_hand_on_its_own_part_of_paths_or_not(path: str) -> None:
-    with running(FakeLLM(), root_path="/llm", api_keys=("secret",)) as server:
+    with running(FakeLLM(), root_path="/llm", api_key=("secret",)) as server:
         assert server.http.get(f"{path}/health").status_code == 200
         assert server.http.get(f"{path}/").status_code == 200
         assert server.http.get(f"{path}/v1/models").status_code == 401
@@ -578,7 +578,7 @@ def test_a_proxy_may_hand_on_its_own_part_of_paths_or_not(path: str) -> None:
 @pytest.mark.parametrize("root_path", ["/llm", "/page", "/page/llm"])
 def test_a_root_path_opens_nothing(root_path: str) -> None:
     """Not even one that is like the page's own, which needs no key."""
-    with running(FakeLLM(), root_path=root_path, api_keys=("secret",)) as server:
+    with running(FakeLLM(), root_path=root_path, api_key=("secret",)) as server:
         for path in (root_path, root_path * 2, root_path * 3, root_path + "/page"):
             response = server.http.get(f"{path}/v1/models")
             assert response.status_code in (401, 404)
@@ -595,7 +595,7 @@ def test_a_redirect_stays_below_the_root_path(path: str) -> None:
 
 
 def test_keys_are_compared_as_bytes() -> None:
-    with running(FakeLLM(), api_keys=("schlüssel",)) as server:
+    with running(FakeLLM(), api_key=("schlüssel",)) as server:
         for encoding, status in (("utf-8", 200), ("latin-1", 401)):
             headers = [(b"authorization", "Bearer schlüssel".encode(encoding))]
             assert server.http.get("/v1/models", headers=headers).status_code == status

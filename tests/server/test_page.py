@@ -31,7 +31,7 @@ FILES = sorted(path.name for path in FOLDER.iterdir())
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    with running(FakeLLM(), api_keys=("secret",)) as server:
+    with running(FakeLLM(), api_key=("secret",)) as server:
         yield server
 
 

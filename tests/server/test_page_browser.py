@@ -225,7 +225,7 @@ def test_reasoning_is_folded_and_tool_calls_are_shown(tabs: Tabs) -> None:
 
 def test_a_key_is_asked_for(tabs: Tabs) -> None:
     tabs.expected = ("401",)
-    with served(tabs, FakeLLM(), api_keys=("secret",)) as server:
+    with served(tabs, FakeLLM(), api_key=("secret",)) as server:
         page = tabs.open(server.url, waits=False)
         page.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nanovllm.server.parsing.events import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    Event,
-    Reasoning,
-    merge,
-)
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, merge
 from nanovllm.server.parsing.formats import choose_formats
 from nanovllm.server.parsing.parser import OutputParser, new_call_id
 from tests.server.output_cases import (
@@ -96,25 +88,27 @@ def test_garbage(count: Callable[[int], int]) -> None:
         case = Case(garbage(rng), (), rng.choice(FORMATS), reasoning, rng.random() < 0.2)
         events = case.read([case.text])
         assert case.read(pieces_of(case.text, rng)) == events
-        calls = [event for event in events if isinstance(event, CallBegun | CallEnded)]
-        assert [call.index for call in calls] == sorted([*range(len(calls) // 2)] * 2)
-        num_calls += len(calls) // 2
+        borders = [event for event in events if isinstance(event, BlockStart | BlockStop)]
+        assert [event.index for event in borders] == sorted([*range(len(borders) // 2)] * 2)
+        calls = [event for event in events if isinstance(event, BlockStart) and event.name]
+        num_calls += len(calls)
         check_conserved(case.text, events)
         if not calls and reasoning is None:
-            assert events == ([Content(case.text)] if case.text else [])
+            assert events == list(found(*filter(None, [case.text])))
     assert num_calls > count(10_000) // 10
 
 
-def check_conserved(text: str, events: list[Event]) -> None:
+def check_conserved(text: str, events: list[BlockEvent]) -> None:
     """Content and reasoning stand in the text as they are; no ß, which is in no markup, is lost."""
     position = num_found = 0
     for event in events:
-        if isinstance(event, Content | Reasoning):
+        if not isinstance(event, BlockDelta):
+            continue
+        num_found += event.text.count("ß")
+        if event.kind != "tool_call":
             start = text.find(event.text, position)
             assert start >= 0
             position = start + len(event.text)
-        if isinstance(event, Content | Reasoning | CallArguments):
-            num_found += event.text.count("ß")
     if not DROPPED.search(text):
         assert num_found == text.count("ß")
 
@@ -124,9 +118,9 @@ def test_arguments_stream_as_they_come() -> None:
         parser = Case(text, (), form).parser()
         start = text.index(HARD)
         events = parser.feed(text[: start + 1])
-        assert isinstance(events[0], CallBegun)
+        assert isinstance(events[0], BlockStart)
         for i in range(start + 1, start + len(HARD) - 1):
-            assert parser.feed(text[i]) == [CallArguments(0, text[i])]
+            assert parser.feed(text[i]) == [BlockDelta(0, "tool_call", text[i])]
 
 
 def test_strings_in_tags_stream_as_they_come() -> None:
@@ -134,20 +128,20 @@ def test_strings_in_tags_stream_as_they_come() -> None:
     parser = Case(text, (), "qwen3_coder").parser()
     start = text.index("He")
     parser.feed(text[:start])
-    assert parser.feed('He said "') == [CallArguments(0, 'He said \\"')]
+    assert parser.feed('He said "') == [BlockDelta(0, "tool_call", 'He said \\"')]
 
 
 def test_content_streams_as_it_comes() -> None:
     parser = Case("", (), "hermes", "qwen3").parser()
-    assert parser.feed("Hello <") == [Content("Hello ")]
-    assert parser.feed("b> <tool_") == [Content("<b> ")]
-    assert parser.feed("box>") == [Content("<tool_box>")]
+    assert parser.feed("Hello <") == [BlockStart(0, "text"), BlockDelta(0, "text", "Hello ")]
+    assert parser.feed("b> <tool_") == [BlockDelta(0, "text", "<b> ")]
+    assert parser.feed("box>") == [BlockDelta(0, "text", "<tool_box>")]
+    assert parser.finish(is_complete=False) == [BlockStop(0, "text", is_complete=False)]
 
 
 def test_without_a_format_everything_is_content() -> None:
     parser = OutputParser()
-    assert parser.feed(hermes("{}")) == [Content(hermes("{}"))]
-    assert parser.finish() == []
+    assert [*parser.feed(hermes("{}")), *parser.finish()] == list(found(hermes("{}")))
 
 
 @pytest.mark.parametrize("rest", ["\n<to", "\n<tool_call>\n", '\n<tool_call>\n{"name": "get_we'])

@@ -18,7 +18,7 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.jobs.answers import Answers
+from nanovllm.jobs.engine import Answers
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import scan
 from nanovllm.jobs.run import OnLine, run_job

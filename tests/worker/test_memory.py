@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.models import model_path
 from nanovllm import LLM
-from nanovllm.bench.models import model_path
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import check_device
 from nanovllm.devices.cpu import memory as cpu

@@ -12,26 +12,26 @@ import re
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
+from nanovllm.engine.detokenizer import num_held
 from nanovllm.server.parsing.events import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Content,
-    Event,
-    Reasoning,
+    BlockDelta,
+    BlockEvent,
+    BlockStart,
+    BlockStop,
+    Kind,
     merge,
 )
 from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
-from nanovllm.server.parsing.reader import Reader, Stops, Waits
+from nanovllm.server.parsing.reader import Reader, Waits
 from nanovllm.server.parsing.tools import Tool, as_json, is_json
 
 ARGUMENT_KEYS = ('"arguments"', '"parameters"')
 KEYS = ('"name"', *ARGUMENT_KEYS, '"id"', '"type"')
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 OUTSIDE_STRING = re.compile(r"[\w\s:,.+'-]+")
-KEY_STOPS = Stops((">", "\n"))
+KEY_STOPS = (">", "\n")
 # A tag that was left out ends a value too, where the next one begins a line.
-VALUE_STOPS = Stops(("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>"))
+VALUE_STOPS = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 
 
 def new_call_id() -> str:
@@ -56,46 +56,64 @@ class OutputParser:
         # A longer name first, as it may begin with a shorter one.
         self._tools = {tool.name: tool for tool in sorted(tools, key=lambda each: -len(each.name))}
         self._frames = tool_format.frames if tool_format and tools else ()
-        self._openings = Stops(dict.fromkeys(frame.opening for frame in self._frames))
+        self._openings = tuple(dict.fromkeys(frame.opening for frame in self._frames))
         self._reasoning_format = reasoning_format
         self._starts_in_reasoning = starts_in_reasoning
         self._has_content = has_content
         self._new_id = new_id
         self.has_reasoning = False  # known by the end of the text
-        self._num_calls = 0
+        self._has_calls = False
         self._blank: str | None = ""  # white space that content has begun with; None: it goes on
         self._newlines = ""  # of reasoning, held back as they may be its last
-        self._events: list[Event] = []
+        self._num_blocks = 0
+        self._open: Kind | None = None  # kind of the block that has not stopped yet
+        self._events: list[BlockEvent] = []
         self._reader = Reader()
         self._coroutine = self._read()
         next(self._coroutine)
 
-    def feed(self, piece: str) -> list[Event]:
+    def feed(self, piece: str) -> list[BlockEvent]:
         self._reader.push(piece)
         next(self._coroutine)
         return self._take()
 
-    def finish(self) -> list[Event]:
+    def finish(self, is_complete: bool = True) -> list[BlockEvent]:
+        """Return the last events; a completion that was cut off has an incomplete last block."""
         self._reader.close()
         for _ in self._coroutine:
             raise AssertionError("nothing waits for text when it is over")
+        self._stop(is_complete)
         return self._take()
 
-    def _take(self) -> list[Event]:
+    def _take(self) -> list[BlockEvent]:
         events, self._events = merge(self._events), []
         return events
 
-    def _emit(self, event: Event) -> None:
-        self._reader.settle()
-        self._events.append(event)
+    def _start(self, kind: Kind, call_id: str = "", name: str = "") -> None:
+        self._stop()
+        self._events.append(BlockStart(self._num_blocks, kind, call_id, name))
+        self._open = kind
+        self._num_blocks += 1
+
+    def _delta(self, kind: Kind, text: str) -> None:
+        if text:
+            if self._open != kind:
+                self._start(kind)
+            self._reader.settle()
+            self._events.append(BlockDelta(self._num_blocks - 1, kind, text))
+
+    def _stop(self, is_complete: bool = True) -> None:
+        if self._open is not None:
+            self._events.append(BlockStop(self._num_blocks - 1, self._open, is_complete))
+            self._open = None
 
     def _read(self) -> Waits[None]:
         if self._reasoning_format is not None:
             yield from self._read_reasoning(self._reasoning_format)
         while opening := (yield from self._reader.until(self._openings, self._emit_content)):
             yield from self._read_calls(opening)
-        if self._blank and not self._num_calls:
-            self._emit(Content(self._blank))
+        if self._blank and not self._has_calls:
+            self._delta("text", self._blank)
 
     def _read_reasoning(self, form: ReasoningFormat) -> Waits[None]:
         reader = self._reader
@@ -103,7 +121,7 @@ class OutputParser:
         self.has_reasoning = is_begun or self._starts_in_reasoning
         if self.has_reasoning:
             yield from reader.skip("\n".__eq__)
-            if (yield from reader.until(Stops((form.end,)), self._emit_reasoning)):
+            if (yield from reader.until((form.end,), self._emit_reasoning)):
                 yield from reader.accept(form.end)
                 yield from reader.skip("\n".__eq__)
 
@@ -111,8 +129,7 @@ class OutputParser:
         text = self._newlines + text
         stripped = text.rstrip("\n")
         self._newlines = text[len(stripped) :]
-        if stripped:
-            self._emit(Reasoning(stripped))
+        self._delta("reasoning", stripped)
 
     def _emit_content(self, text: str) -> None:
         if not self._has_content:
@@ -123,8 +140,7 @@ class OutputParser:
             if not text.strip():
                 return
             self._blank = None
-        if text:
-            self._emit(Content(text))
+        self._delta("text", text)
 
     def _read_calls(self, opening: str) -> Waits[None]:
         """Read calls where one may begin, or else the text up to what should not stand there."""
@@ -138,7 +154,7 @@ class OutputParser:
             furthest = max(furthest, reader.pos)
         reader.pos = furthest
         # What should not stand there may be an opening, whose beginning was taken for something.
-        reader.pos -= self._openings.num_begun(reader.since(start), len(opening))
+        reader.pos -= num_held(reader.since(start)[len(opening) :], self._openings)
         self._emit_content(reader.since(start))
 
     def _read_frame(self, frame: Frame) -> Waits[bool]:
@@ -207,8 +223,9 @@ class OutputParser:
             return False
         if not (yield from reader.accept_all("}")):
             return False
-        self._begin_call(name)(arguments)
-        self._end_call(is_complete=True)
+        self._begin_call(name)
+        self._emit_arguments(arguments)
+        self._stop()
         return True
 
     def _read_key(self) -> Waits[str]:
@@ -242,9 +259,9 @@ class OutputParser:
         yield from self._reader.skip(str.isspace)
         if (yield from self._reader.peek()) != "{":
             return False
-        emit = self._begin_call(name)
-        is_complete = yield from self._read_json(emit)
-        self._end_call(is_complete)
+        self._begin_call(name)
+        is_complete = yield from self._read_json(self._emit_arguments)
+        self._stop(is_complete)
         return True
 
     def _read_json(self, sink: Callable[[str], None]) -> Waits[bool]:
@@ -278,7 +295,8 @@ class OutputParser:
 
     def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
         """Read `<parameter=key>value</parameter>` up to the end, and write JSON meanwhile."""
-        emit = self._begin_call(tool.name)
+        self._begin_call(tool.name)
+        emit = self._emit_arguments
         emit("{")
         separator = ""
         while key := (yield from self._read_parameter_name()):
@@ -289,7 +307,7 @@ class OutputParser:
         is_complete = yield from self._reader.accept_all(call_end, or_cut=True)
         if is_complete:
             emit("}")
-        self._end_call(is_complete)
+        self._stop(is_complete)
 
     def _read_parameter_name(self) -> Waits[str]:
         reader = self._reader
@@ -322,16 +340,13 @@ class OutputParser:
             yield from reader.accept(stop)
         return stop != ""
 
-    def _begin_call(self, name: str) -> Callable[[str], None]:
-        """Begin a call, and return what takes its arguments, piece by piece."""
-        index = self._num_calls
-        self._num_calls += 1
+    def _begin_call(self, name: str) -> None:
+        self._has_calls = True
         self._blank = ""
-        self._emit(CallBegun(index, self._new_id(), name))
-        return lambda text: self._emit(CallArguments(index, text)) if text else None
+        self._start("tool_call", self._new_id(), name)
 
-    def _end_call(self, is_complete: bool) -> None:
-        self._emit(CallEnded(self._num_calls - 1, is_complete))
+    def _emit_arguments(self, text: str) -> None:
+        self._delta("tool_call", text)
 
 
 def _escaped(text: str) -> str:

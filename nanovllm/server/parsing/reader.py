@@ -6,27 +6,13 @@ What a coroutine decides depends on the text alone and never on where it was cut
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
+
+from nanovllm.engine.detokenizer import num_held
 
 T = TypeVar("T")
 Waits = Generator[None, None, T]  # yields for more text, and returns a T
-
-
-class Stops:
-    """Words to stop at, and the pattern that finds them whole."""
-
-    def __init__(self, words: Iterable[str]) -> None:
-        self._words = tuple(words)
-        self._longest = max(map(len, self._words), default=0)
-        self.pattern = re.compile("|".join(map(re.escape, self._words)) or "(?!)")
-
-    def num_begun(self, text: str, start: int) -> int:
-        """Count characters at the end of the text that may be the beginning of a word."""
-        for i in range(max(start, len(text) - self._longest), len(text)):
-            if any(word.startswith(text[i:]) for word in self._words):
-                return len(text) - i
-        return 0
 
 
 class Reader:
@@ -109,14 +95,15 @@ class Reader:
                 return False
         return True
 
-    def until(self, stops: Stops, sink: Callable[[str], None]) -> Waits[str]:
+    def until(self, stops: Sequence[str], sink: Callable[[str], None]) -> Waits[str]:
         """Hand text to the sink up to a stop, which is returned; nothing at the end."""
+        pattern = re.compile("|".join(map(re.escape, stops)) or "(?!)")
         while True:
             start = self.pos - self._start
-            found = stops.pattern.search(self._text, start)
+            found = pattern.search(self._text, start)
             end = found.start() if found else len(self._text)
             if not found and not self._is_over:
-                end -= stops.num_begun(self._text, start)
+                end -= num_held(self._text[start:], stops)
             self.pos = self._start + end
             sink(self._text[start:end])
             if found:

@@ -33,7 +33,7 @@ from nanovllm.devices.cuda.persistent.weights import (
     step_layers,
     step_tensors,
 )
-from nanovllm.executor import create
+from nanovllm.engine import start
 from nanovllm.grammar.matching import Grammar
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.ops import LayerCache, Ops, Sampling
@@ -94,7 +94,7 @@ class InterpretedDevice(RunAgain, CpuDevice):
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Make engines run CUDA's kernels."""
-    with mock.patch.object(create, "create_device", InterpretedDevice):
+    with mock.patch.object(start, "create_device", InterpretedDevice):
         yield
 
 
@@ -156,15 +156,12 @@ class OneToken:
         token_id = int(grammar.text)
         return SimpleNamespace(finishes=lambda _: False, is_ready=True, token_id=token_id)
 
-    def begin(self, matchers: list[Any], allocate: Any) -> np.ndarray:
+    def masks(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
         masks: np.ndarray = allocate(len(matchers), -(-self.vocab_size // 32))
         bits = np.zeros((len(masks), masks.shape[1] * 32), np.uint8)
         for row, matcher in enumerate(matchers):
             bits[row, matcher.token_id if matcher is not None else 0] = 1
         masks[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        return masks
-
-    def finish(self, masks: np.ndarray) -> tuple[np.ndarray, list[int]]:
         return masks, []
 
     def close(self) -> None: ...

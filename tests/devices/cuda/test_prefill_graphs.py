@@ -15,10 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+
+from benchmarks.models import model_path
 from nanovllm import LLM
 from nanovllm.attention.base import AttentionSpec, DecodeRows
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.bench.models import model_path
 from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda import prefill_graphs

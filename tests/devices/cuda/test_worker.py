@@ -22,7 +22,7 @@ from triton import knobs
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices.cuda.decode_graphs import graph_bytes
 from nanovllm.devices.cuda.steps import CudaSteps
-from nanovllm.engine import llm_engine
+from nanovllm.engine import start
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.executor.multiproc import MultiprocExecutor
@@ -169,7 +169,7 @@ def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
     with LLM(path, **OPTIONS) as llm:
         want = [generate(llm, prompts, params) for _ in range(2)]  # then from the cache
         info = llm.engine.info
-    in_a_process = mock.patch.object(llm_engine, "create_executor", MultiprocExecutor)
+    in_a_process = mock.patch.object(start, "create_executor", MultiprocExecutor)
     with in_a_process, LLM(path, **OPTIONS) as llm:
         assert llm.engine.info == info
         assert [generate(llm, prompts, params) for _ in range(2)] == want

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 @pytest.fixture
 def options(model: Path, engine_options: dict[str, Any]) -> RowOptions:
     config = EngineConfig(str(model), **engine_options)
-    return RowOptions(config, ServerOptions(model_names=("tiny",)))
+    return RowOptions(config, ServerOptions(served_model_name=("tiny",)))
 
 
 async def answer_all(

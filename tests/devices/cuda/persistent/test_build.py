@@ -15,8 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from benchmarks.models import model_path
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.bench.models import model_path
 from nanovllm.devices.cuda.persistent import build, weights
 from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.step import StackedCodes

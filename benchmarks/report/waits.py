@@ -1,11 +1,41 @@
-"""How long requests waited, as an SVG file: for each kind of wait the share that was no longer."""
+"""Draw how long requests waited, from the last result of `nanovllm bench serve --json FILE`.
+
+    python -m benchmarks.report.waits FILE result.svg
+
+One panel for each kind of wait, with the share of requests that waited no longer.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.exit_code import exit_code
 
 PANEL, WIDTH, HEIGHT, LEFT, TOP = 320, 250, 150, 40, 34  # pixels of a panel and of its axes
 LINE, GRID = "#2563eb", "#d5dae3"
+
+
+def main() -> int:
+    args = parse_args()
+    result = json.loads(Path(args.result).read_text().splitlines()[-1])
+    Path(args.out).write_text(draw(waits(result["requests"])))
+    return 0
+
+
+def waits(requests: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the milliseconds of each kind of wait, of the requests that were answered."""
+    good = [each for each in requests if each["error"] is None]
+    seconds = {
+        "first token": [each["first_token"] for each in good],
+        "inter-token": [gap for each in good for gap in each["gaps"]],
+        "end to end": [each["seconds"] for each in good],
+    }
+    return {name: [1000 * each for each in values] for name, values in seconds.items()}
 
 
 def draw(waits: Mapping[str, Sequence[float]]) -> str:
@@ -46,3 +76,14 @@ def _line(x: float, y: float, x_end: float, y_end: float) -> str:
 
 def _text(x: float, y: float, content: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{content}</text>'
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", metavar="FILE", help="that --json wrote")
+    parser.add_argument("out", metavar="SVG", help="to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -5,11 +5,12 @@ Only matrices, KV and attention are counted: whatever an engine does, it cannot 
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from nanovllm.bench.workloads import Workload
+from benchmarks.workloads import Workload
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.errors import ConfigError
 
@@ -42,6 +43,16 @@ def rates_of(device_name: str, bandwidth: float | None, tflops: float | None) ->
         default.bytes_per_second if bandwidth is None else bandwidth * 1e12,
         default.flops_per_second if tflops is None else tflops * 1e12,
     )
+
+
+def add_rate_options(parser: argparse.ArgumentParser) -> None:
+    title = "floor (of an H200; elsewhere there is one if both are given)"
+    add = parser.add_argument_group(title).add_argument
+    bandwidth, tflops = (rate / 1e12 for rate in asdict(Rates()).values())
+    text = f"TB/s that memory sustains (default: on an H200, {bandwidth:g})"
+    add("--bandwidth", type=float, metavar="X", help=text)
+    text = f"TFLOP/s that products sustain (default: on an H200, {tflops:g})"
+    add("--tflops", type=float, metavar="X", help=text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,0 @@
-"""Measure the engine: fixed workloads, random weights in real shapes, and the physical floor."""

@@ -1,0 +1,88 @@
+"""`nanovllm bench latency`: what `LLM.generate` takes for batches of random prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from nanovllm.cli import options
+from nanovllm.cli.start import load_llm
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import option
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+DESCRIPTION = """\
+Measure `LLM.generate` with random prompts: the time to the first token, of a decode step and of the
+whole run, at each batch size. Every number is the median of some runs after a warm-up. Weights are
+random, so that only the config of a model is read; --load-format auto loads the real ones."""
+
+EXAMPLES = """\
+examples:
+  nanovllm bench latency --batch 1 64
+  nanovllm bench latency Qwen/Qwen3-8B --input-len 2000 --output-len 100"""
+
+COUNT = options.at_least(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    batch: tuple[int, ...] = option((1, 8), "prompts at once", parse=COUNT, alias="--batch-size")
+    input_len: int = option(128, "tokens of a prompt", parse=COUNT, alias="--prompt-len")
+    output_len: int = option(
+        128, "tokens to generate", parse=options.at_least(2), alias="--new-tokens"
+    )
+    repeats: int = option(3, "timed runs, after one to warm up", parse=COUNT)
+    json: str | None = option(None, "file to append a line to for each batch size")
+
+
+def add_parser(names: options.Commands) -> None:
+    about, usage = "measure generate, by batch size", "nanovllm bench latency [MODEL] [options]"
+    parser = options.add_command(names, "latency", about, usage, DESCRIPTION, EXAMPLES)
+    options.add_model_argument(parser)
+    options.add_options(parser, "sizes", Sizes)
+    options.add_engine_options(parser, load_format="dummy")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    sizes = Sizes(**options.fields_in(args, Sizes))
+    config = replace(options.engine_config(args), skip_tokenizer_init=True)
+    config = replace(config, max_num_seqs=max(config.max_num_seqs, *sizes.batch))
+    options.append_text(sizes.json, "")  # fails now if it cannot be written
+    with load_llm(config, args.threads) as llm:
+        about = {"model": config.model, "device": llm.engine.info.device_name}
+        print(", ".join([*about.values(), llm.engine.info.dtype]), flush=True)
+        for batch in sizes.batch:
+            result = measure(llm, batch, sizes)
+            print(
+                f"batch {batch}: first token after {result['first_token_ms']:.1f} ms, "
+                f"{result['step_ms']:.3f} ms/step, {result['tokens_per_second']:,.1f} tok/s",
+                flush=True,
+            )
+            options.append_text(sizes.json, json.dumps(about | asdict(sizes) | result) + "\n")
+    return 0
+
+
+def measure(llm: LLM, batch: int, sizes: Sizes) -> dict[str, float]:
+    """Return the medians of some runs; the first one warms up and does not count."""
+    last_id = min(10_000, llm.engine.model_config.vocab_size)
+    params = SamplingParams(max_tokens=sizes.output_len, ignore_eos=True)
+    runs = []
+    for _ in range(sizes.repeats + 1):
+        # New prompts: the prefix cache holds those of the runs before.
+        prompts = [random.choices(range(last_id), k=sizes.input_len) for _ in range(batch)]
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        first = max(output.time_to_first_token for output in outputs)
+        step = (seconds - first) / (sizes.output_len - 1)
+        runs.append((1000 * first, 1000 * step, batch * sizes.output_len / seconds))
+    first, step, rate = map(statistics.median, zip(*runs[1:], strict=True))
+    return {"batch": batch, "first_token_ms": first, "step_ms": step, "tokens_per_second": rate}

@@ -1,0 +1,327 @@
+"""The engine behind `LLM`: a front, a core, and the one thread that steps them for all callers.
+
+Callers put commands into a queue and wait for results in another. Python handles signals in the
+main thread alone, so Ctrl-C ends a caller's wait, and never strikes within a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.found_model import make_front
+from nanovllm.engine.front import Live
+from nanovllm.engine.start import find_model, start_core
+from nanovllm.engine.step import Pooling
+from nanovllm.errors import EngineError
+from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CLOSED = "the engine is closed; make a new one"
+FORKED = (
+    "this process was forked from the engine's, whose thread it does not have; make an engine "
+    "here, or give process pools the 'spawn' method"
+)
+OWN_STEP = (
+    "an engine cannot be used from within its own step, by a logits processor for instance: the "
+    "step would wait for itself; make another engine for that"
+)
+MAX_UNREAD = 2  # steps of a stream that its reader has not taken before it asks for no more
+POLL_SECONDS = 0.1  # between a waiting caller's checks that the thread is there
+CLOSE_SECONDS = 5.0  # for the current step, before workers are killed
+
+T = TypeVar("T")
+
+
+class Job:
+    """The requests of one call of `generate` or `stream`."""
+
+    def __init__(self, is_streaming: bool) -> None:
+        self.is_streaming = is_streaming  # gets every step, and waits for its reader
+        self.num_unfinished = 0  # requests whose outputs the caller has not taken; the caller's own
+        self.indices: dict[int, int] = {}  # by seq_id of unfinished requests: that of the prompt
+        self.steps: SimpleQueue[StepOutput | BaseException] = SimpleQueue()
+
+    @property
+    def wants_step(self) -> bool:
+        return not self.is_streaming or self.steps.qsize() < MAX_UNREAD
+
+
+class EngineThread:
+    """Any thread may call `prepare`, `stream`, `extend`, `call` and `close`.
+
+    Everything else is for the thread, or for a single caller while there are no jobs. A step runs
+    while a job wants one; otherwise the engine rests.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        found = find_model(config)
+        self.config, self.model_config = found.config, found.model_config
+        self.front = make_front(found)
+        started = start_core(found, self.front.grammars)
+        self.core, self.info = started.core, started.info
+        self._jobs: dict[Job, None] = {}  # those with unfinished requests
+        self._owners: dict[int, Job] = {}  # by seq_id
+        # News of requests that no job owns, for the next call of `step`.
+        self._pieces: list[StreamPiece] = []
+        self._finished: list[RequestOutput] = []
+        self._is_closed = False
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self.front.tokenizer
+
+    def start(self) -> None:
+        """Start the thread. Arrange for `close` first: an interrupt may follow."""
+        self._thread.start()
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = False,
+        pooling: Pooling | None = None,
+        request_id: str | None = None,
+    ) -> Live:
+        """Check and tokenise a prompt; nothing is queued yet."""
+        self.raise_if_closed()
+        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling, request_id)
+        self.core.check(live.samples[0].request)
+        return live
+
+    def stream(self, job: Job, requests: dict[int, Live]) -> Generator[StepOutput, None, None]:
+        """Yield steps with what they have for a job, until all its requests, by index, are over.
+
+        Leaving early drops the rest.
+        """
+        cancel = partial(self._cancel, job)
+        try:
+            self.extend(job, requests)
+            while job.num_unfinished:
+                step = self._wait(job.steps)
+                job.num_unfinished -= len(step.finished)
+                yield step
+                if job.is_streaming:
+                    self._commands.put(_wake)  # there is room for another step
+        finally:
+            self._commands.put(cancel)
+
+    def extend(self, job: Job, requests: dict[int, Live]) -> None:
+        """Add requests to a job."""
+        job.num_unfinished += len(requests)
+        self._commands.put(partial(self._add, job, requests))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread, between two steps, and return its result."""
+        results: SimpleQueue[T | BaseException] = SimpleQueue()
+        self._commands.put(partial(_answer, function, results))
+        return self._wait(results)
+
+    def close(self) -> None:
+        """End the thread and free the model, after the current step; a second call does nothing.
+
+        The interpreter must not end before the thread: it would be cut off within a step.
+        """
+        self._is_closed = True
+        self._commands.put(_wake)
+        self._join(CLOSE_SECONDS)
+        self.front.grammars.close()
+        self.core.executor.close()  # workers that hang are killed, which ends the wait for them
+        self._join(None)
+        while not self._commands.empty():  # commands and the engine refer to each other
+            self._commands.get()
+
+    def raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise EngineError(CLOSED)
+
+    def add_request(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        is_streaming: bool = False,
+    ) -> int:
+        """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
+        live = self.prepare(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
+        self.submit(live)
+        return live.seq_id
+
+    def submit(self, live: Live) -> None:
+        """Queue a prepared request."""
+        self.raise_if_closed()
+        for sample in live.samples:
+            self.core.add(sample.request)
+        self.front.submit(live)
+
+    def step(self) -> StepOutput:
+        """Run one step and return what is new of requests that no job owns.
+
+        The outputs may stem from an earlier step that was in flight.
+        """
+        step = self._step()
+        pieces, self._pieces = self._pieces, []
+        finished, self._finished = self._finished, []
+        return replace(step, pieces=pieces, finished=finished)
+
+    def is_finished(self) -> bool:
+        return not (self.core.has_unfinished or self._pieces or self._finished)
+
+    def abort(self, request_id: int | str) -> RequestOutput | None:
+        """End a request now, by seq_id or request_id; returns what it had, if it was running."""
+        aborted = [self._abort(seq_id) for seq_id in self.front.seq_ids_of(request_id)]
+        outputs = [output for output in aborted if output is not None]
+        self._pieces = [
+            each for each in self._pieces if request_id not in (each.seq_id, each.request_id)
+        ]
+        self._finished = [
+            each for each in self._finished if request_id not in (each.seq_id, each.request_id)
+        ]
+        self._deliver_aborted(outputs)
+        return outputs[0] if outputs else None
+
+    def abort_all(self) -> list[RequestOutput]:
+        """End every request now; returns what each had."""
+        outputs = [self.abort(seq_id) for seq_id in list(self.front.live)]
+        self._pieces, self._finished = [], []
+        return [output for output in outputs if output is not None]
+
+    def drop(self, seq_id: int) -> None:
+        """End a request of which nothing more is wanted."""
+        for each in self.front.unfinished(seq_id):
+            self.core.finish(each, "abort")
+        self.front.forget(seq_id)
+
+    def _wait(self, results: SimpleQueue[T | BaseException]) -> T:
+        """Wait for a result of the thread; raise it if it is an error."""
+        if threading.current_thread() is self._thread:
+            raise EngineError(OWN_STEP)
+        while True:
+            self.raise_if_closed()
+            if not self._thread.is_alive():
+                raise EngineError(FORKED)
+            try:
+                result = results.get(timeout=POLL_SECONDS)
+                break
+            except Empty:
+                continue
+        if isinstance(result, BaseException):
+            try:
+                raise result
+            finally:
+                del result  # its traceback has this frame, which would hold it in turn
+        return result
+
+    def _join(self, seconds: float | None) -> None:
+        # The collector may close an engine from its own thread.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                if self._commands.empty() and any(job.wants_step for job in self._jobs):
+                    self._step()
+                else:
+                    self._commands.get()()
+            except BaseException as error:
+                self._fail(error)
+
+    def _step(self) -> StepOutput:
+        self.raise_if_closed()
+        step = self.front.collect(self.core.step(), self.core.finish)
+        self._deliver(step)
+        return step
+
+    def _deliver(self, step: StepOutput) -> None:
+        """Hand each result to the job that waits for it."""
+        pieces: dict[Job, list[StreamPiece]] = {job: [] for job in self._jobs}
+        finished: dict[Job, list[RequestOutput]] = {job: [] for job in self._jobs}
+        for piece in step.pieces:
+            owner = self._owners.get(piece.seq_id)
+            if owner is None:
+                self._pieces.append(piece)
+            else:
+                pieces[owner].append(replace(piece, index=owner.indices[piece.seq_id]))
+        for output in step.finished:
+            owner = self._owners.pop(output.seq_id, None)
+            if owner is None:
+                self._finished.append(output)
+            else:
+                finished[owner].append(output)
+                del owner.indices[output.seq_id]
+        for job in pieces:
+            if job.is_streaming or finished[job]:
+                job.steps.put(replace(step, finished=finished[job], pieces=pieces[job]))
+            if not job.indices:
+                del self._jobs[job]
+
+    def _deliver_aborted(self, outputs: list[RequestOutput]) -> None:
+        """Hand jobs their aborted requests; of other requests nothing more is due."""
+        owned = [output for output in outputs if output.seq_id in self._owners]
+        pieces = [
+            StreamPiece(output.seq_id, "", [], output, request_id=output.request_id)
+            for output in owned
+            if self._owners[output.seq_id].is_streaming
+        ]
+        self._deliver(StepOutput(owned, pieces, 0, 0))
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise in every waiting caller: the error itself in one, since it has one traceback."""
+        message = f"the engine failed: {error!r}"
+        for job in list(self._jobs):
+            self._cancel(job)
+            job.steps.put(error)
+            error = EngineError(message)
+
+    def _add(self, job: Job, requests: dict[int, Live]) -> None:
+        self._jobs[job] = None
+        try:
+            for index, live in requests.items():
+                self.submit(live)
+                job.indices[live.seq_id] = index
+                self._owners[live.seq_id] = job
+        except Exception as error:
+            self._cancel(job)
+            job.steps.put(error)
+        if not job.indices:
+            self._jobs.pop(job, None)
+
+    def _cancel(self, job: Job) -> None:
+        for seq_id in job.indices:
+            self.drop(seq_id)
+            del self._owners[seq_id]
+        job.indices.clear()
+        self._jobs.pop(job, None)
+
+    def _abort(self, seq_id: int) -> RequestOutput | None:
+        for each in self.front.unfinished(seq_id):
+            ending = self.core.finish(each, "abort")
+            output = None if ending is None else self.front.end(ending)
+            if output is not None:
+                return output
+        return None
+
+
+def _wake() -> None:
+    """End a wait for commands: there may be something to do."""
+
+
+def _answer(function: Callable[[], T], results: SimpleQueue[T | BaseException]) -> None:
+    try:
+        results.put(function())
+    except Exception as error:
+        results.put(error)

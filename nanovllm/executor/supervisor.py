@@ -1,0 +1,340 @@
+"""Supervision of child processes: one thread reads their messages and detects deaths and hangs.
+
+The children are processes of this machine, actors of a Ray cluster, or, for debuggers, a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty
+from typing import Protocol
+
+from nanovllm import errors
+from nanovllm.errors import NanovllmError, WorkerError
+from nanovllm.executor.channel import Channel, Kind, Message, QueueLink, unpack
+from nanovllm.executor.child import Serve, StepTimer, report
+
+# Not the user's script, which would run again in every child.
+_BOOT = (
+    "import sys; num = int(sys.argv[1]); numbers = map(int, sys.argv[2:2 + num]); "
+    "sys.path[:] = sys.argv[2 + num:]; from {} import main; main(*numbers)"
+)
+PACKAGES = Path(errors.__file__).resolve().parents[1]  # where ours is, should the path be relative
+FLAGS = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -W ...
+# Products for a number of rows that torch and oneDNN keep: each may take half a megabyte, and by
+# themselves they keep 1,024. docs/cpu.md
+KEPT_PRODUCTS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+
+POLL_SECONDS = 0.25  # the longest wait for messages, and the most silence that one wait counts for
+HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
+MESSAGE_TIMEOUT = 3.0  # seconds without a byte within a message
+GRACE_SECONDS = 0.2  # for the death to show that explains another child's error
+STOP_SECONDS = 2.0  # from asking a process to end to killing it
+CLOSE_SECONDS = 5.0  # for a thread's current step; one that is paused for longer is left behind
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why children can do no more, as text: an exception would keep the frames it passed alive."""
+
+    message: str
+    type_name: str = "WorkerError"
+    traceback: str = ""
+    time: float = 0.0  # of an error: a death comes before the errors that it causes
+
+    def error(self) -> NanovllmError:
+        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
+        kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
+        if kind is None:
+            return WorkerError(f"{self.message}\n{self.traceback}")
+        error = kind(self.message)
+        error.__cause__ = WorkerError(self.traceback) if self.traceback else None
+        return error
+
+
+CLOSED = Failure("the engine is closed; make a new one", "EngineError")
+
+
+class Children(Protocol):
+    names: Sequence[str]
+    heartbeat_timeout: float  # seconds
+    grace_seconds: float
+
+    def send(self, packed: bytes) -> None:
+        """Send every child the same message; OSError if one is gone."""
+
+    def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
+        """Wait for messages, each with the number of its child; a failure is a child's last."""
+
+    def stop(self) -> None:
+        """End all children."""
+
+    def close(self) -> None:
+        """Free what is left when they have ended and nobody receives."""
+
+
+class Supervisor:
+    """The first failure ends all children; it is kept, and every later `send` raises it.
+
+    `on_reply` and `on_failure`, which is called once, run in the supervisor's thread.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        on_reply: Callable[[int, bytearray], None],
+        on_failure: Callable[[Failure], None],
+        step_timeout: float,
+    ) -> None:
+        self.failure: Failure | None = None
+        # Whether silence is a failure: not while a model is loaded, as imports may hold the GIL.
+        self.is_armed = False
+        self._children = children
+        self._on_reply, self._on_failure = on_reply, on_failure
+        self._step_timeout = step_timeout  # seconds; 0: no checks
+        self._silence = [0.0] * len(children.names)  # seconds since the last message of each
+        self._owner = os.getpid()
+        self._lock = threading.RLock()  # the collector may close us in the midst of a failure
+        self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
+        self._thread.start()
+
+    def send(self, packed: bytes) -> None:
+        self.raise_if_failed()
+        with contextlib.suppress(OSError):  # the thread finds out why
+            self._children.send(packed)
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure.error()
+
+    def close(self) -> None:
+        """End the children; a second call does nothing."""
+        if os.getpid() != self._owner:  # a forked child must not end what its parent uses
+            return
+        self._fail(CLOSED)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._children.close()
+
+    def _run(self) -> None:
+        try:
+            failure = self._first_failure()
+        except Exception as error:  # or waiters would wait for ever
+            text = f"messages of the engine cannot be read: {error!r}"
+            failure = Failure(text, "EngineError", traceback.format_exc())
+        self._fail(failure)
+
+    def _first_failure(self) -> Failure:
+        """Handle messages until children fail; return the failure that explains the others."""
+        failures: dict[int, Failure] = {}  # by child, in the order of their arrival
+        deadline = math.inf
+        while self.failure is None and len(failures) < len(self._silence):
+            start = time.monotonic()
+            if start >= deadline:
+                break
+            events = self._children.receive(POLL_SECONDS)
+            # Time in which this process itself did not run counts as one wait.
+            waited = min(time.monotonic() - start, POLL_SECONDS)
+            self._silence = [seconds + waited for seconds in self._silence]
+            found = {number: self._handle(number, event) for number, event in events}
+            for number in range(len(self._silence)):
+                failure = found.get(number) or self._check_silence(number)
+                if failure is not None:
+                    failures.setdefault(number, failure)
+                    deadline = min(deadline, time.monotonic() + self._children.grace_seconds)
+        return self.failure or join_failures([*failures.values()])
+
+    def _handle(self, number: int, event: Message | Failure) -> Failure | None:
+        if isinstance(event, Failure):
+            return event
+        self._silence[number] = 0.0
+        name = self._children.names[number]
+        if event.kind is Kind.REPLY:
+            self._on_reply(number, event.body)
+        elif event.kind is Kind.HEARTBEAT:
+            (seconds,) = struct.unpack("<d", event.body)
+            if 0 < self._step_timeout < seconds:
+                return Failure(f"{name} did not return from a step for {seconds:.0f} s")
+        elif event.kind is Kind.LOG:
+            entry = json.loads(event.body)
+            logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
+        else:
+            return reported_failure(name, event)
+        return None
+
+    def _check_silence(self, number: int) -> Failure | None:
+        timeout = self._children.heartbeat_timeout
+        if not (self.is_armed and self._step_timeout) or self._silence[number] <= timeout:
+            return None
+        return Failure(f"{self._children.names[number]} sent no heartbeat for {timeout:.1f} s")
+
+    def _fail(self, failure: Failure) -> None:
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = failure
+        self._on_failure(failure)
+        self._children.stop()
+
+
+def reported_failure(name: str, message: Message) -> Failure:
+    """Return the failure that a child's error report describes."""
+    entry = json.loads(message.body)
+    type_name, text = entry["type"], entry["message"].strip()
+    if not hasattr(errors, type_name):
+        parts = f"{name} failed", type_name, text.partition("\n")[0]
+        text = ": ".join(filter(None, parts))  # the whole message is in the traceback
+    return Failure(text or type_name, type_name, entry["traceback"], entry["time"])
+
+
+def join_failures(failures: list[Failure]) -> Failure:
+    """Return the earliest; a death, which says little, with the first error that was reported."""
+    first, *_ = sorted(failures, key=lambda failure: failure.time)
+    reported = [failure.traceback for failure in failures if failure.traceback]
+    if first.traceback or not reported:
+        return first
+    return replace(first, message=f"{first.message}\nAnother worker's error:\n{reported[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+
+class ChildProcesses:
+    """Processes of this machine that run `main(fd, parent_pid, *numbers)` of a module."""
+
+    heartbeat_timeout, grace_seconds = HEARTBEAT_TIMEOUT, GRACE_SECONDS
+
+    def __init__(self, module: str, names: Sequence[str], numbers: Sequence[Sequence[int]]) -> None:
+        self.names = names
+        self._children: list[ChildProcess] = []
+        self._selector = selectors.DefaultSelector()
+        try:
+            for index, each in enumerate(numbers):
+                child = start_child(module, *each)
+                self._children.append(child)
+                self._selector.register(child.channel, selectors.EVENT_READ, index)
+        except BaseException:
+            self.stop()
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    def send(self, packed: bytes) -> None:
+        for child in self._children:
+            child.channel.send(packed)
+
+    def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
+        numbers: list[int] = [key.data for key, _ in self._selector.select(seconds)]
+        return [(number, self._receive(number)) for number in numbers]
+
+    def stop(self) -> None:
+        """End the processes, by force those that do not end when asked."""
+        for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for child in self._children:
+                ask(child.process)
+            deadline = time.monotonic() + STOP_SECONDS
+            if all(_has_ended(child.process, deadline) for child in self._children):
+                return
+
+    def close(self) -> None:
+        self._selector.close()
+        for child in self._children:
+            child.channel.close()
+
+    def _receive(self, number: int) -> Message | Failure:
+        child = self._children[number]
+        message = child.channel.receive()
+        if message is not None:
+            return message
+        self._selector.unregister(child.channel)
+        try:
+            code = child.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            cause = "closed its connection"
+        else:
+            cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        name = f"{self.names[number]} (process {child.process.pid})"
+        return Failure(f"{name} {cause}; its stderr may say why")
+
+
+def start_child(module: str, *numbers: int) -> ChildProcess:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for end in (ours, theirs):
+            end.setblocking(True)  # whatever socket.setdefaulttimeout says
+        arguments = [str(number) for number in (theirs.fileno(), os.getpid(), *numbers)]
+        command = [sys.executable, *FLAGS, "-c", _BOOT.format(module), str(len(arguments))]
+        process = subprocess.Popen(
+            [*command, *arguments, *sys.path, str(PACKAGES)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**KEPT_PRODUCTS, **os.environ},
+            start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
+        )
+    return ChildProcess(process, Channel(ours, MESSAGE_TIMEOUT))
+
+
+def _has_ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+class ChildThread:
+    """A thread of this process in the place of a child, where a debugger can pause it."""
+
+    heartbeat_timeout, grace_seconds = math.inf, 0.0
+
+    def __init__(self, name: str, serve: Serve) -> None:
+        self.names: Sequence[str] = [name]
+        self.pids = [os.getpid()]
+        self._link = QueueLink()
+        self._thread = threading.Thread(
+            target=self._run, args=[serve], name="nanovllm-core", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, packed: bytes) -> None:
+        self._link.inbox.put(unpack(packed))
+
+    def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
+        try:
+            return [(0, unpack(self._link.outbox.get(timeout=seconds)))]
+        except Empty:
+            return []
+
+    def stop(self) -> None:
+        self._link.inbox.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, serve: Serve) -> None:
+        try:
+            serve(self._link, StepTimer())
+        except BaseException as error:  # a debugger was told to quit, for instance
+            report(self._link, error)

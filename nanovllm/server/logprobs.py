@@ -1,0 +1,86 @@
+"""Log-probabilities in the forms of the APIs, computed while a body is encoded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.detokenizer import REPLACEMENT
+from nanovllm.outputs import Logprob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenLogprobs = tuple[int, dict[int, Logprob]]  # a sampled token, and its logprob and top logprobs
+Entry = Callable[[], dict[str, Any]]
+
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # in GPT-2's way, as they are
+_OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
+_BYTE_LEVEL = {
+    **{chr(byte): byte for byte in _PRINTED},
+    **{chr(256 + number): byte for number, byte in enumerate(_OTHERS)},
+}
+
+
+def logprob_entries(
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[TokenLogprobs], num_top: int
+) -> list[Entry]:
+    """The logprobs of tokens as chats and responses have them."""
+
+    def entry(token_id: int, known: dict[int, Logprob]) -> dict[str, Any]:
+        top = [
+            _logprob(tokenizer, each, logprob)
+            for each, logprob in known.items()
+            if logprob.rank <= num_top
+        ]
+        return {**_logprob(tokenizer, token_id, known[token_id]), "top_logprobs": top}
+
+    return [partial(entry, token_id, known) for token_id, known in tokens]
+
+
+def _logprob(tokenizer: PreTrainedTokenizerBase, token_id: int, logprob: Logprob) -> dict[str, Any]:
+    token = logprob.decoded_token or ""
+    return {
+        "token": token,
+        "logprob": logprob.logprob,
+        "bytes": list(token_bytes(tokenizer, token_id, token)),
+    }
+
+
+def prompt_logprobs_by_id(
+    entries: Sequence[dict[int, Logprob] | None] | None,
+) -> list[Any] | None:
+    if entries is None:
+        return None
+    names = ("logprob", "rank", "decoded_token")
+    return [
+        entry
+        and {str(i): {name: getattr(each, name) for name in names} for i, each in entry.items()}
+        for entry in entries
+    ]
+
+
+def covering(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[TokenLogprobs], text: str
+) -> Sequence[TokenLogprobs]:
+    """The last tokens, as many as make up a text; those of a marker before it are left out."""
+    num_bytes, start = len(text.encode("utf-8", "replace")), len(tokens)
+    while start > 0 and num_bytes > 0:
+        start -= 1
+        token_id, known = tokens[start]
+        num_bytes -= len(token_bytes(tokenizer, token_id, known[token_id].decoded_token or " "))
+    return tokens[start:]
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
+    """What a token adds to a text; its own text shows parts of characters as replaced."""
+    if REPLACEMENT in text:
+        (written,) = tokenizer.convert_ids_to_tokens([token_id])
+        if found := _FALLBACK.fullmatch(written):
+            return bytes.fromhex(found.group(1))
+        if all(char in _BYTE_LEVEL for char in written):
+            return bytes(_BYTE_LEVEL[char] for char in written)
+    return text.encode("utf-8", "replace")
