@@ -15,13 +15,14 @@ import torch
 from benchmarks.models import model_path
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
+from nanovllm.devices import choose
 from nanovllm.devices.choose import check_device
 from nanovllm.devices.cpu import memory as cpu
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.worker import memory, worker
+from nanovllm.worker import worker
 from nanovllm.worker.memory import count_needs
 from nanovllm.worker.tables import SlotTables
 from tests.checkpoints import TinyCheckpoint
@@ -126,7 +127,7 @@ def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.Monk
 
 
 def test_workers_of_a_cluster_need_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "find_spec", lambda name: object())  # Ray need not be installed
+    monkeypatch.setattr(choose, "find_spec", lambda name: object())  # Ray need not be installed
     config = EngineConfig("any", tensor_parallel_size=2, device="cpu")
     assert check_device(config) is not None
     assert check_device(replace(config, distributed_executor_backend="ray")) is None

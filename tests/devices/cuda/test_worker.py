@@ -30,7 +30,7 @@ from nanovllm.kernels.ops import Sampling
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import StepLogits
 from nanovllm.worker.tables import sampling_of
-from tests.bench.test_commands import CONFIG
+from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.executor.leftovers import is_alive
 from tests.executor.workers import process_ids
