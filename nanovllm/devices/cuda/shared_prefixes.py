@@ -6,13 +6,17 @@ their first block; a group shares the blocks that all its rows have in common.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nanovllm.attention.base import SharedRows
 from nanovllm.engine.step import NewRow
-from nanovllm.platforms.cuda import CudaPlatform
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.device import CudaDevice
 
 NUM_GROUPS = 4  # the largest ones
 MIN_ROWS = 32  # of a batch that has a graph for it
@@ -26,15 +30,15 @@ class SharedPrefixes:
     """Keeps the blocks that each slot's sequence was admitted with, and tables for the kernels."""
 
     def __init__(
-        self, platform: CudaPlatform, num_slots: int, max_blocks: int, block_size: int
+        self, device: CudaDevice, num_slots: int, max_blocks: int, block_size: int
     ) -> None:
-        self.platform = platform
+        self.device = device
         self.block_size = block_size
         self._blocks = np.full((num_slots, max_blocks), NO_BLOCK, np.int32)
         self._slots: IntColumn | None = None  # of the latest batch that was looked at
         self._is_worth_it = False
         self._tables = torch.zeros(
-            4 * NUM_GROUPS + 2 * num_slots, dtype=torch.int32, device=platform.device
+            4 * NUM_GROUPS + 2 * num_slots, dtype=torch.int32, device=device.torch_device
         )
 
     def enter(self, new_rows: list[NewRow]) -> None:
@@ -54,7 +58,7 @@ class SharedPrefixes:
             if self._is_worth_it:
                 padding = np.zeros(len(self._blocks) - len(slots), np.int32)
                 columns = groups.ravel(), members, padding, lens, padding
-                self.platform.send(np.concatenate(columns), self._tables)
+                self.device.send(np.concatenate(columns), self._tables)
         return self._is_worth_it
 
     def clear(self) -> None:

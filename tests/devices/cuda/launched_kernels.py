@@ -1,6 +1,6 @@
 """What engines would launch, on a CPU: nothing that was not to be compiled ahead.
 
-    python -m tests.backends.cuda.launched_kernels
+    python -m tests.devices.cuda.launched_kernels
 
 Every launch is noted and left out, so the answers are garbage; what is launched does not depend on
 them. A process of its own, since Triton keeps what it was told of the device.
@@ -23,12 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cuda import backend
-from nanovllm.backends.cuda.backend import CudaBackend
-from nanovllm.platforms.cpu import CpuPlatform
-from tests.backends.cuda.interpreted_engine import interpreted
+from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cuda import device
 from tests.checkpoint.tiny_quantised import float_kind, write_twins
 from tests.checkpoints import make_checkpoint, shared_checkpoint
+from tests.devices.cuda.interpreted_engine import InterpretedDevice, interpreted
 from tests.worker.test_quantised_models import EVEN
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 1024}
@@ -59,9 +58,9 @@ class Launches:
         self.noted.add((fn.name, compile["specialization_data"]))
         return True
 
-    def compile_ahead(self, backend: CudaBackend, largest_step: Callable[[], Any]) -> None:
+    def compile_ahead(self, on: Any, model: object, largest_step: Callable[[], Any]) -> None:
         self.noted = self.ahead
-        backend._every_step(largest_step())
+        on.run_every_step(largest_step())
         self.noted = self.own
 
 
@@ -72,9 +71,9 @@ def check(path: Path, **options: Any) -> None:
         interpreted(),
         mock.patch.object(knobs.runtime, "jit_cache_hook", launches.note),
         mock.patch.object(
-            CudaBackend, "compile_ahead", lambda *args: launches.compile_ahead(*args)
+            InterpretedDevice, "compile_ahead", lambda *args: launches.compile_ahead(*args)
         ),
-        mock.patch.object(backend, "build", return_value=None),
+        mock.patch.object(device, "build", return_value=None),
         # The library's products launch nothing of ours, and take minutes on CPUs without bfloat16.
         mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
         mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),
@@ -126,7 +125,7 @@ def main() -> None:
         ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer stays plain
         kind = float_kind("channel", "channel")
         path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantised
-        with mock.patch.object(CpuPlatform, "reads_codes", return_value=True):
+        with mock.patch.object(CpuDevice, "reads_codes", return_value=True):
             check(path, max_num_seqs=20, num_kvcache_blocks=99)
 
 

@@ -1,4 +1,4 @@
-"""The CPU platform: the pool is lazy, limits are honoured, dtypes are those that run fast."""
+"""The CPU device: the pool is lazy, limits are honoured, dtypes are those that run fast."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.config import EngineConfig
+from nanovllm.devices.cpu import memory
+from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cpu.features import CpuFeatures, find_cpu_features
+from nanovllm.devices.cpu.memory import available_memory, total_memory
 from nanovllm.kernels.cpu.ops import pack_onednn
-from nanovllm.platforms import cpu, create_platform
-from nanovllm.platforms.cpu import CpuPlatform, available_memory, total_memory
-from nanovllm.platforms.cpu_features import CpuFeatures, find_cpu_features
+from tests.devices import cpu_device
 
 GIB = 1 << 30
 
@@ -26,7 +29,7 @@ def resident_bytes() -> int:
 def test_the_cache_is_not_touched_when_allocated() -> None:
     gc.collect()
     before = resident_bytes()
-    cache = CpuPlatform().allocate_cache(2 * GIB)
+    cache = cpu_device().allocate_cache(2 * GIB)
     assert cache.numel() == cache.nbytes == 2 * GIB
     assert resident_bytes() - before < 64 << 20
     views = cache.view(torch.float32).view(4, -1)  # what the layers see is still untouched
@@ -39,7 +42,7 @@ def test_the_cache_is_not_touched_when_allocated() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_a_token_in_every_layer_takes_no_huge_pages() -> None:
-    cache = CpuPlatform().allocate_cache(256 << 20).view(64, -1)
+    cache = cpu_device().allocate_cache(256 << 20).view(64, -1)
     cache[0, 0] = 1  # torch itself takes memory in its first call
     gc.collect()
     before = resident_bytes()
@@ -57,8 +60,8 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
         (tmp_path / "memory.max", tmp_path / "memory.current"),
         (tmp_path / "memory.limit_in_bytes", tmp_path / "memory.usage_in_bytes"),
     ]
-    monkeypatch.setattr(cpu, "_cgroup_files", lambda: files)
-    monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
+    monkeypatch.setattr(memory, "_cgroup_files", lambda: files)
+    monkeypatch.setattr(memory, "_meminfo", lambda name: 16 * GIB)
 
     def write(version: int, limit: object, usage: object, stat: str = "") -> None:
         limit_file, usage_file = files[2 - version]
@@ -98,9 +101,9 @@ def test_groups_within_groups_limit_each_other(
     (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{lines[version]}\n")
     roots = {"": (tmp_path / "v2", "memory.max", "memory.current")}
     roots["memory"] = (tmp_path / "v1", "memory.limit_in_bytes", "memory.usage_in_bytes")
-    monkeypatch.setattr(cpu, "_CGROUPS", roots)
-    monkeypatch.setattr(cpu, "_OWN_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cpu, "_meminfo", lambda name: 16 * GIB)
+    monkeypatch.setattr(memory, "_CGROUPS", roots)
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_meminfo", lambda name: 16 * GIB)
     root = tmp_path / f"v{version}"
     for group, limit, want in (("user/job", 9, 9), ("user", 5, 5), (".", 7, 5)):
         (root / group).mkdir(parents=True, exist_ok=True)
@@ -119,62 +122,67 @@ def test_the_cache_takes_at_most_a_quarter(
     limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits(2, 8 * GIB, 4 * GIB)
-    platform = CpuPlatform()
+    device = cpu_device()
     with caplog.at_level("INFO", logger="nanovllm"):
-        assert platform.cache_bytes(GIB // 2) == GIB // 2
-        assert platform.cache_bytes(GIB) == GIB
-        assert platform.cache_bytes(100 * GIB) == GIB
+        assert device.cache_bytes(GIB // 2) == GIB // 2
+        assert device.cache_bytes(GIB) == GIB
+        assert device.cache_bytes(100 * GIB) == GIB
     assert len(caplog.messages) == 3
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_second_copy_takes_at_most_an_eighth(limits: Limits, version: int) -> None:
-    platform = CpuPlatform()
-    assert platform.has_room_for_copy(2 * GIB)  # of 16
-    assert not platform.has_room_for_copy(2 * GIB + 1)
+    device = cpu_device()
+    assert device.has_room_for_copy(2 * GIB)  # of 16
+    assert not device.has_room_for_copy(2 * GIB + 1)
     limits(version, 8 * GIB, 0)
-    assert platform.has_room_for_copy(GIB)
-    assert not platform.has_room_for_copy(GIB + 1)
+    assert device.has_room_for_copy(GIB)
+    assert not device.has_room_for_copy(GIB + 1)
 
 
 def test_room_for_a_second_copy_is_the_same_every_time(limits: Limits) -> None:
     """In bf16 each layout rounds differently: what happens to be free must not change answers."""
     for usage in (0, 4 * GIB, 9 * GIB):
         limits(2, 8 * GIB, usage)
-        assert CpuPlatform().has_room_for_copy(GIB)
-        assert not CpuPlatform().has_room_for_copy(GIB + 1)
+        assert cpu_device().has_room_for_copy(GIB)
+        assert not cpu_device().has_room_for_copy(GIB + 1)
 
 
 def test_ranks_share_the_memory(limits: Limits) -> None:
     limits(2, 8 * GIB, 4 * GIB)
-    platform = create_platform("cpu", num_ranks=2)
-    assert platform.cache_bytes(100 * GIB) == GIB // 2
-    assert platform.has_room_for_copy(GIB // 2)
-    assert not platform.has_room_for_copy(GIB // 2 + 1)
+    device = cpu_device(data_parallel_size=2)
+    assert device.cache_bytes(100 * GIB) == GIB // 2
+    assert device.has_room_for_copy(GIB // 2)
+    assert not device.has_room_for_copy(GIB // 2 + 1)
 
 
 def test_where_the_kernel_is_not_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Mac has its figures elsewhere, and models larger than a guess must start there."""
-    total = cpu._physical_memory()
+    total = memory._physical_memory()
     assert total == pytest.approx(total_memory(), rel=0.1) or total > total_memory()
-    monkeypatch.setattr(cpu, "Path", lambda name: tmp_path / "absent")
-    monkeypatch.setattr(cpu, "_OWN_GROUPS", tmp_path / "absent")
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "absent")
     assert (total_memory(), available_memory()) == (total, total)
 
 
 def test_real_memory_is_read() -> None:
     assert 0 <= available_memory() <= total_memory() < 1 << 50
-    assert CpuPlatform().has_room_for_copy(1)
-    assert not CpuPlatform().has_room_for_copy(1 << 50)
+    assert cpu_device().has_room_for_copy(1)
+    assert not cpu_device().has_room_for_copy(1 << 50)
 
 
 def test_dtypes_are_chosen_by_the_features() -> None:
     native = CpuFeatures(frozenset(), frozenset({torch.float32, torch.bfloat16}), False)
     emulated = CpuFeatures(frozenset(), frozenset({torch.float32}), False)
     for features, want in ((native, torch.bfloat16), (emulated, torch.float32)):
-        platform = CpuPlatform(features=features)
-        assert platform.choose_dtype("float32") == torch.float32
-        assert platform.choose_dtype("bfloat16") == platform.choose_dtype("float16") == want
+        device = CpuDevice(EngineConfig("none"), features=features)
+        assert device.choose_dtype("auto", "float32") == torch.float32
+        assert device.choose_dtype("float16", "float32") == torch.float16
+        assert (
+            device.choose_dtype("auto", "bfloat16")
+            == device.choose_dtype("auto", "float16")
+            == want
+        )
 
 
 def test_features_are_what_torch_accepts_here() -> None:

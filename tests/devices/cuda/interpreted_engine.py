@@ -1,6 +1,6 @@
 """The whole CUDA path on a CPU: an engine of interpreted kernels, whose graphs are functions.
 
-    TRITON_INTERPRET=1 python -m tests.backends.cuda.interpreted_engine
+    TRITON_INTERPRET=1 python -m tests.devices.cuda.interpreted_engine
 
 Tokens in float32 equal those of transformers, logits in float16 are near: through graphs
 of decode steps, padded prompts, every way of sampling and every number of rows.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,23 +25,20 @@ from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
-from nanovllm.backends.cuda import backend, decode_graphs, shared_prefixes
-from nanovllm.backends.cuda.backend import CudaBackend
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cuda import decode_graphs, device, sampler, shared_prefixes
+from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.devices.cuda.persistent.weights import (
     step_constants,
     step_layers,
     step_tensors,
 )
-from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.engine import start
 from nanovllm.grammar.matching import Grammar
 from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.ops import LayerCache, Sampling
+from nanovllm.kernels.ops import LayerCache, Ops, Sampling
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.pending import Pending
-from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker.backend import choose_dtype
 from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
 from tests.devices import RunAgain, runner_of
 from tests.devices.cuda.persistent.reference import reference_step
@@ -64,8 +61,28 @@ GREEDY_WAYS: list[dict[str, Any]] = [
 ]
 
 
-class InterpretedPlatform(RunAgain, CpuPlatform):
-    """A CPU that has what graphs need of a CUDA device."""
+class InterpretedDevice(RunAgain, CpuDevice):
+    """A CPU that runs CUDA's kernels, and has what graphs need of a CUDA device."""
+
+    persistent = None
+    sampler, prepare, runner = CudaDevice.sampler, CudaDevice.prepare, CudaDevice.runner
+    steps, prefill_sizes = CudaDevice.steps, CudaDevice.prefill_sizes
+    run_every_step, capture_all = CudaDevice.run_every_step, CudaDevice.capture_all
+    compile_ahead, uses_graphs = CudaDevice.compile_ahead, CudaDevice.uses_graphs
+    token_logprobs = staticmethod(CudaDevice.token_logprobs)
+    keep_allowed = staticmethod(CudaDevice.keep_allowed)
+    _max_tokens, _step_bytes = CudaDevice._max_tokens, 0
+    _count_graph_bytes = CudaDevice._count_graph_bytes
+
+    def ops(self, dtype: torch.dtype) -> Ops:
+        return TritonOps()
+
+    def attention(self, dtype: torch.dtype, ops: Ops) -> TritonAttention:
+        device: Any = self
+        return TritonAttention(device, NUM_PROCESSORS)
+
+    def profile(self, largest_step: Callable[[], object]) -> None:
+        largest_step()
 
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array, order="C"))
@@ -73,23 +90,12 @@ class InterpretedPlatform(RunAgain, CpuPlatform):
     def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
         return super().fetch(*(t.clone() for t in tensors))  # the next replay overwrites them
 
-    def reserve_for_graphs(self, num_bytes: int, step_share: float) -> None: ...
-
 
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Make engines run CUDA's kernels."""
-    with mock.patch.object(start, "create_backend", interpreted_backend):
+    with mock.patch.object(start, "create_device", InterpretedDevice):
         yield
-
-
-def interpreted_backend(
-    config: EngineConfig, model: ModelConfig, group: TPGroup = ALONE
-) -> CudaBackend:
-    platform: Any = InterpretedPlatform()
-    dtype = choose_dtype(config.dtype, model.dtype, platform)
-    attention = TritonAttention(platform, NUM_PROCESSORS)
-    return CudaBackend(platform, dtype, group, TritonOps(), attention, config, model)
 
 
 def check_tokens(root: Path) -> None:
@@ -107,13 +113,13 @@ def check_tokens(root: Path) -> None:
         mock.patch.object(decode_graphs, "SHORT_CONTEXT", 18),
         LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=20, depth=1, **OPTIONS) as llm,
     ):
-        graphed = runner_of(llm).forward
+        graphed = runner_of(llm).forward.decode
         assert graphed.sizes == [1, 2, 3]
         for way, num_prompts in zip(GREEDY_WAYS, (5, 2, 2, 2), strict=True):
             params = [SamplingParams(max_tokens=n, ignore_eos=True, **way) for n in lens]
             outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
             assert [output.token_ids for output in outputs] == want[:num_prompts], way
-        assert {(2, 18), (2, 64)} <= set(graphed._graphs)
+        assert {(2, 18), (2, 64)} <= set(graphed.graphs)
 
 
 def check_shared_prefixes(root: Path) -> None:
@@ -125,12 +131,12 @@ def check_shared_prefixes(root: Path) -> None:
     with (
         mock.patch.object(decode_graphs, "MIN_ROWS", 3),
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
-        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
     ):
-        graphed = runner_of(llm).forward
-        counter = mock.Mock(side_effect=graphed._shared_graph)
-        graphed._shared_graph = counter
+        graphed = runner_of(llm).forward.decode
+        counter = mock.Mock(side_effect=graphed.shared_graph)
+        graphed.shared_graph = counter
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
@@ -165,14 +171,14 @@ def check_masks(root: Path) -> None:
     """Decode steps are masked and sampled by one graph, which reads masks wherever they are."""
     path = make_checkpoint(root / "masks", VARIANTS["qwen3"]).path
     with (
-        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         LLM(path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
     ):
         engine, graphed = llm.engine, runner_of(llm).forward
         grammars: Any = OneToken(160)
         engine.front.grammars = engine.core.grammars = grammars
-        replay = mock.Mock(side_effect=graphed._replay)
-        graphed._replay = replay
+        replay = mock.Mock(side_effect=graphed.samplers.replay)
+        graphed.samplers.replay = replay
         tokens, lens = [7, 31, 96], [4, 2, 3]
         params = [
             SamplingParams(temperature=0, max_tokens=n, structured_outputs={"regex": str(token)})
@@ -198,8 +204,10 @@ def check_captures_ahead(root: Path) -> None:
     with (
         mock.patch.object(decode_graphs, "MIN_ROWS", 3),
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
-        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
-        mock.patch.object(RunAgain, "record", autospec=True, side_effect=RunAgain.record) as record,
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(
+            RunAgain, "capture", autospec=True, side_effect=RunAgain.capture
+        ) as record,
         LLM(checkpoint.path, target_inter_token_ms=25.0, **options) as llm,
     ):
         engine, graphed = llm.engine, runner_of(llm).forward
@@ -207,9 +215,9 @@ def check_captures_ahead(root: Path) -> None:
         grammars: Any = OneToken(160)
         engine.front.grammars = engine.core.grammars = grammars
         engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
-        replay = mock.Mock(side_effect=graphed._replay)
-        shared = mock.Mock(side_effect=graphed._shared_graph)
-        graphed._replay, graphed._shared_graph = replay, shared
+        replay = mock.Mock(side_effect=graphed.samplers.replay)
+        shared = mock.Mock(side_effect=graphed.decode.shared_graph)
+        graphed.samplers.replay, graphed.decode.shared_graph = replay, shared
         for num_rare in (0, 1 + 3):  # rows that share, and masks for each number of rows
             record.reset_mock()
             replay.reset_mock()
@@ -240,12 +248,12 @@ def check_cache_of_eight_bits(root: Path) -> None:
     with (
         mock.patch.object(decode_graphs, "MIN_ROWS", 3),
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
-        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=12, **options) as llm,
     ):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert runner_of(llm).forward.max_whole_context == 0  # whole steps read no codes
+        assert runner_of(llm).forward.decode.persistent is None  # whole steps read no codes
     for output, want in zip(outputs, answers, strict=True):
         count = min(want.num_clear, 4)
         assert output.token_ids[:count] == want.token_ids[:count]
@@ -263,11 +271,11 @@ def check_logits(root: Path) -> None:
     options = {**OPTIONS, "max_num_batched_tokens": 24}
     with LLM(path, dtype="float32", **options) as llm:
         exact = forced_logits(llm, prompts, answers)
-    of_one_rank = engines_of(1, make_backend=interpreted_backend)
+    of_one_rank = engines_of(1, make_device=InterpretedDevice)
     for max_num_seqs, engines in ((1, interpreted()), (3, interpreted()), (3, of_one_rank)):
         with (
             engines,
-            mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
+            mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
             LLM(path, dtype="float16", max_num_seqs=max_num_seqs, **options) as llm,
         ):
             ours = forced_logits(llm, prompts, answers)
@@ -333,12 +341,12 @@ def check_whole_step(root: Path) -> None:
         exact = forced_logits(llm, prompts, answers)
     with (
         interpreted(),
-        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
-        mock.patch.object(backend, "build", lambda model, _: ReferenceStep(model, None)),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, None)),
         LLM(path, dtype="float16", max_num_seqs=1, **OPTIONS) as llm,
     ):
         ours = forced_logits(llm, prompts, answers)
-        step: Any = runner_of(llm).forward.persistent
+        step: Any = runner_of(llm).forward.decode.persistent
     for a, b in zip(ours, exact, strict=True):
         assert (a - b).abs().max() < 0.02 * b.abs().max()
     assert sorted(step.contexts) == [1, 2, 3, 6, 7, 8, 9]  # a prompt of one token decodes, too
@@ -352,12 +360,12 @@ def check_lost_step(root: Path) -> None:
         want = llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids
     with (
         interpreted(),
-        mock.patch.object(decode_graphs, "RECORDED_SAMPLING", (Sampling.GREEDY,)),
-        mock.patch.object(backend, "build", lambda model, _: ReferenceStep(model, 3)),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, 3)),
         LLM(path, dtype="float16", max_num_seqs=1, depth=1, **OPTIONS) as llm,
     ):
         assert llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids == want
-        step: Any = runner_of(llm).forward.persistent
+        step: Any = runner_of(llm).forward.decode.persistent
         assert llm.engine.core.scheduler.num_preemptions == 1
     assert step.contexts[:3] == [3, 4, 5]
     assert len(step.contexts) <= 4  # one more may have been in flight

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,10 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cuda.pdl import MAX_ROWS as OVERLAP_ROWS
 from nanovllm.kernels.cuda.step_inputs import gather_tokens, write_words
 from nanovllm.layers.build import ForwardBatch, SampledTokens
-from nanovllm.platforms.cuda import CudaPlatform
 from nanovllm.worker.forward import EagerForward, StepLogits
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.device import CudaDevice
 
 MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
 MAX_ROWS = 256  # each one's logits are computed, used or not
@@ -40,11 +43,11 @@ MAX_CHANGES = 16384  # of the tables, that a graph writes before it runs a step
 # Answers beside prompts in a step that no graph has room for: how many there are decides on the
 # kernel that attends for them.
 FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
-HEIGHTS = 2, 3, 4, 3  # of the columns: see ChunkSize.lengths
+HEIGHTS = 2, 3, 4, 3  # of the columns: see Bucket.lengths
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSize:
+class Bucket:
     """What a graph has room for, or a plan needs."""
 
     num_tokens: int
@@ -53,7 +56,7 @@ class ChunkSize:
     num_rows: int
     longest: int  # tokens of one row
 
-    def fits(self, needed: ChunkSize) -> bool:
+    def fits(self, needed: Bucket) -> bool:
         return (
             needed.num_tokens <= self.num_tokens
             and needed.num_singles <= self.num_singles
@@ -69,10 +72,10 @@ class ChunkSize:
         return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
 
 
-def needed_size(plan: StepPlan) -> ChunkSize:
+def needed_size(plan: StepPlan) -> Bucket:
     num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
     num_tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
-    return ChunkSize(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
+    return Bucket(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
 
 
 def count_many_tokens(config: ModelConfig) -> int:
@@ -84,7 +87,7 @@ def count_many_tokens(config: ModelConfig) -> int:
     return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
 
 
-def chunk_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[ChunkSize]:
+def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
     """Powers of two and the middle between them, up to what the largest step of a kind needs."""
     sizes, num_tokens = [], 16
     if max_rows <= MAX_PROMPTS:
@@ -92,41 +95,41 @@ def chunk_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Ch
     while num_tokens <= max(MAX_TOKENS, max_many_tokens):
         if num_tokens <= MAX_ALONE_TOKENS:
             num_rows = min(max_rows, MAX_ALONE)
-            sizes.append(ChunkSize(num_tokens, 0, num_rows, num_rows, num_tokens))
+            sizes.append(Bucket(num_tokens, 0, num_rows, num_rows, num_tokens))
         num_rows = min(max_rows, max(16, num_tokens // 4), MAX_ROWS)
         if num_tokens <= MAX_TOKENS:
-            sizes.append(ChunkSize(num_tokens, num_rows, MAX_PROMPTS, num_rows, num_tokens))
+            sizes.append(Bucket(num_tokens, num_rows, MAX_PROMPTS, num_rows, num_tokens))
         if MIN_MANY_TOKENS <= num_tokens <= max_many_tokens:
             num_prompts = min(num_rows, MANY_PROMPTS)
-            sizes.append(ChunkSize(num_tokens, num_rows, num_prompts, num_rows, MANY_LEN))
+            sizes.append(Bucket(num_tokens, num_rows, num_prompts, num_rows, MANY_LEN))
         if num_tokens >= max_tokens:
             break
         num_tokens += (1 << num_tokens.bit_length()) // 4
     return sizes
 
 
-class GraphedChunks:
+class PrefillGraphs:
     """Replays steps that fit a size."""
 
     def __init__(
         self,
         eager: EagerForward,
         attention: TritonAttention,
-        platform: CudaPlatform,
-        sizes: list[ChunkSize],
+        device: CudaDevice,
+        sizes: list[Bucket],
     ) -> None:
         self.eager = eager
         self.attention = attention
-        self.platform = platform
+        self.device = device
         self.num_slots = eager.tables.num_slots
         self.sizes = sizes
         num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
-        self._columns = torch.zeros(num_words, dtype=torch.int32, device=platform.device)
+        self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
         # Zeros, which name a token and a place even while kernels are compiled and not launched.
-        most, device = self.sizes[-1].num_tokens, platform.device
-        self._input_ids = torch.zeros(most, dtype=torch.int32, device=device)
-        self._places = torch.zeros(2, most, dtype=torch.int64, device=device)  # positions, offsets
-        self._graphs: dict[ChunkSize, tuple[Callable[[], None], Tensor]] = {}
+        most, place = self.sizes[-1].num_tokens, device.torch_device
+        self._input_ids = torch.zeros(most, dtype=torch.int32, device=place)
+        self._places = torch.zeros(2, most, dtype=torch.int64, device=place)  # positions, offsets
+        self._graphs: dict[Bucket, tuple[Callable[[], None], Tensor]] = {}
 
     def run_every_size(self) -> None:
         """Launch every kernel that a step with prompts has, also one that is too large for us."""
@@ -136,17 +139,17 @@ class GraphedChunks:
         for num_tokens in {min(most.num_tokens, OVERLAP_ROWS), most.num_tokens}:
             for num_rows in FEW_ROWS:
                 if num_rows <= min(most.num_rows, num_tokens):
-                    self._run_model(ChunkSize(num_tokens, num_rows, 1, num_rows, num_tokens))
+                    self._run_model(Bucket(num_tokens, num_rows, 1, num_rows, num_tokens))
 
-    def graph(self, size: ChunkSize, is_loaded: bool = False) -> tuple[Callable[[], None], Tensor]:
+    def graph(self, size: Bucket, is_loaded: bool = False) -> tuple[Callable[[], None], Tensor]:
         """Return the graph of a size and its logits; it is recorded when it is first asked for.
 
         Recording runs what the columns say: a step, which may run twice, or, before any sequence is
         there, zeros, which harm none.
         """
         if size not in self._graphs:
-            replay, logits = self.platform.record(partial(self._run_model, size), is_loaded)
-            self._graphs[size] = replay, self.platform.borrow(logits)
+            replay, logits = self.device.capture(partial(self._run_model, size), is_loaded)
+            self._graphs[size] = replay, self.device.weak_ref(logits)
         return self._graphs[size]
 
     def __call__(self, plan: StepPlan) -> StepLogits | None:
@@ -161,14 +164,14 @@ class GraphedChunks:
             changes = changes[:0]
         columns = chunk_columns(size, plan, self.num_slots)
         columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
-        self.platform.send(columns, self._columns)
+        self.device.send(columns, self._columns)
         replay, logits = self.graph(size)
         replay()
         num_sampled = int(np.count_nonzero(plan.num_logits))
         slots, _, positions = self._split(size)[3].view(3, -1)[:, :num_sampled]
         return StepLogits(logits[:num_sampled], slots, positions)
 
-    def _split(self, size: ChunkSize) -> tuple[Tensor, ...]:
+    def _split(self, size: Bucket) -> tuple[Tensor, ...]:
         return self._columns[: sum(size.lengths)].split(size.lengths)
 
     def _write_changes(self, begin: int) -> None:
@@ -176,7 +179,7 @@ class GraphedChunks:
         pairs = self._columns[begin + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
         write_words(self.eager.tables.words, pairs, self._columns[begin : begin + 1])
 
-    def _run_model(self, size: ChunkSize) -> Tensor:
+    def _run_model(self, size: Bucket) -> Tensor:
         eager, tables = self.eager, self.eager.tables
         self._write_changes(sum(size.lengths))
         parts = self._split(size)
@@ -196,8 +199,8 @@ class GraphedChunks:
         return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches))
 
 
-def chunk_columns(size: ChunkSize, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
-    """Lay a plan out as `ChunkSize.lengths` says; padding is the slot that no sequence has.
+def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
+    """Lay a plan out as `Bucket.lengths` says; padding is the slot that no sequence has.
 
     Single rows that are padding write zeros to a prompt's token, before its own attention does, or
     to the last one: without prompts there are as many tokens as rows, so it is padding too.

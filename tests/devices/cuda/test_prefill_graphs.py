@@ -15,13 +15,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+
 from benchmarks.models import model_path
 from nanovllm import LLM
 from nanovllm.attention.base import AttentionSpec, DecodeRows
 from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.backends.cpu import backend as cpu_backend
-from nanovllm.backends.cuda import prefill_graphs
-from nanovllm.backends.cuda.prefill_graphs import (
+from nanovllm.config import EngineConfig
+from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cuda import prefill_graphs
+from nanovllm.devices.cuda.prefill_graphs import (
     MANY_LEN,
     MANY_PROMPTS,
     MAX_ALONE_TOKENS,
@@ -29,10 +31,10 @@ from nanovllm.backends.cuda.prefill_graphs import (
     MAX_PROMPTS,
     MAX_TOKENS,
     MIN_MANY_TOKENS,
-    ChunkSize,
-    GraphedChunks,
+    Bucket,
+    PrefillGraphs,
+    bucket_sizes,
     chunk_columns,
-    chunk_sizes,
     count_many_tokens,
     needed_size,
 )
@@ -40,7 +42,6 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps, reference_attention
 from nanovllm.models.config_json import read_model_config
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.batch import is_decode, look_up
 from nanovllm.worker.forward import EagerForward, StepLogits
 from tests.devices import RunAgain
@@ -87,7 +88,7 @@ class ReferenceChunks(SdpaAttention):
         return out
 
 
-class GraphedPlatform(RunAgain, CpuPlatform):
+class GraphedDevice(RunAgain, CpuDevice):
     """A CPU with graphs."""
 
 
@@ -99,7 +100,7 @@ def make_plan(rows: list[tuple[int, int, int, int]]) -> StepPlan:
 def test_columns() -> None:
     """Slots 2, 7 and 4 run one token, three and two; the second of them needs no logits."""
     plan = make_plan([(2, 40, 1, 1), (7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5, longest=8)
+    size = Bucket(num_tokens=8, num_singles=5, num_prompts=4, num_rows=5, longest=8)
     tokens, singles, prompts, sampled = np.split(
         chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1]
     )
@@ -120,7 +121,7 @@ def test_columns() -> None:
 
 def test_columns_of_prompts_alone() -> None:
     plan = make_plan([(7, 10, 3, 0), (4, 0, 2, 1)])
-    size = ChunkSize(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2, longest=6)
+    size = Bucket(num_tokens=6, num_singles=0, num_prompts=3, num_rows=2, longest=6)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[0].reshape(2, 6).tolist() == [[7, 7, 7, 4, 4, 9], [10, 11, 12, 0, 1, 0]]
     assert parts[1].size == 0
@@ -130,7 +131,7 @@ def test_columns_of_prompts_alone() -> None:
 def test_columns_without_prompts() -> None:
     """Not a decode step: slot 2's token is not its last one."""
     plan = make_plan([(2, 40, 1, 0), (4, 8, 1, 1)])
-    size = ChunkSize(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4, longest=4)
+    size = Bucket(num_tokens=4, num_singles=4, num_prompts=1, num_rows=4, longest=4)
     parts = np.split(chunk_columns(size, plan, padding=9), np.cumsum(size.lengths)[:-1])
     assert parts[1].reshape(3, 4).tolist() == [[2, 4, 9, 9], [0, 1, 3, 3], [41, 9, 0, 0]]
 
@@ -138,7 +139,7 @@ def test_columns_without_prompts() -> None:
 @pytest.mark.parametrize("max_tokens", [1, 15, 16, 17, 100, 1024, 1025, 4096, 16384])
 @pytest.mark.parametrize("max_rows", [1, 16, 512])
 def test_sizes(max_tokens: int, max_rows: int) -> None:
-    sizes = chunk_sizes(max_tokens, max_rows, max_many_tokens=0)
+    sizes = bucket_sizes(max_tokens, max_rows, max_many_tokens=0)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_tokens <= MAX_TOKENS
     largest = needed_size(make_plan([(0, 0, min(max_tokens, MAX_TOKENS), 1)]))
@@ -153,19 +154,19 @@ def test_sizes(max_tokens: int, max_rows: int) -> None:
 @pytest.mark.parametrize("most", [1023, 1024, 2500, 8192])
 def test_sizes_of_many_prompts(max_tokens: int, most: int) -> None:
     """The largest, which is recorded first, has memory for all others."""
-    sizes = chunk_sizes(max_tokens, 256, most)
+    sizes = bucket_sizes(max_tokens, 256, most)
     assert sizes == sorted(sizes, key=lambda size: size.num_tokens)
     assert sizes[-1].num_rows == max(size.num_rows for size in sizes)
     many = [size for size in sizes if size.num_prompts == MANY_PROMPTS]
     assert all(MIN_MANY_TOKENS <= size.num_tokens <= most for size in many)
     assert bool(many) == (most >= 1024)
     few = [size for size in sizes if size.num_prompts < MANY_PROMPTS]
-    assert few == chunk_sizes(max_tokens, 256, max_many_tokens=0)
+    assert few == bucket_sizes(max_tokens, 256, max_many_tokens=0)
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 16, 17, 63])
 def test_few_sequences_are_never_many_prompts(max_rows: int) -> None:
-    sizes, few = (chunk_sizes(16384, max_rows, most) for most in (MAX_MANY_TOKENS, 0))
+    sizes, few = (bucket_sizes(16384, max_rows, most) for most in (MAX_MANY_TOKENS, 0))
     assert (sizes == few) == (max_rows <= MAX_PROMPTS)
     assert all(size.num_prompts <= max(max_rows, MAX_PROMPTS) for size in sizes)
 
@@ -224,8 +225,8 @@ def test_padded_steps_equal_transformers(
     monkeypatch.setattr(prefill_graphs, "MIN_MANY_TOKENS", 16)
     monkeypatch.setattr(prefill_graphs, "write_words", plain_write_words)
     monkeypatch.setattr(prefill_graphs, "gather_tokens", plain_gather_tokens)
-    monkeypatch.setattr(cpu_backend, "create_cpu_ops", lambda *_: TorchOps())
-    monkeypatch.setattr(cpu_backend, "create_attention", lambda *_: ReferenceChunks(16))
+    monkeypatch.setattr(CpuDevice, "ops", lambda *_: TorchOps())
+    monkeypatch.setattr(CpuDevice, "attention", lambda *_: ReferenceChunks(16))
     checkpoint, prompts = tiny("qwen3"), make_prompts()
     options = {"kvcache_block_size": 16, "max_num_seqs": 8, "max_model_len": 128}
     with LLM(
@@ -234,11 +235,11 @@ def test_padded_steps_equal_transformers(
         executor: Any = llm.engine.core.executor
         runner = executor.worker.runner
         eager: EagerForward = runner.forward
-        platform: Any = GraphedPlatform()
+        device: Any = GraphedDevice(EngineConfig("none"))
         attention: Any = eager.attention
         with torch.inference_mode():
-            sizes = chunk_sizes(max_tokens, eager.tables.num_slots, max_many_tokens=max_tokens)
-            chunks = GraphedChunks(eager, attention, platform, sizes)
+            sizes = bucket_sizes(max_tokens, eager.tables.num_slots, max_many_tokens=max_tokens)
+            chunks = PrefillGraphs(eager, attention, device, sizes)
             for size in chunks.sizes[::-1]:
                 chunks.graph(size)
         num_chunks = num_many = 0
@@ -279,5 +280,5 @@ def test_what_does_not_fit_is_left_to_others(
     num_rows: int, count: int, most: int, is_run: bool
 ) -> None:
     plan = make_plan([(i, 0, count, 0) for i in range(num_rows)])
-    sizes = [size for size in chunk_sizes(16384, 512, most) if size.fits(needed_size(plan))]
+    sizes = [size for size in bucket_sizes(16384, 512, most) if size.fits(needed_size(plan))]
     assert bool(sizes) == is_run

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 from nanovllm import LLM
-from nanovllm.backends.cuda import shared_prefixes
-from nanovllm.backends.cuda.shared_prefixes import NO_BLOCK, NUM_GROUPS, find_groups
+from nanovllm.devices.cuda import shared_prefixes
+from nanovllm.devices.cuda.shared_prefixes import NO_BLOCK, NUM_GROUPS, find_groups
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS
 from tests.test_gpu import OPTIONS
@@ -55,7 +55,7 @@ def test_equals_transformers(tiny: Any, monkeypatch: pytest.MonkeyPatch, device:
     prompts += [rng.choices(range(160), k=5 + i) for i in range(5)]
     with LLM(checkpoint.path, **{**OPTIONS, "max_num_seqs": 48, "device": device}) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        shared = runner_of(llm).forward._shared
+        shared = runner_of(llm).forward.decode.prefixes
         assert shared._is_worth_it
         assert sorted(set(shared._tables[4:6].tolist())) == [32, 48]
     for i in (0, 1, 38, 39, 42):

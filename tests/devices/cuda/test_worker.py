@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cuda.decode_graphs import RECORDED_SAMPLING, GraphedSteps, graph_bytes
+from nanovllm.devices.cuda.decode_graphs import graph_bytes
+from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.engine import start
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
@@ -29,7 +30,7 @@ from nanovllm.kernels.ops import Sampling
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import StepLogits
 from nanovllm.worker.tables import sampling_of
-from tests.bench.test_commands import CONFIG
+from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of
 from tests.executor.leftovers import is_alive
 from tests.executor.workers import process_ids
@@ -85,22 +86,21 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]
 def record_every_size(llm: LLM) -> None:
     """Record the graphs that would otherwise be when a step first needs them."""
     runner = runner_of(llm)
-    with torch.inference_mode(), runner.tables.platform.in_order():
-        for size in runner.forward.sizes:
-            for max_context in {runner.forward.max_context, runner.forward.bound_of(size, 1)}:
-                graphs = runner.forward.graphs(size, max_context)
-                for sampling in RECORDED_SAMPLING:
-                    runner.forward.samplers(graphs, sampling)
-        for size in runner.forward.chunks.sizes:
-            runner.forward.chunks.graph(size)
+    with torch.inference_mode(), runner.tables.device.in_order():
+        steps = runner.forward
+        for key in steps.decode.all_keys():
+            for _, sampling in steps.samplers.missing([key], is_masked=False):
+                steps._capture_sampler(key, sampling, is_masked=False)
+        for size in steps.prefill.sizes:
+            steps.prefill.graph(size)
 
 
 class NoEagerDecode:
     """Passes steps on to the graphs, and lets a decode step do nothing but replay them."""
 
-    def __init__(self, graphed: GraphedSteps) -> None:
+    def __init__(self, graphed: CudaSteps) -> None:
         self.graphed = graphed
-        self.eager, self.sampler = graphed.eager, graphed.sampler
+        self.eager, self.sampler = graphed.eager, graphed.samplers.sampler
         self.asked: set[Sampling] = set()
         self.num_rows: set[int] = set()
 
@@ -109,10 +109,12 @@ class NoEagerDecode:
         if is_decode(plan):
             self.asked.add(self.eager.tables.sampling(plan))
             self.num_rows.add(len(plan.slots))
-            graphed.eager = SimpleNamespace(tables=self.eager.tables)
-            graphed.sampler = None
+            graphed.samplers.sampler = SimpleNamespace(
+                tables=self.eager.tables, group=self.sampler.group
+            )
+            graphed.decode.eager = None
         else:
-            graphed.eager, graphed.sampler = self.eager, self.sampler
+            graphed.decode.eager, graphed.samplers.sampler = self.eager, self.sampler
         logits: StepLogits = graphed(plan)
         assert (logits.graph is not None) == is_decode(plan)
         return logits
@@ -156,7 +158,7 @@ def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
     with LLM(path, **OPTIONS) as llm:
         want = generate(llm, prompts, params)
     with engines_of(1, "nccl"), LLM(path, **OPTIONS) as llm:
-        assert isinstance(runner_of(llm).forward, GraphedSteps)
+        assert isinstance(runner_of(llm).forward, CudaSteps)
         assert generate(llm, prompts, params) == want
 
 
@@ -194,21 +196,21 @@ def test_requests_wait_for_no_graph_and_no_kernel(
         batches = ((prompts, params), (many, GREEDY), (shared, GREEDY))
         return [generate(llm, batch, asked) for batch, asked in batches]
 
-    monkeypatch.setattr("nanovllm.backends.cuda.shared_prefixes.MIN_SAVED", 32 * 16)
+    monkeypatch.setattr("nanovllm.devices.cuda.shared_prefixes.MIN_SAVED", 32 * 16)
     with LLM(path, **options) as llm:
         want = answers(llm)
     loaded: list[str] = []
     with LLM(path, **options, target_inter_token_ms=25.0) as llm:
         monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: loaded.append(src))
         graphed, executor = runner_of(llm).forward, llm.engine.core.executor
-        record = mock.Mock(side_effect=graphed.platform.record)
-        monkeypatch.setattr(graphed.platform, "record", record)
+        record = mock.Mock(side_effect=graphed.device.capture)
+        monkeypatch.setattr(graphed.device, "capture", record)
         assert answers(llm) == want
         assert record.call_count == 0
         num_captured = 0
         while executor.capture_one():
             num_captured += 1
-        assert num_captured == record.call_count == len(graphed._shared_graphs) == 3
+        assert num_captured == record.call_count == len(graphed.decode.shared_graphs) == 3
         assert answers(llm)[2] == want[2]
         assert record.call_count == num_captured
     assert [src.name for src in loaded] == []
@@ -223,7 +225,8 @@ def test_short_prompts_are_graphs_too(tiny: Any) -> None:
 
     with LLM(checkpoint.path, **OPTIONS) as llm:
         record_every_size(llm)
-        runner_of(llm).forward.eager = fail
+        steps = runner_of(llm).forward
+        steps.prompt_ways = (steps.prefill, fail)
         for batch in (prompts[:1], prompts):
             assert generate(llm, batch, GREEDY) == want[: len(batch)]
 
@@ -262,14 +265,14 @@ def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, An
             used[enforce_eager] = used_bytes()
             if not enforce_eager:
                 assert logits_bytes(llm) > 1.4 * GIB
-                reserved = runner_of(llm).tables.platform._account().graphs
+                reserved = runner_of(llm).tables.device._account().graphs
     taken = used[False] - used[True]
     print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
     assert taken <= reserved
 
 
 def logits_bytes(llm: LLM) -> int:
-    return sum(graphs.logits.nbytes for graphs in runner_of(llm).forward._graphs.values())
+    return sum(graphs.logits.nbytes for graphs in runner_of(llm).forward.decode.graphs.values())
 
 
 def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, Any]) -> None:
@@ -310,7 +313,7 @@ def test_eager_engines_reserve_nothing_for_graphs(
         options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
         with LLM(**options) as llm:
             num_blocks[enforce_eager] = llm.engine.info.num_blocks
-            reserved[enforce_eager] = runner_of(llm).tables.platform._account().graphs
+            reserved[enforce_eager] = runner_of(llm).tables.device._account().graphs
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
     saved = (num_blocks[True] - num_blocks[False]) * block_bytes
     assert reserved[True] == 0

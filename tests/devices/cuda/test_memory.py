@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import platforms
 from nanovllm.config import EngineConfig
+from nanovllm.devices import choose
+from nanovllm.devices.choose import check_device
+from nanovllm.devices.cuda.memory import GIB, MemoryAccount
 from nanovllm.errors import ConfigError
-from nanovllm.platforms import ranks
-from nanovllm.platforms.cuda import GIB, MemoryAccount
-from nanovllm.worker.memory import check_device
 
 ACCOUNT = MemoryAccount(total=80 * GIB, utilization=0.5, held=20 * GIB, step=4 * GIB, graphs=GIB)
 
@@ -46,10 +45,10 @@ def test_blocks_asked_for_by_number_may_take_all_that_is_free() -> None:
 def test_a_gpu_without_a_c_compiler_is_refused_at_the_start(
     num_ranks: int, compiler: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(platforms, "has_cuda", lambda: True)
-    monkeypatch.setattr(platforms, "CudaPlatform", lambda share: share)
-    monkeypatch.setattr(ranks, "has_cuda", lambda: True)
-    monkeypatch.setattr(ranks, "num_devices", lambda: num_ranks)
+    pytest.importorskip("triton")
+    monkeypatch.setattr("nanovllm.devices.cuda.device.CudaDevice", lambda *_: None)
+    monkeypatch.setattr(choose, "has_cuda", lambda: True)
+    monkeypatch.setattr(choose, "num_devices", lambda: num_ranks)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     if compiler is not None:

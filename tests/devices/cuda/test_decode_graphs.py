@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from nanovllm.backends.cuda.decode_graphs import graph_sizes
+from nanovllm.devices.cuda.decode_graphs import graph_sizes
 
 
 @pytest.mark.parametrize("max_rows", [*range(1, 20), 100, 255, 256, 257, 300, 512, 1000])

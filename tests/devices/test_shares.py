@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.devices import choose
+from nanovllm.devices.choose import take_share
 from nanovllm.errors import ConfigError
-from nanovllm.platforms import shares
-from nanovllm.platforms.shares import take_share
 
 
 def num_visible() -> int:
@@ -21,8 +21,8 @@ def num_visible() -> int:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "num_devices", num_visible)
-    monkeypatch.setattr(shares, "is_cuda", lambda device: device != "cpu")
+    monkeypatch.setattr(choose, "num_devices", num_visible)
+    monkeypatch.setattr(choose, "is_cuda", lambda device: device != "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -52,7 +52,7 @@ def test_too_few_gpus_are_refused_by_every_engine() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_cannot_be_hidden_are_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "num_devices", lambda: 4)
+    monkeypatch.setattr(choose, "num_devices", lambda: 4)
     with pytest.raises(ConfigError, match="cannot be hidden"):
         share_of(0, data_parallel_size=2)
 

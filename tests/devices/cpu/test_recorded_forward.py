@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu.recorded_forward import RecordedForward
+from nanovllm.devices.cpu.recorded_forward import RecordedForward
 from nanovllm.engine.step import StepPlan
 from nanovllm.worker.batch import is_decode
 from nanovllm.worker.forward import EagerForward, StepLogits
