@@ -23,6 +23,7 @@ from nanovllm.checkpoint.quantized.float8 import is_quantized_to_fp8
 from nanovllm.checkpoint.quantized.modules import join_parts
 from nanovllm.checkpoint.weights import QuantizedPiece, StoredTensor, list_tensors
 from nanovllm.config import EngineConfig
+from nanovllm.devices.base import Device
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.kernels.quantized_weight import QuantizedRows
 from nanovllm.layers.build import Layer
@@ -30,7 +31,6 @@ from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.shards import ExpectedTensor
 from nanovllm.layers.weights import Layouts
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.base import Platform
 from nanovllm.quantisation import QuantLayout, choose_quantisation
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, platform: Platform, show_progress: bool = True
+    model: nn.Module, checkpoint: Checkpoint, device: Device, show_progress: bool = True
 ) -> None:
     """Fill every parameter and pack every layer; missing and extra tensors and odd shapes raise."""
     start = time.perf_counter()
-    layers, tied = UnpackedLayers(model, platform), tied_tensors(model)
+    layers, tied = UnpackedLayers(model, device), tied_tensors(model)
     expected = layers.expected
     stored, quantisation = list_tensors(checkpoint), checkpoint.quantisation
     if quantisation is not None:
@@ -61,11 +61,11 @@ def load_weights(
     is_hidden = None if show_progress and sys.stderr is not None else True
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
-        for name in _fill_all(tensors, expected, platform):
+        for name in _fill_all(tensors, expected, device):
             progress.update(expected[name].nbytes)
             layers.loaded(name)
     layers.pack_rest()
-    platform.release()  # what was read into, and what packing replaced
+    device.release()  # what was read into, and what packing replaced
     for tensor in found:
         if tensor.name in tied:
             _check_copy(tensor, tied[tensor.name])
@@ -74,22 +74,20 @@ def load_weights(
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
-def fill_dummy_weights(model: nn.Module, platform: Platform, seed: int) -> None:
+def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
     """Small random matrices and norms of one: shapes and speed of the real thing, no download."""
-    layers = UnpackedLayers(model, platform)
-    generator = torch.Generator(platform.device).manual_seed(seed)
+    layers = UnpackedLayers(model, device)
+    generator = torch.Generator(device.torch_device).manual_seed(seed)
     for name in list(layers.expected):
-        _fill_randomly(layers.expected[name], generator, platform)
+        _fill_randomly(layers.expected[name], generator, device)
         layers.loaded(name)
     layers.pack_rest()
 
 
-def _fill_randomly(
-    expected: ExpectedTensor, generator: torch.Generator, platform: Platform
-) -> None:
+def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device: Device) -> None:
     target = expected.parts[0].target
     if isinstance(target, QuantizedRows):  # each rank quantizes its own share
-        whole = torch.empty(expected.shape, device=platform.device)
+        whole = torch.empty(expected.shape, device=device.torch_device)
         whole.normal_(0.0, 0.02, generator=generator)
         for part in expected.parts:
             assert isinstance(part.target, QuantizedRows)
@@ -113,7 +111,7 @@ class UnpackedLayers:
     What packing replaces is then freed, so that no more than one layer is held twice.
     """
 
-    def __init__(self, model: nn.Module, platform: Platform) -> None:
+    def __init__(self, model: nn.Module, device: Device) -> None:
         self.expected: dict[str, ExpectedTensor] = {}  # what is not in place, by name
         self._layer_of: dict[str, Layer] = {}
         self._num_missing: dict[Layer, int] = {}
@@ -123,7 +121,7 @@ class UnpackedLayers:
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = platform.has_room_for_copy(num_bytes)
+        self._has_room = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
         del self.expected[name]  # which refers to what packing replaces
@@ -224,15 +222,15 @@ def _problem(
 
 
 def _fill_all(
-    tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], platform: Platform
+    tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], device: Device
 ) -> Iterator[str]:
     """Copy all tensors; yield the name of each that is done."""
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        yield from readers.map(partial(_fill, expected=expected, platform=platform), tensors)
+        yield from readers.map(partial(_fill, expected=expected, device=device), tensors)
 
 
 @torch.inference_mode()  # threads do not inherit the mode
-def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], platform: Platform) -> str:
+def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], device: Device) -> str:
     wanted = expected[tensor.name]
     read = tensor.read_quantized if wanted.is_quantized else tensor.read
     assert read is not None, f"{tensor.name} is not quantized"
@@ -241,10 +239,10 @@ def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], platform: P
         for piece in read(part.source):
             if isinstance(piece, QuantizedPiece):
                 assert isinstance(target, QuantizedRows)
-                target.put(first, piece.values, piece.scales, piece.zeros, platform.fill)
+                target.put(first, piece.values, piece.scales, piece.zeros, device.fill)
             else:
                 assert isinstance(target, Tensor)
-                platform.fill(target[first : first + len(piece)], piece)
+                device.fill(target[first : first + len(piece)], piece)
             first += len(piece)
         assert first == len(target), f"{tensor.name}: {first} of {len(target)} rows"
     return tensor.name
@@ -268,7 +266,7 @@ def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:
 def choose_layouts(
     config: EngineConfig,
     checkpoint: Checkpoint | Mapping[str, Any],
-    platform: Platform,
+    device: Device,
     dtype: torch.dtype,
 ) -> Layouts | None:
     """Return the layouts of weights that stay quantized, where kernels read them.
@@ -278,12 +276,12 @@ def choose_layouts(
     checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     is_dummy = config.load_format == "dummy"
     types = checkpoint_config.get(BLOCK_TYPES_KEY)
-    if types and not is_dummy and platform.reads_blocks(dtype):
+    if types and not is_dummy and device.reads_blocks(dtype):
         return _gguf_layouts(types)
     stored = checkpoint_config.get("quantization_config")
     quantisation = choose_quantisation(config.quantization, stored)
     layout = None if quantisation is None else quantisation.layout
-    if quantisation is None or layout is None or not platform.reads_codes(layout.kind, dtype):
+    if quantisation is None or layout is None or not device.reads_codes(layout.kind, dtype):
         return None
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
         tensors = join_parts(list_tensors(checkpoint), quantisation, ())

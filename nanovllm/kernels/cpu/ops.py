@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.blocks import BlockKernels
 from nanovllm.kernels.cpu.mixture import NumbaExperts
@@ -30,7 +31,6 @@ from nanovllm.kernels.torch_ops import (
     compose_linear,
     linear,
 )
-from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
 # weight included, is faster: benchmarks/kernels/cpu_products.py.

@@ -16,6 +16,7 @@ import gguf
 import llvmlite.ir as ir
 
 from nanovllm.checkpoint.gguf import BLOCK_TYPES
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels.cpu import block_types
 from nanovllm.kernels.cpu import blocks as panel_products
 from nanovllm.kernels.cpu.block_types import TYPES
@@ -25,7 +26,6 @@ from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Routing
 from nanovllm.kernels.quantized_weight import PanelWeight
 from nanovllm.kernels.torch_ops import PIECE_SIZE, TorchOps
-from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.checkpoint.test_gguf_types import random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
