@@ -534,7 +534,7 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
             ),
             patch.object(grammars, "_begin_later", begin_late),
         ):
-            llm.engine.add_request([5, 6], params)
+            llm.add_request([5, 6], params)
             while (
                 len(llm.engine.core.scheduler.postponed) < 2
             ):  # once the first one's prompt is read
@@ -565,7 +565,7 @@ def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
         LLM(str(path), device="cpu", **OPTIONS) as llm,
     ):
         engine = llm.engine
-        seq_id = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
+        seq_id = llm.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
         while not engine.core.scheduler.postponed:
             engine.step()
         output = engine.abort(seq_id)

@@ -145,19 +145,6 @@ class EngineThread:
         if self._is_closed:
             raise EngineError(CLOSED)
 
-    def add_request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-    ) -> int:
-        """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
-        live = self.prepare(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
-        self.submit(live)
-        return live.seq_id
-
     def submit(self, live: Live) -> None:
         """Queue a prepared request."""
         self.raise_if_closed()

@@ -133,9 +133,9 @@ def test_a_long_prompt_leaves_streams_a_token_in_every_step(checkpoint: TinyChec
     prompt = [1 + i % 50 for i in range(300)]
     with make_llm(checkpoint.path, max_model_len=400, target_inter_token_ms=1e-6) as llm:
         engine = llm.engine
-        stream = engine.add_request([1, 2, 3], params, is_streaming=True)
+        stream = llm.add_request([1, 2, 3], params)
         engine.step()
-        late = engine.add_request(prompt, params, is_streaming=True)
+        late = llm.add_request(prompt, params)
         steps = [engine.step()]
         while late not in [piece.seq_id for piece in steps[-1].pieces]:
             steps.append(engine.step())
