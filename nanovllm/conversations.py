@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from nanovllm.engine.front import Front, check_text
+from nanovllm.engine.front import Front
 from nanovllm.errors import RequestError
 from nanovllm.prompts import Messages, as_conversations, at_index
+from nanovllm.validation import require_text
 
 
 class ChatOptions(TypedDict, total=False):
@@ -47,7 +48,7 @@ def prompts_of(front: Front, messages: Messages, **template_options: Any) -> lis
     for index, conversation in enumerate(conversations):
         try:
             text = template.render(conversation)
-            check_text("a message", text)
+            require_text("messages", text)
         except RequestError as error:
             raise at_index(error, "messages", index, len(conversations)) from error
         prompts.append(front.encode(text, add_special_tokens=False))

@@ -38,8 +38,8 @@ def start_processes(config: EngineConfig) -> Workers:
     """Start workers on this machine."""
     import torch
 
+    from nanovllm.devices.choose import check_num_ranks
     from nanovllm.distributed.store import HOST, host_store
-    from nanovllm.platforms.ranks import check_num_ranks
 
     num_ranks = config.tensor_parallel_size
     check_num_ranks(config.device, num_ranks)

@@ -104,20 +104,20 @@ def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepT
 
 def build_worker(task: WorkerTask, rank: int) -> RankWorker:
     """Build the worker of one rank: its device, its group, its part of the model."""
-    from nanovllm.backends.create import create_backend
+    from nanovllm.devices.choose import create_device
     from nanovllm.worker.worker import Worker
 
-    backend = create_backend(task.config, task.model_config, join_group(task, rank))
-    return Worker(task.config, task.model_config, task.checkpoint, backend)
+    device = create_device(task.config, join_group(task, rank))
+    return Worker(task.config, task.model_config, task.checkpoint, device)
 
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:
     """Take the rank's share of the machine and meet the other ranks, who leave if it is dropped."""
     import torch
 
+    from nanovllm.devices.choose import claim_device
     from nanovllm.distributed.group import connect
     from nanovllm.distributed.store import TIMEOUT, join_store, own_address
-    from nanovllm.platforms.ranks import claim_device
 
     site, size = task.site, task.config.tensor_parallel_size
     torch.set_num_threads(site.num_threads)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
+from nanovllm.devices.choose import take_share
+from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.request import CoreStep, Ending, Request
@@ -16,8 +18,6 @@ from nanovllm.engine.start import find_model, start_core
 from nanovllm.errors import RequestError
 from nanovllm.executor.channel import Kind, Link, pack
 from nanovllm.executor.child import StepTimer, run_child
-from nanovllm.platforms.cpu import give_back
-from nanovllm.platforms.shares import take_share
 from nanovllm.serving.core_records import (
     Add,
     CoreReady,
