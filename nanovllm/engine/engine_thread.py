@@ -11,19 +11,15 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.start import find_model, start_core
-from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CLOSED = "the engine is closed; make a new one"
 FORKED = (
@@ -75,27 +71,14 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return self.front.tokenizer
-
     def start(self) -> None:
         """Start the thread. Arrange for `close` first: an interrupt may follow."""
         self._thread.start()
 
-    def prepare(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-        pooling: Pooling | None = None,
-        request_id: str | None = None,
-    ) -> Live:
-        """Check and tokenise a prompt; nothing is queued yet."""
+    def prepare(self, prompt: str | list[int], params: SamplingParams, **options: Any) -> Live:
+        """Check and tokenise a prompt, as `Front.prepare` does; nothing is queued yet."""
         self.raise_if_closed()
-        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling, request_id)
+        live = self.front.prepare(prompt, params, **options)
         self.core.check(live.samples[0].request)
         return live
 
@@ -144,19 +127,6 @@ class EngineThread:
     def raise_if_closed(self) -> None:
         if self._is_closed:
             raise EngineError(CLOSED)
-
-    def add_request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-    ) -> int:
-        """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
-        live = self.prepare(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
-        self.submit(live)
-        return live.seq_id
 
     def submit(self, live: Live) -> None:
         """Queue a prepared request."""

@@ -67,7 +67,7 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
         want = llm.generate([prompts()[3]], params, use_tqdm=False)
     with LLM(path, **WHOLE) as llm:
         steps = runner_of(llm).forward.decode
-        llm.engine.add_request(prompts()[3], params)
+        llm.add_request(prompts()[3], params)
         for _ in range(10):
             llm.engine.step()
         with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
             attended[..., -1] = -1  # a value that nobody will store
         outputs = []
         while not llm.engine.is_finished():
-            outputs += llm.engine.step()
+            outputs += llm.engine.step().finished
         assert steps.max_persistent_context == 0
         assert llm.engine.core.scheduler.num_preemptions == 1
     assert len(outputs[0].token_ids) == len(want[0].token_ids) == 40
