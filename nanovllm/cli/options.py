@@ -100,10 +100,12 @@ def positive(text: str) -> float:
 
 
 def add_command(
-    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
+    commands: Commands, name: str, about: str, usage: str, description: str | None, epilog: str = ""
 ) -> ArgumentParser:
-    """Add the parser of a command."""
-    texts: Any = {"help": about, "usage": usage, "description": description, "epilog": epilog}
+    """Add the parser of a command; the examples of its description end its help."""
+    description, mark, examples = (description or "").partition("examples:")
+    texts: Any = {"help": about, "usage": usage, "description": description}
+    texts["epilog"] = epilog or mark + examples
     return commands.add_parser(name, formatter_class=HELP_FORMAT, allow_abbrev=False, **texts)
 
 
