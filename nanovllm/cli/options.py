@@ -100,13 +100,13 @@ def positive(text: str) -> float:
 
 
 def add_command(
-    commands: Commands, name: str, about: str, usage: str, description: str | None, epilog: str = ""
+    commands: Commands, name: str, about: str, usage: str, doc: str | None
 ) -> ArgumentParser:
-    """Add the parser of a command; the examples of its description end its help."""
-    description, mark, examples = (description or "").partition("examples:")
-    texts: Any = {"help": about, "usage": usage, "description": description}
-    texts["epilog"] = epilog or mark + examples
-    return commands.add_parser(name, formatter_class=HELP_FORMAT, allow_abbrev=False, **texts)
+    """Add the parser of a command, whose help is a docstring; its examples come last."""
+    description, mark, examples = (doc or "").partition("examples:")
+    texts: Any = {"help": about, "usage": usage, "epilog": mark + examples}
+    texts |= {"description": description, "formatter_class": HELP_FORMAT}
+    return commands.add_parser(name, allow_abbrev=False, **texts)
 
 
 def add_model_argument(parser: ArgumentParser) -> None:

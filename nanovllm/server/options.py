@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import check_choices, check_types, option
+from nanovllm.validation import check_choices, check_types, option, require
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -74,8 +74,7 @@ class ServerOptions:
             SamplingParams(**override)
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        require(is_valid, name, expected, getattr(self, name), ConfigError)
 
 
 def resolve(
