@@ -100,11 +100,13 @@ def positive(text: str) -> float:
 
 
 def add_command(
-    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
+    commands: Commands, name: str, about: str, usage: str, doc: str | None
 ) -> ArgumentParser:
-    """Add the parser of a command."""
-    texts: Any = {"help": about, "usage": usage, "description": description, "epilog": epilog}
-    return commands.add_parser(name, formatter_class=HELP_FORMAT, allow_abbrev=False, **texts)
+    """Add the parser of a command, whose help is a docstring; its examples come last."""
+    description, mark, examples = (doc or "").partition("examples:")
+    texts: Any = {"help": about, "usage": usage, "epilog": mark + examples}
+    texts |= {"description": description, "formatter_class": HELP_FORMAT}
+    return commands.add_parser(name, allow_abbrev=False, **texts)
 
 
 def add_model_argument(parser: ArgumentParser) -> None:
