@@ -142,8 +142,7 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
     try:
         from nanovllm.executor.ray_workers import connect
-        from nanovllm.ray.cluster import find_room
-        from nanovllm.ray.jobs import RayEngine
+        from nanovllm.ray.jobs import RayEngine, find_room
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
     if options.config.distributed_executor_backend == "ray":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Set
@@ -14,22 +13,27 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
-from nanovllm.server.answer import Answer
+from nanovllm.server.answer import Event, EventStream, whole_body
 from nanovllm.server.chat_completions import OF_PROMPT, answer_chat
 from nanovllm.server.completions import answer_completion
-from nanovllm.server.embeddings import answer_embeddings
-from nanovllm.server.errors import ApiError, as_api_error
-from nanovllm.server.openai_records import ChatRequest, CompletionRequest, EmbeddingRequest
+from nanovllm.server.embeddings import embed
+from nanovllm.server.errors import openai_body
 from nanovllm.server.options import ServerOptions, sampling_in
-from nanovllm.server.records import ApiRecord, as_record
-from nanovllm.server.responses import answer_response
-from nanovllm.server.responses_records import ResponsesRequest
+from nanovllm.server.records import (
+    ApiRecord,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    as_record,
+)
+from nanovllm.server.responses import ResponsesRequest, answer_response
 from nanovllm.server.service import Service
 
-ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answer]]]] = {
+Respond = Callable[[Service, Any], Awaitable[EventStream | Event]]
+ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
     "/v1/chat/completions": (ChatRequest, answer_chat),
     "/v1/completions": (CompletionRequest, answer_completion),
-    "/v1/embeddings": (EmbeddingRequest, answer_embeddings),
+    "/v1/embeddings": (EmbeddingRequest, embed),
     "/v1/responses": (ResponsesRequest, answer_response),
 }
 COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # a chat has none of these
@@ -85,7 +89,7 @@ class RowEngine:
         """Return the output line of a row; raises RowError for a bad one."""
         if row.error is not None:
             raise RowError("invalid_row", row.error)
-        error: NanovllmError | ApiError | None = None
+        error: NanovllmError | None = None
         for _ in self.llm.replicas:  # when one is lost, another one answers
             try:
                 return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
@@ -93,11 +97,11 @@ class RowEngine:
                 if self.llm.error is not None:
                     raise
                 error = failure
-            except (ApiError, RequestError, ConfigError) as refusal:
+            except (RequestError, ConfigError) as refusal:
                 error = refusal
                 break
         assert error is not None
-        body = as_api_error(error).openai()["error"]
+        body = openai_body(error)["error"]
         raise RowError(body["code"] or body["type"], body["message"]) from error
 
     async def _batch_line(self, row: Row) -> dict[str, Any]:
@@ -152,9 +156,8 @@ class RowEngine:
             defaults["max_tokens"] = max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
         made = await answer(self._service, as_record(kind, {**defaults, **body}))
-        async with contextlib.aclosing(made.events()) as events:
-            collected = [event async for event in events]
-        response: dict[str, Any] = _reproducible(made.whole(collected), index, {})
+        whole = made if isinstance(made, dict) else await whole_body(made)
+        response: dict[str, Any] = _reproducible(whole, index, {})
         return response
 
 

@@ -156,7 +156,7 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
         ("/set temperature hot", "/set: temperature must be of type float, got 'hot'"),
         ("/set temperature", "/set: temperature must be of type float, got None"),
         ("/set max_tokens 0", "/set: max_tokens must be at least 1, or 0 with"),
-        ("/set stop_token_ids x", "/set: stop_token_ids must hold items of type int"),
+        ("/set stop_token_ids x", "/set: stop_token_ids must be items of type int"),
         ("/fly high", "/fly: there is no such command; /help lists them"),
         ("/save", "/save: "),
         ("/load", "/load: "),
