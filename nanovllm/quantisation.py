@@ -17,17 +17,15 @@ WHERE = "quantization_config in config.json"
 BITS = (4, 8)  # of whole numbers that are packed into words of 32
 
 
-CodeKind = Literal["fp8", "int4"]
-
-
 @dataclass(frozen=True, slots=True)
-class CodeLayout:
-    """What codes and scales of a weight are, where a device's kernels read them as they are."""
+class QuantLayout:
+    """How a weight is stored, where a device's kernels read it as it is."""
 
-    kind: CodeKind
+    kind: str  # "fp8", "int4", or a block type of GGUF
     group: int  # inputs that share a scale, in order; -1: all of an output's
     has_zeros: bool = False
     scale_dtype: str = "float32"
+    block_bytes: int = 0  # of a group, in GGUF
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +44,15 @@ class Quantisation:
     ignored: tuple[str, ...] = ()  # modules in the model's dtype: names, or "re:" and a pattern
 
     @property
-    def layout(self) -> CodeLayout | None:
-        """How a weight is kept; None if only floats can hold it."""
+    def layout(self) -> QuantLayout | None:
+        """The layout of weights; None if no kernel may read them."""
         if self.bits == 8 and self.scheme in ("fp8_block", "fp8_scaled", "round_to_fp8"):
-            return CodeLayout("fp8", -1 if self.block_size is None else self.block_size[1])
+            return QuantLayout("fp8", -1 if self.block_size is None else self.block_size[1])
         if self.bits != 4 or self.desc_act:
             return None
         scale_dtype = "bfloat16" if self.scheme == "packed_int" else "float16"
         has_zeros = self.scheme in ("awq", "gptq") or not self.is_symmetric
-        return CodeLayout("int4", self.group_size, has_zeros, scale_dtype)
+        return QuantLayout("int4", self.group_size, has_zeros, scale_dtype)
 
     def ignores(self, module: str) -> bool:
         return any(self._matches(entry, module) for entry in self.ignored)

@@ -21,8 +21,8 @@ from tests.kernels.cuda.interpreted import (
     experts_cases,
     fused_cases,
     paged_attention_cases,
+    quantized_cases,
     sampling_cases,
-    stored_cases,
 )
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_sampled_requests import mixed_params
@@ -56,13 +56,13 @@ def test_experts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_stored_weights(dtype: torch.dtype) -> None:
     """Codes of 4 bits and in FP8, by output and by group: products, splits, widening, rounding."""
-    stored_cases.check_products(dtype, "cuda")
-    stored_cases.check_partial_sums(dtype, "cuda")
-    stored_cases.check_widening(dtype, "cuda")
-    stored_cases.check_quantised_rows(dtype, "cuda")
-    stored_cases.check_normed_rows(dtype, "cuda")
-    stored_cases.check_scaled_sums(dtype, "cuda")
-    stored_cases.check_every_fp8_code("cuda")
+    quantized_cases.check_products(dtype, "cuda")
+    quantized_cases.check_partial_sums(dtype, "cuda")
+    quantized_cases.check_widening(dtype, "cuda")
+    quantized_cases.check_quantised_rows(dtype, "cuda")
+    quantized_cases.check_normed_rows(dtype, "cuda")
+    quantized_cases.check_scaled_sums(dtype, "cuda")
+    quantized_cases.check_every_fp8_code("cuda")
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tma", "shared"])

@@ -110,7 +110,6 @@ def summarise(name: str, times: dict[str, list[Times]], num_tokens: int) -> str:
 def serve_side(args: argparse.Namespace) -> None:
     """Answer the loads on standard input in this process."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.layers.plain_format import PLAIN
     from nanovllm.worker import memory, worker
 
     options = {"max_num_seqs": 16, "max_model_len": 1024, "enable_prefix_caching": False}
@@ -118,7 +117,7 @@ def serve_side(args: argparse.Namespace) -> None:
         llm = LLM(args.model, **options)
     else:
         patches = [
-            mock.patch.object(module, "choose_weight_format", return_value=PLAIN)
+            mock.patch.object(module, "choose_layouts", return_value=None)
             for module in (memory, worker)
         ]
         with patches[0], patches[1]:

@@ -40,14 +40,13 @@ from benchmarks.engine.loading import (
     resident_bytes,
 )
 from nanovllm.checkpoint.find import find_checkpoint
-from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION
+from nanovllm.checkpoint.quantized.float8 import PROJECTION
 from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import create_device
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.worker.loader import UnpackedLayers, load_weights
-from nanovllm.worker.stored_weights import choose_weight_format
+from nanovllm.worker.loader import UnpackedLayers, choose_layouts, load_weights
 
 GROUP = 128
 Parts = dict[str, Tensor]
@@ -82,7 +81,7 @@ def measure_stored(file: Path) -> Load:
     config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
     device = create_device(config)
     dtype = device.choose_dtype(config.dtype, model_config.dtype)
-    stored = choose_weight_format(config, checkpoint, device, dtype)
+    stored = choose_layouts(config, checkpoint, device, dtype)
     ops = device.ops(dtype)
     attention = device.attention(dtype, ops)
     build = Build(device.torch_device, dtype, attention, ops, device.group, stored)

@@ -31,14 +31,14 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION, names_to_round
+from nanovllm.checkpoint.quantized.float8 import PROJECTION, names_to_quantize
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.fp8 import round_rows
 from nanovllm.kernels import fp8_rows
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.ops import LayerCache
-from nanovllm.kernels.stored_weights import BLOCK, quantise_blocks
+from nanovllm.kernels.quantized_weight import BLOCK, quantize_blocks
 
 TEXT = Path(__file__).with_name("perplexity.txt")
 MAX_TOKENS = 2200  # of a text
@@ -133,7 +133,7 @@ def write_floats(
     (folder / "config.json").write_text(json.dumps(plain | config))
     tensors: Parts = {}
     stored = list_tensors(checkpoint)
-    names = names_to_round(stored)
+    names = names_to_quantize(stored)
     if is_all:
         names = {tensor.name for tensor in stored if PROJECTION.fullmatch(tensor.name)}
     for tensor in stored:
@@ -146,7 +146,7 @@ def write_floats(
 
 
 def round_blocks(values: Tensor) -> Parts:
-    rounded = quantise_blocks(values)
+    rounded = quantize_blocks(values)
     return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::BLOCK]}
 
 

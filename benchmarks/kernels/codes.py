@@ -27,24 +27,19 @@ from benchmarks.kernels.timing import GpuTimer, Run, floor
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
 from nanovllm.fp8 import FP8
-from nanovllm.kernels.cuda.codes_few_rows import (
-    CodesConfig,
-    codes_config,
-    codes_few_rows,
+from nanovllm.kernels.cuda.compile_ahead import compile_ahead
+from nanovllm.kernels.cuda.linear_few_rows import (
+    FewRowsConfig,
+    few_rows_config,
+    few_rows_linear,
     make_counters,
 )
-from nanovllm.kernels.cuda.codes_one_row import OneRowConfig, codes_one_row, one_row_config
-from nanovllm.kernels.cuda.compile_ahead import compile_ahead
 from nanovllm.kernels.cuda.linear_fp8 import fp8_many_rows, library_weight
+from nanovllm.kernels.cuda.linear_one_row import OneRowConfig, one_row_config, one_row_linear
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights
-from nanovllm.kernels.stored_weights import (
-    BLOCK,
-    Fp8Weight,
-    Int4Weight,
-    StoredWeight,
-    quantised_product,
-)
+from nanovllm.kernels.quantized_weight import BLOCK, QuantizedWeight
 from nanovllm.kernels.torch_ops import TorchOps
+from tests.kernels.quantized_products import quantized_product
 
 DTYPE = torch.bfloat16
 MIN_BYTES, MIN_CALLS = 200_000_000, 4  # of the weights that take turns; in one graph
@@ -137,7 +132,7 @@ def report(timer: GpuTimer, case: Case, path: str | None) -> None:
 def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
     shape = SHAPES[name]
     first = make_weight(kind, shape)
-    num_bytes = sum(part.nbytes for part in (first.words, first.scales))
+    num_bytes = sum(part.nbytes for part in (first.qweight, first.scales))
     count = max(-(-MIN_BYTES // num_bytes), MIN_CALLS)
     weights = [first, *(make_weight(kind, shape) for _ in range(count - 1))]
     cases = []
@@ -152,16 +147,16 @@ def make_cases(kind: str, name: str, rows: list[int]) -> Sequence[Case]:
     return cases
 
 
-def make_weight(kind: str, shape: Shape) -> StoredWeight:
+def make_weight(kind: str, shape: Shape) -> QuantizedWeight:
     num_out, num_in = shape.num_out, shape.num_in
     if kind == "fp8":
         codes = torch.randn(num_out, num_in, device="cuda", dtype=DTYPE).mul_(64).to(FP8)
         scales = torch.rand(num_out, 1, device="cuda").add_(1).div_(64 * num_in**0.5)
-        return Fp8Weight(codes, scales, num_in)
+        return QuantizedWeight(8, codes.view(torch.int32), scales, None, num_in)
     limit = 2**31
     words = torch.randint(-limit, limit, (num_out, num_in // 8), device="cuda").int()
     scales = torch.rand(num_out, num_in // BLOCK, device="cuda").add_(1).div_(6 * num_in**0.5)
-    return Int4Weight(words, scales.to(DTYPE), None, num_in)
+    return QuantizedWeight(4, words, scales.to(DTYPE), None, num_in)
 
 
 def norm_of(shape: Shape) -> NormWeights | None:
@@ -169,21 +164,23 @@ def norm_of(shape: Shape) -> NormWeights | None:
     return None if shape.is_summed else NormWeights(ones, 1e-6)
 
 
-def expect(shape: Shape, x: Tensor, weight: StoredWeight) -> Tensor:
+def expect(shape: Shape, x: Tensor, weight: QuantizedWeight) -> Tensor:
     norm = norm_of(shape)
     if len(x) == 1 and norm is not None:
         x = TorchOps().norm(Hidden(x), norm)[0]
-    y = functional.linear(x, weight.widen(DTYPE))
+    y = functional.linear(x, weight.dequantize(DTYPE))
     return y if shape.activation is None else TorchOps().gate(y, shape.activation)
 
 
-def one_row_ways(shape: Shape, x: Tensor, weights: Sequence[StoredWeight]) -> dict[str, list[Run]]:
+def one_row_ways(
+    shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]
+) -> dict[str, list[Run]]:
     norm = norm_of(shape)
 
-    def run(weight: StoredWeight, config: OneRowConfig) -> Tensor:
-        return codes_one_row(Hidden(x), norm, weight, None, shape.activation, config)[0]
+    def run(weight: QuantizedWeight, config: OneRowConfig) -> Tensor:
+        return one_row_linear(Hidden(x), norm, weight, None, shape.activation, config)[0]
 
-    chosen = one_row_config(weights[0], norm is not None)
+    chosen = one_row_config(weights[0], norm is not None, shape.activation is not None)
     whole = 1 << (shape.num_in - 1).bit_length()
     configs = {f"chosen {asdict(chosen)}": chosen}
     for block_out, block_in, num_warps, programs in ONE_ROW:
@@ -196,18 +193,18 @@ def one_row_ways(shape: Shape, x: Tensor, weights: Sequence[StoredWeight]) -> di
     }
 
 
-def few_ways(shape: Shape, x: Tensor, weights: Sequence[StoredWeight]) -> dict[str, list[Run]]:
+def few_ways(shape: Shape, x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
     counters = make_counters(x.device)
 
-    def run(weight: StoredWeight, config: CodesConfig) -> Tensor:
+    def run(weight: QuantizedWeight, config: FewRowsConfig) -> Tensor:
         finish = None if shape.is_summed else counters
-        return codes_few_rows(x, weight, None, shape.activation, finish, config)
+        return few_rows_linear(x, weight, None, shape.activation, finish, config)
 
-    chosen = codes_config(weights[0], len(x))
+    chosen = few_rows_config(weights[0], len(x))
     configs = {f"chosen {asdict(chosen)}": chosen}
     rows = min(max(16, 1 << (len(x) - 1).bit_length()), 128)
     for tile, num_splits in itertools.product(TILES[rows], NUM_SPLITS):
-        config = CodesConfig(*tile, num_splits)
+        config = FewRowsConfig(*tile[:2], BLOCK, *tile[2:], num_splits)
         num_tiles = -(-shape.num_out // config.block_out) * -(-len(x) // config.block_rows)
         if num_tiles <= len(counters) or num_splits == 1:
             configs[json.dumps(asdict(config))] = config
@@ -216,20 +213,19 @@ def few_ways(shape: Shape, x: Tensor, weights: Sequence[StoredWeight]) -> dict[s
         for name, config in configs.items()
     }
     if shape.activation is None:
-        wide = weights[0].widen(DTYPE)
+        wide = weights[0].dequantize(DTYPE)
         others = [torch.randn_like(wide) for _ in range(MIN_BYTES // wide.nbytes)]
         ways["cuBLAS bf16"] = [partial(functional.linear, x, w) for w in (wide, *others)]
     return ways
 
 
-def quantised(x: Tensor, weight: StoredWeight) -> Tensor:
-    assert isinstance(weight, Fp8Weight)
-    return quantised_product(x, weight, None)
+def quantised(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    return quantized_product(x, weight, None)
 
 
-def rounding_ways(x: Tensor, weights: Sequence[StoredWeight]) -> dict[str, list[Run]]:
+def rounding_ways(x: Tensor, weights: Sequence[QuantizedWeight]) -> dict[str, list[Run]]:
     """The library's product of FP8 with rounded activations, without a gate."""
-    ready = [library_weight(weight) for weight in weights if isinstance(weight, Fp8Weight)]
+    ready = [library_weight(weight) for weight in weights if weight.bits == 8]
     calls = [
         partial(fp8_many_rows, x, weight, None, None) for weight in ready if weight is not None
     ]

@@ -25,13 +25,12 @@ from torch import Tensor
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
 from nanovllm.devices.cpu.features import find_cpu_features
-from nanovllm.kernels import widened
 from nanovllm.kernels.cpu.block_types import TYPES
 from nanovllm.kernels.cpu.blocks import to_panels
 from nanovllm.kernels.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.torch_ops import TorchOps, route
+from nanovllm.kernels.torch_ops import TorchOps, linear, route
 
 FEATURES = find_cpu_features()
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
@@ -61,9 +60,7 @@ def measure_linear(ops: NumbaOps, dtype: torch.dtype, rows: list[int]) -> None:
     weights = [torch.randn(shape).to(dtype) for shape in SHAPES]
     product_dtype = FEATURES.product_dtype(dtype)
     models = {
-        "by rows": [
-            partial(widened.linear, weight=w, bias=None, dtype=product_dtype) for w in weights
-        ],
+        "by rows": [partial(linear, weight=w, bias=None, dtype=product_dtype) for w in weights],
         "ours": [ops.pack_linear(weight, None, None, has_room=False) for weight in weights],
     }
     if dtype in FEATURES.packs:
@@ -90,8 +87,8 @@ def measure_blocks(rows: list[int]) -> None:
 
 
 def run_all(linears: list[Callable[[Tensor], Tensor]], inputs: list[Tensor]) -> None:
-    for linear, x in zip(linears, inputs, strict=True):
-        linear(x)
+    for run, x in zip(linears, inputs, strict=True):
+        run(x)
 
 
 def measure_experts(ops: NumbaOps, dtype: torch.dtype, num_experts: int, rows: list[int]) -> None:

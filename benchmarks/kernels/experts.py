@@ -23,9 +23,10 @@ from benchmarks.kernels import codes
 from benchmarks.kernels.timing import GpuTimer, floor, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.kernels.cuda.experts_grouped import ExpertsWeight, run_grouped
-from nanovllm.kernels.cuda.experts_pairs import route
-from nanovllm.kernels.cuda.ops import CudaExperts, TritonOps
+from nanovllm.kernels.cuda.dequantize import CudaWeight
+from nanovllm.kernels.cuda.experts_grouped import run_grouped
+from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
+from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.ops import Ops, PackedExperts, Routing
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.kernels.torch_ops import route as reference_route
@@ -40,8 +41,8 @@ NUM_LAYERS = 6
 @dataclass(frozen=True, slots=True)
 class Layer:
     logits: Tensor  # [tokens, experts]
-    gate_up: ExpertsWeight
-    down: ExpertsWeight
+    gate_up: CudaWeight
+    down: CudaWeight
 
 
 def main() -> int:
@@ -72,7 +73,7 @@ def main() -> int:
 
 def make_weights(
     kind: str, num_experts: int, top_k: int, hidden: int, size: int
-) -> tuple[ExpertsWeight, ExpertsWeight]:
+) -> tuple[CudaWeight, CudaWeight]:
     if kind != "bf16":
         gate_up_shape = codes.Shape(num_experts * 2 * size, hidden)
         down_shape = codes.Shape(num_experts * hidden, size)
@@ -91,17 +92,12 @@ def chosen(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
 
 
 def pack(ops: Ops, layer: Layer, routing: Routing) -> PackedExperts:
-    gate_up, down = layer.gate_up, layer.down
-    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        return ops.pack_experts(gate_up, down, routing)
-    assert not isinstance(gate_up, Tensor)
-    assert not isinstance(down, Tensor)
-    return ops.pack_code_experts(gate_up, down, routing)
+    return ops.pack_experts(layer.gate_up, layer.down, routing)
 
 
 def pairs(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
     ids, weights, _ = route(layer.logits, routing)
-    return CudaExperts(TritonOps(), layer.gate_up, layer.down, routing).run_pairs(x, ids, weights)
+    return run_pairs(x, ids, weights, layer.gate_up, layer.down)
 
 
 def grouped(x: Tensor, layer: Layer, routing: Routing) -> Tensor:
@@ -117,7 +113,7 @@ def layer_floor(layer: Layer, routing: Routing) -> float:
     return floor(len(ids.unique()) * per_expert, 2 * num_elements * ids.numel())
 
 
-def num_bytes(weight: ExpertsWeight) -> int:
+def num_bytes(weight: CudaWeight) -> int:
     if isinstance(weight, Tensor):
         return weight.nbytes
     return weight.words.nbytes + weight.scales.nbytes

@@ -26,8 +26,8 @@ from benchmarks.kernels.codes import SHAPES, Shape, make_weight
 from benchmarks.kernels.timing import GpuTimer, Run, line
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.kernels.cuda.codes_few_rows import codes_few_rows, make_counters
 from nanovllm.kernels.cuda.elementwise import gate, rms_norm
+from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear, make_counters
 from nanovllm.kernels.cuda.linear_fp8 import (
     MAX_SUM_ROWS,
     LibraryWeight,
@@ -38,7 +38,6 @@ from nanovllm.kernels.cuda.linear_fp8 import (
     library_weight,
 )
 from nanovllm.kernels.ops import Hidden, NormWeights
-from nanovllm.kernels.stored_weights import Fp8Weight
 
 DTYPE = torch.bfloat16
 MIN_BYTES = 200_000_000  # of the weights that take turns
@@ -67,7 +66,7 @@ class Case:
         rows = fp8_quantise(self.x, False) if is_summed else fp8_norm(Hidden(self.x), self.norm_in)
         y: Tensor = torch._scaled_mm(
             rows.codes,
-            weight.stored.codes.t(),
+            weight.stored.fp8.t(),
             scale_a=rows.scales,
             scale_b=weight.stored.scales.t(),
             out_dtype=DTYPE,
@@ -87,8 +86,8 @@ class Case:
     def widened(self, counters: Tensor, weight: LibraryWeight) -> Tensor:
         if not self.shape.is_summed:
             x = rms_norm(Hidden(self.x), self.norm_in)
-            return codes_few_rows(x, weight.stored, None, self.shape.activation, counters)
-        y = codes_few_rows(self.x, weight.stored, None, None, None)
+            return few_rows_linear(x, weight.stored, None, self.shape.activation, counters)
+        y = few_rows_linear(self.x, weight.stored, None, None, None)
         return rms_norm(Hidden(self.residual, y), self.norm_out)
 
 
@@ -97,7 +96,7 @@ def main() -> int:
     timer = GpuTimer()
     for name in args.shapes:
         shape, weights = SHAPES[name], make_weights(SHAPES[name])
-        best = 1e6 * weights[0].stored.codes.nbytes / Rates().bytes_per_second
+        best = 1e6 * weights[0].stored.qweight.nbytes / Rates().bytes_per_second
         for num_rows in args.rows:
             times = measure(timer, make_case(shape, num_rows, weights))
             print(line(f"{name:<8}{num_rows:>5} rows", times, best), flush=True)
@@ -125,7 +124,7 @@ def measure(timer: GpuTimer, case: Case) -> dict[str, float]:
 def make_weights(shape: Shape) -> list[LibraryWeight]:
     count = max(-(-MIN_BYTES // (shape.num_out * shape.num_in)), 2)
     made = [make_weight("fp8", shape) for _ in range(count)]
-    ready = [library_weight(weight) for weight in made if isinstance(weight, Fp8Weight)]
+    ready = [library_weight(weight) for weight in made if weight.bits == 8]
     return [weight for weight in ready if weight is not None]
 
 

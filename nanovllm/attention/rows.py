@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionSpec, BatchRows
 from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise
 from nanovllm.kernels.ops import LayerCache
-from nanovllm.kernels.widened import widen
+from nanovllm.kernels.torch_ops import upcast
 
 MAX_WASTE = 1024  # padding tokens per group; beyond that a second SDPA call is cheaper
 QUERY_TILE = 512  # queries per call when a mask is needed, which bounds the mask's memory
@@ -105,7 +105,7 @@ class CpuAttention:
         grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
         if spec.window is not None:
             is_seen = is_seen & (torch.arange(is_seen.shape[-1]) > group.starts - spec.window)
-        grouped, k, v = widen(grouped, k, v, dtype=self.product_dtype)
+        grouped, k, v = upcast(grouped, k, v, dtype=self.product_dtype)
         output = F.scaled_dot_product_attention(grouped, k, v, attn_mask=is_seen, scale=spec.scale)
         return output.reshape(num_rows, num_heads, head_dim).to(q.dtype)
 
@@ -136,7 +136,7 @@ def attend_prefill(
     q, output = q[part], output[part]
     length = row.start + row.count
     k, v = (part[:, :, :length] for part in _gather(cache, row.block_ids, 1, q.dtype))
-    q, k, v = widen(q, k, v, dtype=product_dtype)
+    q, k, v = upcast(q, k, v, dtype=product_dtype)
     window = length if spec.window is None else spec.window
     if row.start == 0 and length <= window:
         output[:] = _grouped_sdpa(q, k, v, None, spec.scale)

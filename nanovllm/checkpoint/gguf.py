@@ -111,14 +111,14 @@ def read_generation_config(reader: GGUFReader) -> dict[str, Any]:
 class GGUFTensor:
     """A tensor under its Hugging Face name and shape.
 
-    `read` yields rows as floats, `read_blocks` the bytes of each row as they are stored: all rows,
-    or a slice that begins and ends with heads where these are out of order.
+    `read` yields rows as floats, `read_blocks` the bytes of each row of a quantized tensor: all
+    rows, or a slice that begins and ends with heads where these are out of order.
     """
 
     name: str
     shape: tuple[int, ...]
     read: Callable[..., Iterator[npt.NDArray[Any]]]
-    read_blocks: Callable[..., Iterator[npt.NDArray[Any]]]
+    read_blocks: Callable[..., Iterator[npt.NDArray[Any]]] | None
 
 
 def list_tensors(path: Path) -> list[GGUFTensor]:
@@ -139,7 +139,9 @@ def list_tensors(path: Path) -> list[GGUFTensor]:
             read = partial(_read, metadata.reader, data, shape=shape, num_heads=heads)
             floats = partial(read, kind=tensor.tensor_type, offset=offset)
             name_of_one = name.replace("*", str(expert))
-            listed.append(GGUFTensor(name_of_one, shape, floats, partial(read, kind=None)))
+            is_quantized = tensor.tensor_type.name in BLOCK_TYPES
+            blocks = partial(read, kind=None) if is_quantized else None
+            listed.append(GGUFTensor(name_of_one, shape, floats, blocks))
     return listed
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from nanovllm.checkpoint import gguf
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.errors import CheckpointError, UnsupportedModelError
-from nanovllm.quantisation import CodeLayout
+from nanovllm.quantisation import QuantLayout
 
 PIECE_BYTES = 32 << 20  # enough for every thread to have a share
 Index = tuple[slice, ...]  # the part of a tensor that is wanted; (): all of it
@@ -49,16 +49,19 @@ class Read(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
-    """Some rows of a quantised weight, which is (codes - zeros) * scales."""
+class QuantizedPiece:
+    """Some rows of a quantized weight, which is (values - zeros) * scales."""
 
-    codes: Tensor  # [rows, inputs]: FP8, or bytes
+    values: Tensor  # [rows, inputs]: FP8, or integers in bytes
     scales: Tensor  # [rows, groups]
     zeros: Tensor | None  # likewise, in bytes
 
+    def __len__(self) -> int:
+        return len(self.values)
 
-class ReadCodes(Protocol):
-    def __call__(self, index: Index = ()) -> Iterator[Codes]: ...
+
+class ReadQuantized(Protocol):
+    def __call__(self, index: Index = ()) -> Iterator[Tensor] | Iterator[QuantizedPiece]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     read: Read  # some rows of a part after others; each is valid until the next
-    read_blocks: Read | None = (
-        None  # likewise, as bytes: rows of a quantised tensor as it is stored
-    )
+    # Likewise, of a quantized tensor as it is stored; bytes of GGUF's quant blocks.
+    read_quantized: ReadQuantized | None = None
     dtype: torch.dtype = torch.float32  # of what is read
     cuts: tuple[int, ...] = ()  # of each dimension, where a rank's part may end; (): anywhere
-    layout: CodeLayout | None = None  # of what `read_codes` reads, where there is such a thing
-    read_codes: ReadCodes | None = None
+    layout: QuantLayout | None = None  # of what `read_quantized` reads, if kernels may read that
 
 
 def list_tensors(checkpoint: Checkpoint) -> list[StoredTensor]:
@@ -177,8 +178,10 @@ def _check_dtype(path: Path, name: str, dtype: object, dtypes: Mapping[str, torc
 
 def _list_gguf(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[StoredTensor]:
     for tensor in gguf.list_tensors(path):
-        floats, blocks = (partial(_read_gguf, read) for read in (tensor.read, tensor.read_blocks))
-        yield StoredTensor(tensor.name, tensor.shape, path, floats, blocks)
+        floats, blocks = tensor.read, tensor.read_blocks
+        read_blocks = None if blocks is None else partial(_read_gguf, blocks)
+        read = partial(_read_gguf, floats)
+        yield StoredTensor(tensor.name, tensor.shape, path, read, read_blocks)
 
 
 def _read_gguf(

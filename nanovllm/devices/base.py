@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.pending import Pending
-from nanovllm.quantisation import CodeKind
 
 if TYPE_CHECKING:
     from nanovllm.attention.base import AttentionBackend
@@ -53,7 +52,7 @@ class Device(Protocol):
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         """Whether kernels read weights as GGUF stores them, for activations of `dtype`."""
 
-    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether kernels read codes of quantised safetensors, for activations of `dtype`."""
 
     def ops(self, dtype: torch.dtype) -> Ops:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor, uint8
 
-from nanovllm.kernels.stored_weights import StoredWeight
+from nanovllm.kernels.quantized_weight import Weight
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.cpu.blocks import BlockKernels
     from nanovllm.kernels.cpu.program import Launcher
 
 LinearFn = Callable[[Tensor], Tensor]
@@ -156,11 +155,7 @@ class Ops(Protocol):
     def launcher(self) -> Launcher | None:
         """What runs the compiled CPU kernels and can record them, where there are any."""
 
-    @property
-    def blocks(self) -> BlockKernels | None:
-        """What multiplies weights as GGUF stores them, where there is such a thing."""
-
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
         """Return the rows of table [vocab_size, dim] that token_ids (int32) name, scaled."""
 
     def norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
@@ -185,31 +180,17 @@ class Ops(Protocol):
         """Return activation(gate) * up; gate_up [tokens, 2 * size] holds them side by side."""
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
         """Lay a weight [out, in] out for its product; `has_room` allows a second copy of it.
 
         One with an activation holds gate and up, and returns `gate` of what they give.
         """
 
-    def pack_codes(
-        self,
-        weight: StoredWeight,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> PackedLinear:
-        """Make the product of a weight that stays quantised, as `pack_linear` does."""
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        """Lay experts out, each of which is down(silu(gate(x)) * up(x)).
 
-    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        """Lay experts out: gate_up [experts, 2 * size, hidden], down [experts, hidden, size].
-
-        Each is down(silu(gate(x)) * up(x)), and gate_up holds its gate, then its up.
-        """
-
-    def pack_code_experts(
-        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
-    ) -> PackedExperts:
-        """Make a layer of experts whose weights stay quantised, as `pack_experts` does.
-
-        The rows of all experts are those of one weight, one expert's after another's.
+        Dense weights are gate_up [experts, 2 * size, hidden], each gate before its up, and down
+        [experts, hidden, size]. Quantized ones have the same rows, one expert's after another's;
+        either both weights are quantized or none.
         """

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import widened
-from nanovllm.kernels.composed_linear import ComposedExperts, ComposedLinear
 from nanovllm.kernels.fp8_rows import quantise, spread, spread_exponents
 from nanovllm.kernels.ops import (
     Activation,
     Hidden,
     LayerCache,
+    LinearFn,
     NormWeights,
     Ops,
     PackedExperts,
@@ -22,19 +22,26 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.stored_weights import StoredWeight
+from nanovllm.kernels.quantized_weight import QuantizedWeight, Weight
+
+# Elements of a weight that are upcast at a time: enough for the product's speed, small beside any
+# model.
+PIECE_SIZE = 1 << 21
+# Up to so many rows, float16 is faster as it is, even emulated: benchmarks/engine/cpu_choices.py.
+MAX_NARROW_ROWS = {torch.float16: 4, torch.bfloat16: 0}
 
 
 class TorchOps:
     """Multiplies in `product_dtype`, whatever the dtype of the weights; None: in theirs."""
 
-    launcher = blocks = None
+    launcher = None
 
     def __init__(self, product_dtype: torch.dtype | None = None) -> None:
         self.product_dtype = product_dtype
 
     @staticmethod
-    def embed(token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    def embed(token_ids: Tensor, table: Weight, scale: float) -> Tensor:
+        assert isinstance(table, Tensor)
         x = F.embedding(token_ids, table)
         return x if scale == 1 else x * scale
 
@@ -75,54 +82,119 @@ class TorchOps:
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
-        dtype = self.product_dtype
-        return ComposedLinear(self, lambda x: widened.linear(x, weight, bias, dtype), activation)
+        return compose_linear(self, weight, bias, activation, self.product_dtype)
 
-    def pack_codes(
-        self,
-        weight: StoredWeight,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> PackedLinear:
-        return compose_codes(self, weight, bias, activation)
-
-    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        return ComposedExperts(
-            self,
-            lambda x, logits: run_experts(x, logits, gate_up, down, routing, self.product_dtype),
-        )
-
-    def pack_code_experts(
-        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
-    ) -> PackedExperts:
-        return compose_code_experts(self, gate_up, down, routing)
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        return compose_experts(self, gate_up, down, routing, self.product_dtype)
 
 
-def compose_codes(
-    ops: Ops, weight: StoredWeight, bias: Tensor | None, activation: Activation | None
+@dataclass(frozen=True, slots=True)
+class ComposedLinear:
+    """A projection, with the operations around it run one by one."""
+
+    ops: Ops
+    linear: LinearFn
+    activation: Activation | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if self.activation is None else self.ops.gate(y, self.activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
+        return Hidden(residual, self(x))
+
+    def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(hidden, norm)
+        return self(normed), residual
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedExperts:
+    """Experts, with the operations around them run one by one."""
+
+    ops: Ops
+    run: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        return self.run(x, logits)
+
+    def after_norm(
+        self, hidden: Hidden, norm: NormWeights, router: PackedLinear
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.ops.norm(hidden, norm)
+        return self.run(normed, router(normed)), residual
+
+
+def compose_linear(
+    ops: Ops,
+    weight: Weight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    product_dtype: torch.dtype | None = None,
 ) -> ComposedLinear:
-    """What a product with a kept weight means: it is widened each time."""
-    return ComposedLinear(ops, lambda x: F.linear(x, weight.widen(x.dtype), bias), activation)
+    """What a product means; a quantized weight is dequantized each time."""
+
+    def run(x: Tensor) -> Tensor:
+        if isinstance(weight, Tensor):
+            return linear(x, weight, bias, product_dtype)
+        assert isinstance(weight, QuantizedWeight)
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+
+    return ComposedLinear(ops, run, activation)
 
 
-def compose_code_experts(
-    ops: Ops, gate_up: StoredWeight, down: StoredWeight, routing: Routing
+def compose_experts(
+    ops: Ops,
+    gate_up: Weight,
+    down: Weight,
+    routing: Routing,
+    product_dtype: torch.dtype | None = None,
 ) -> ComposedExperts:
-    """What kept experts mean: each that was chosen is widened."""
+    """What experts mean; each that was chosen at all runs once, over all its tokens."""
 
     def run(x: Tensor, logits: Tensor) -> Tensor:
         num_experts = logits.shape[1]
 
         def run_one(expert: int, rows: Tensor) -> Tensor:
-            own = (weight.part(expert, num_experts) for weight in (gate_up, down))
-            wide_gate_up, wide_down = (weight.widen(rows.dtype) for weight in own)
-            return run_expert(rows, wide_gate_up, wide_down, None)
+            own_gate_up, own_down = (
+                _of_expert(weight, expert, num_experts, x.dtype) for weight in (gate_up, down)
+            )
+            return run_expert(rows, own_gate_up, own_down, product_dtype)
 
-        return run_each_expert(x, logits, num_experts, routing, run_one, None)
+        return run_each_expert(x, logits, num_experts, routing, run_one, product_dtype)
 
     return ComposedExperts(ops, run)
+
+
+def _of_expert(weight: Weight, expert: int, num_experts: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight[expert]
+    assert isinstance(weight, QuantizedWeight)
+    return weight.part(expert, num_experts).dequantize(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """F.linear in `dtype`, rounded once (None: in that of x), for CPUs that only emulate theirs.
+
+    No upcast copy of the weight is kept.
+    """
+    if dtype is None or dtype == x.dtype or len(x) <= MAX_NARROW_ROWS[x.dtype]:
+        return F.linear(x, weight, bias)
+    num_out, num_in = weight.shape
+    wide = x.to(dtype)
+    y = x.new_empty(len(x), num_out)
+    num_rows = max(PIECE_SIZE // max(num_in, 1), 1)
+    for first in range(0, num_out, num_rows):
+        part = slice(first, first + num_rows)
+        part_bias = None if bias is None else bias[part].to(dtype)
+        y[:, part] = F.linear(wide, weight[part].to(dtype), part_bias)
+    return y
+
+
+def upcast(*tensors: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _write_rows(
@@ -149,27 +221,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def run_experts(
-    x: Tensor,
-    logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    routing: Routing,
-    product_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """See Ops.pack_experts; each expert that was chosen at all runs once, over all its tokens."""
-
-    def run(expert: int, rows: Tensor) -> Tensor:
-        return run_expert(rows, gate_up[expert], down[expert], product_dtype)
-
-    return run_each_expert(x, logits, len(down), routing, run, product_dtype)
-
-
 def run_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, product_dtype: torch.dtype | None
 ) -> Tensor:
-    gate, up = widened.linear(x, gate_up, None, product_dtype).chunk(2, dim=-1)
-    return widened.linear(F.silu(gate) * up, down, None, product_dtype)
+    gate, up = linear(x, gate_up, None, product_dtype).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down, None, product_dtype)
 
 
 def run_each_expert(
@@ -189,7 +245,7 @@ def run_each_expert(
         if len(pairs) > 0:
             y[pairs] = run(expert, x[pairs // routing.top_k])
     y = y.view(*ids.shape, x.shape[1])
-    weights, y = widened.widen(weights.unsqueeze(1), y, dtype=product_dtype)
+    weights, y = upcast(weights.unsqueeze(1), y, dtype=product_dtype)
     return torch.bmm(weights, y).squeeze(1).to(x.dtype)
 
 

@@ -11,21 +11,20 @@ from torch import Tensor, nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.kernels.ops import LayerCache, Ops
-from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.shards import ExpectedTensor
-from nanovllm.layers.weight_format import WeightFormat
+from nanovllm.layers.weights import Layouts
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Where parameters live, in what dtype and format, what runs them, and who shares them."""
+    """The device, dtype and layouts of parameters, what runs them, and who shares them."""
 
     device: torch.device
     dtype: torch.dtype
     attention: AttentionBackend
     ops: Ops
     group: TPGroup = ALONE
-    weight_format: WeightFormat = PLAIN  # of projections and experts
+    layouts: Layouts | None = None  # of quantized weights; None: all are dense
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         tensor = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)

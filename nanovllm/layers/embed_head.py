@@ -5,36 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.ops import Hidden, LinearFn
+from nanovllm.kernels.ops import Hidden
+from nanovllm.kernels.quantized_weight import Weight
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.shards import ExpectedTensor, split, whole
+from nanovllm.layers.weights import create_weight
 
 
 class Embedding(Layer):
-    embed: LinearFn  # once it is loaded
+    table: Weight  # once it is loaded
 
     def __init__(self, num_embeddings: int, dim: int, scale: float, build: Build) -> None:
         super().__init__()
         self.vocab = split(num_embeddings, build.group)
-        self.weight = build.weight_format.table({"": [self.vocab]}, whole(dim), build)
+        self.weight = create_weight({"": [self.vocab]}, whole(dim), build)
         self.scale = torch.tensor(scale).to(build.dtype).item()  # rounded, as it was in training
         self.ops, self.group = build.ops, build.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.is_alone:
-            return self.embed(token_ids)
+            return self.ops.embed(token_ids, self.table, self.scale)
         rows = token_ids - self.vocab.first
         is_elsewhere = (rows < 0) | (rows >= self.vocab.count)
-        x = self.embed(rows.masked_fill(is_elsewhere, 0))
+        x = self.ops.embed(rows.masked_fill(is_elsewhere, 0), self.table, self.scale)
         return self.group.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0.0))
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         return self.weight.expected_tensors(path)
 
     def pack(self, has_room: bool) -> None:
-        self.embed = self.weight.pack_table(self.ops, self.scale)
+        self.table = self.weight.for_ops()
 
 
 class LMHead(MergedLinear):
@@ -46,7 +48,7 @@ class LMHead(MergedLinear):
         self.vocab_size, self.group = vocab_size, build.group
         self.is_tied = tied is not None
         if tied is not None:
-            self.weight = tied.weight.tied(outputs)
+            self.weight = tied.weight
 
     def logits(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
         """Project the norm of hidden to the logits of the whole vocabulary, without padding."""
@@ -60,4 +62,4 @@ class LMHead(MergedLinear):
 
     def tied_tensors(self, path: str) -> dict[str, ExpectedTensor]:
         """What a checkpoint may hold as well as the embedding: a copy of it."""
-        return super().expected_tensors(path) if self.is_tied else {}
+        return self.weight.expected_copy(f"{path}.weight") if self.is_tied else {}

@@ -8,7 +8,7 @@ from nanovllm.kernels.ops import Activation, Hidden, PackedLinear
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.shards import ExpectedTensor, Share, expect_stack, num_outputs, whole
-from nanovllm.layers.weight_format import Outputs
+from nanovllm.layers.weights import LayerWeight, Outputs, create_weight
 
 
 class MergedLinear(Layer):
@@ -29,7 +29,7 @@ class MergedLinear(Layer):
     ) -> None:
         super().__init__()
         self.inputs, self.outputs, self.activation = inputs, outputs, activation
-        self.weight = build.weight_format.linear(outputs, inputs, build)
+        self.weight: LayerWeight = create_weight(outputs, inputs, build)
         self.bias = build.parameter(num_outputs(outputs)) if bias else None
         self.ops = build.ops
 
@@ -49,7 +49,8 @@ class MergedLinear(Layer):
         return tensors
 
     def pack(self, has_room: bool) -> None:
-        self.packed = self.weight.pack(self.ops, self.bias, self.activation, has_room)
+        weight = self.weight.for_ops()
+        self.packed = self.ops.pack_linear(weight, self.bias, self.activation, has_room)
         del self.weight
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nanovllm.config import ExpertsConfig
 from nanovllm.kernels.ops import Hidden, PackedExperts, Routing
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.layers.shards import ExpectedTensor, split, whole
-from nanovllm.layers.weight_format import ExpertNames
+from nanovllm.layers.weights import create_weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls an expert's projections."""
+
+    gate: str
+    up: str
+    down: str
 
 
 class SparseMLP(Layer):
@@ -25,7 +36,12 @@ class SparseMLP(Layer):
         super().__init__()
         hidden, size = whole(hidden_size), split(config.size, build.group)
         self.gate = MergedLinear(hidden, {"gate": [whole(config.num_experts)]}, False, build)
-        self.weight = build.weight_format.experts(config.num_experts, names, hidden, size, build)
+        experts = [f"experts.{i}." for i in range(config.num_experts)]
+        gate_up = {f"{e}{name}": [size] for e in experts for name in (names.gate, names.up)}
+        self.gate_up = create_weight(gate_up, hidden, build, is_uniform=True)
+        down = {f"{e}{names.down}": [hidden] for e in experts}
+        self.down = create_weight(down, size, build, is_uniform=True)
+        self.num_experts = config.num_experts
         self.routing = Routing(config.top_k, config.is_normalized)
         self.ops, self.group = build.ops, build.group
 
@@ -34,8 +50,15 @@ class SparseMLP(Layer):
         return Hidden(residual, self.group.all_reduce(y))
 
     def expected_tensors(self, path: str) -> dict[str, ExpectedTensor]:
-        return self.weight.expected_tensors(f"{path}.")
+        weights = self.gate_up, self.down
+        tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
+        if self.gate_up.is_dense != self.down.is_dense:  # kernels take experts of one kind
+            for weight in weights:
+                weight.use_dense()
+            tensors = [weight.expected_tensors(f"{path}.") for weight in weights]
+        return tensors[0] | tensors[1]
 
     def pack(self, has_room: bool) -> None:
-        self.packed = self.weight.pack(self.ops, self.routing)
-        del self.weight
+        gate_up, down = (w.for_ops(self.num_experts) for w in (self.gate_up, self.down))
+        self.packed = self.ops.pack_experts(gate_up, down, self.routing)
+        del self.gate_up, self.down

@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm.config import ModelConfig
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels.weight_rows import WeightRows
+from nanovllm.kernels.quantized_weight import QuantizedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def check_splits(model: ModelConfig, size: int) -> None:
 @dataclass(frozen=True, slots=True)
 class CopiedPart:
     source: tuple[slice, ...]  # of the stored tensor; (): all of it
-    target: Tensor
+    target: Tensor | QuantizedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,12 @@ class ExpectedTensor:
 
     shape: tuple[int, ...]  # as it is stored
     parts: tuple[CopiedPart, ...]
-    is_blocks: bool = False  # whether the parts are of its bytes rather than of its elements
-    codes: tuple[WeightRows, ...] = ()  # where the parts go if the weight stays quantised
+    is_blocks: bool = False  # whether the parts are bytes of GGUF's quant blocks, not elements
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the tensor stays quantized."""
+        return self.is_blocks or isinstance(self.parts[0].target, QuantizedRows)
 
     @property
     def nbytes(self) -> int:

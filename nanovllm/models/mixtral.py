@@ -8,8 +8,7 @@ from typing import Any
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.build import Build
-from nanovllm.layers.moe import SparseMLP
-from nanovllm.layers.weight_format import ExpertNames
+from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.models import mistral
 from nanovllm.models.config_json import field, with_experts
 from nanovllm.models.decoder import DecoderLayer

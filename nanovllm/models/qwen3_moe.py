@@ -8,8 +8,7 @@ from typing import Any
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.layers.build import Build
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SparseMLP
-from nanovllm.layers.weight_format import ExpertNames
+from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.models.config_json import field, read_model_config, with_experts, with_window
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.qwen3 import build_attention

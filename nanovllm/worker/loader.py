@@ -7,10 +7,11 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,19 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
-from nanovllm.checkpoint.quantised.modules import widen_all
-from nanovllm.checkpoint.weights import StoredTensor, list_tensors
+from nanovllm.checkpoint.quantized.float8 import is_quantized_to_fp8
+from nanovllm.checkpoint.quantized.modules import join_parts
+from nanovllm.checkpoint.weights import QuantizedPiece, StoredTensor, list_tensors
+from nanovllm.config import EngineConfig
 from nanovllm.devices.base import Device
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.kernels.quantized_weight import QuantizedRows
 from nanovllm.layers.build import Layer
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.shards import ExpectedTensor
-from nanovllm.quantisation import Quantisation
+from nanovllm.layers.weights import Layouts
+from nanovllm.models.registry import read_config
+from nanovllm.quantisation import QuantLayout, choose_quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +50,12 @@ def load_weights(
     expected = layers.expected
     stored, quantisation = list_tensors(checkpoint), checkpoint.quantisation
     if quantisation is not None:
-        stored = widen_all(stored, quantisation, expected.keys() | tied.keys())
+        stored = join_parts(stored, quantisation, expected.keys() | tied.keys())
     found = _match(stored, expected, tied, checkpoint.path)
     tensors = [tensor for tensor in found if tensor.name in expected]
     _check_cuts(tensors, expected)
-    if show_progress:  # which is told by one rank
-        _tell_widened(tensors, expected, quantisation)
-    if BLOCK_TYPES_KEY in checkpoint.config and not any(e.is_blocks for e in expected.values()):
-        logger.info("Quantised weights are widened: no kernel here reads them as they are stored")
+    if show_progress:  # by one rank
+        _log_dequantized(tensors, expected)
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
     # None: where there is no terminal; a closed stderr is none at all.
     is_hidden = None if show_progress and sys.stderr is not None else True
@@ -81,13 +85,14 @@ def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
 
 
 def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device: Device) -> None:
-    if expected.codes:  # each rank rounds its own share, by the largest number there
+    target = expected.parts[0].target
+    if isinstance(target, QuantizedRows):  # each rank quantizes its own share
         whole = torch.empty(expected.shape, device=device.torch_device)
         whole.normal_(0.0, 0.02, generator=generator)
-        for part, rows in zip(expected.parts, expected.codes, strict=True):
-            rows.put_floats(whole[part.source], torch.Tensor.copy_)
+        for part in expected.parts:
+            assert isinstance(part.target, QuantizedRows)
+            part.target.put_floats(whole[part.source], torch.Tensor.copy_)
         return
-    target = expected.parts[0].target
     # Drawn whole, so that every number of ranks has the same model.
     tensor = target if target.shape == expected.shape else target.new_empty(expected.shape)
     if tensor.dim() == 1:
@@ -96,6 +101,7 @@ def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device:
         tensor.normal_(0.0, 0.02, generator=generator)
     if tensor is not target:
         for part in expected.parts:
+            assert isinstance(part.target, Tensor)
             part.target.copy_(tensor[part.source])
 
 
@@ -148,20 +154,18 @@ def named_layers(model: nn.Module) -> list[tuple[str, Layer]]:
     return [(path, module) for path, module in modules if isinstance(module, Layer)]
 
 
-def _tell_widened(
-    tensors: list[StoredTensor],
-    expected: dict[str, ExpectedTensor],
-    quantisation: Quantisation | None,
-) -> None:
-    """Log what takes more memory than its file."""
-    stored = [tensor.name for tensor in tensors if tensor.cuts]
-    widened = [name for name in stored if not expected[name].codes]
-    if not widened:
+def _log_dequantized(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
+    """Log which weights take more memory than their file."""
+    stored = [tensor.name for tensor in tensors if tensor.read_quantized is not None]
+    dense = [name for name in stored if not expected[name].is_quantized]
+    if not dense:
         return
-    dtype = str(expected[widened[0]].parts[0].target.dtype).removeprefix("torch.")
-    which = "" if len(widened) == len(stored) else f", such as {widened[0]},"
-    text = "%d of %d quantised weights (%s)%s are widened to %s: no kernel here reads them"
-    logger.info(text, len(widened), len(stored), quantisation, which, dtype)
+    target = expected[dense[0]].parts[0].target
+    assert isinstance(target, Tensor)
+    dtype = str(target.dtype).removeprefix("torch.")
+    which = "" if len(dense) == len(stored) else f", such as {dense[0]},"
+    text = "%d of %d quantized weights%s are dequantized to %s: no kernel here reads them"
+    logger.info(text, len(dense), len(stored), which, dtype)
 
 
 def _check_cuts(tensors: list[StoredTensor], expected: dict[str, ExpectedTensor]) -> None:
@@ -227,40 +231,86 @@ def _fill_all(
 
 @torch.inference_mode()  # threads do not inherit the mode
 def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], device: Device) -> str:
-    if expected[tensor.name].codes:
-        _fill_codes(tensor, expected[tensor.name], device)
-        return tensor.name
-    for target, rows in _pieces(tensor, expected[tensor.name]):
-        device.fill(target, rows)
+    wanted = expected[tensor.name]
+    read = tensor.read_quantized if wanted.is_quantized else tensor.read
+    assert read is not None, f"{tensor.name} is not quantized"
+    for part in wanted.parts:
+        target, first = part.target, 0
+        for piece in read(part.source):
+            if isinstance(piece, QuantizedPiece):
+                assert isinstance(target, QuantizedRows)
+                target.put(first, piece.values, piece.scales, piece.zeros, device.fill)
+            else:
+                assert isinstance(target, Tensor)
+                device.fill(target[first : first + len(piece)], piece)
+            first += len(piece)
+        assert first == len(target), f"{tensor.name}: {first} of {len(target)} rows"
     return tensor.name
-
-
-def _fill_codes(tensor: StoredTensor, expected: ExpectedTensor, device: Device) -> None:
-    assert tensor.read_codes is not None, f"{tensor.name} has no codes"
-    for part, target in zip(expected.parts, expected.codes, strict=True):
-        first = 0
-        for piece in tensor.read_codes(part.source):
-            target.put(first, piece.codes, piece.scales, piece.zeros, device.fill)
-            first += len(piece.codes)
-        assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"
 
 
 def _check_copy(tensor: StoredTensor, tied: ExpectedTensor) -> None:
     """Refuse a second copy of a tied weight that differs from the first: one of them is wrong."""
-    if not all(torch.equal(target, rows.to(target)) for target, rows in _pieces(tensor, tied)):
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
-            "tie_word_embeddings in config.json says it equals; set that to false to use it"
-        )
-
-
-def _pieces(tensor: StoredTensor, expected: ExpectedTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read a tensor; yield some rows of its target, and what belongs there."""
-    read = tensor.read_blocks if expected.is_blocks else tensor.read
-    assert read is not None, f"{tensor.name} has no blocks"
-    for part in expected.parts:
+    for part in tied.parts:
+        assert isinstance(part.target, Tensor)
         first = 0
-        for rows in read(part.source):
-            yield part.target[first : first + len(rows)], rows
+        for rows in tensor.read(part.source):
+            target = part.target[first : first + len(rows)]
+            if not torch.equal(target, rows.to(target)):
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r} differs from the embedding, which "
+                    "tie_word_embeddings in config.json says it equals; set that to false to use it"
+                )
             first += len(rows)
-        assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"
+
+
+def choose_layouts(
+    config: EngineConfig,
+    checkpoint: Checkpoint | Mapping[str, Any],
+    device: Device,
+    dtype: torch.dtype,
+) -> Layouts | None:
+    """Return the layouts of weights that stay quantized, where kernels read them.
+
+    Before a checkpoint is there, and for random weights, its config says what is stored.
+    """
+    checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
+    is_dummy = config.load_format == "dummy"
+    types = checkpoint_config.get(BLOCK_TYPES_KEY)
+    if types and not is_dummy and device.reads_blocks(dtype):
+        return _gguf_layouts(types)
+    stored = checkpoint_config.get("quantization_config")
+    quantisation = choose_quantisation(config.quantization, stored)
+    layout = None if quantisation is None else quantisation.layout
+    if quantisation is None or layout is None or not device.reads_codes(layout.kind, dtype):
+        return None
+    if isinstance(checkpoint, Checkpoint) and not is_dummy:
+        tensors = join_parts(list_tensors(checkpoint), quantisation, ())
+        found = {tensor.name.removesuffix(".weight"): tensor.layout for tensor in tensors}
+        return {name: found[name] for name in found if not name.endswith("embed_tokens")}.get
+
+    # A checkpoint that is quantized already may have all of them so.
+    is_chosen_here = quantisation.scheme == "round_to_fp8"
+    num_layers = len(read_config(checkpoint_config).layers) if is_chosen_here else 0
+
+    def expected_layout(module: str) -> QuantLayout | None:
+        is_projection = is_quantized_to_fp8(f"{module}.weight", num_layers)
+        return layout if is_projection and not quantisation.ignores(module) else None
+
+    return expected_layout
+
+
+def _gguf_layouts(types: Mapping[str, str]) -> Layouts:
+    """By the types of quantized tensors, which hold all experts of a layer."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    layouts = {
+        kind: QuantLayout(kind, size, block_bytes=num_bytes)
+        for kind in set(types.values())
+        for size, num_bytes in [GGML_QUANT_SIZES[GGMLQuantizationType[kind]]]
+    }
+
+    def layout_of(module: str) -> QuantLayout | None:
+        kind = types.get(re.sub(r"experts\.\d+\.", "experts.*.", f"{module}.weight"))
+        return None if kind is None else layouts[kind]
+
+    return layout_of

@@ -13,13 +13,11 @@ from nanovllm.devices.base import Device
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
-from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.quantisation import choose_quantisation
 from nanovllm.worker.kv_cache import kv_cache_spec
-from nanovllm.worker.loader import named_layers
-from nanovllm.worker.stored_weights import choose_weight_format
+from nanovllm.worker.loader import choose_layouts, named_layers
 from nanovllm.worker.tables import slot_columns
 
 GIB = 1 << 30
@@ -68,8 +66,8 @@ def check_model(
         device.check_fp8(model.head_dim)
     dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
     attention = device.attention(dtype, ops)
-    weight_format = choose_weight_format(config, checkpoint_config, device, dtype)
-    build = Build(device.torch_device, dtype, attention, ops, device.group, weight_format)
+    layouts = choose_layouts(config, checkpoint_config, device, dtype)
+    build = Build(device.torch_device, dtype, attention, ops, device.group, layouts)
     check_memory(config, model, device, build)
 
 
@@ -90,7 +88,7 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
 def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs:
     """Count the parameters of a model without memory, and what the options ask for."""
     shapes = build_model(model, 1, replace(build, device=torch.device("meta")))
-    if build.weight_format is not PLAIN:  # what it makes depends on the names of tensors
+    if build.layouts is not None:  # the parameters depend on the names of tensors
         for path, layer in named_layers(shapes):
             layer.expected_tensors(path)
     max_len = min(config.max_model_len, model.max_position_embeddings)

@@ -24,9 +24,8 @@ from nanovllm.models.registry import build_model
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
-from nanovllm.worker.loader import fill_dummy_weights, load_weights
+from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
 from nanovllm.worker.memory import check_memory, is_shortage
-from nanovllm.worker.stored_weights import choose_weight_format
 from nanovllm.worker.tables import SlotTables
 
 logger = logging.getLogger(__name__)
@@ -77,8 +76,8 @@ class Worker:
         dtype = device.choose_dtype(config.dtype, self.model_config.dtype)
         ops = device.ops(dtype)
         attention = device.attention(dtype, ops)
-        weight_format = choose_weight_format(config, self.checkpoint, device, dtype)
-        build = Build(device.torch_device, dtype, attention, ops, group, weight_format)
+        layouts = choose_layouts(config, self.checkpoint, device, dtype)
+        build = Build(device.torch_device, dtype, attention, ops, group, layouts)
         check_memory(config, self.model_config, device, build)
         self._agree(0)  # no rank loads before all have looked at what is free
         model = build_model(self.model_config, config.max_model_len, build)

@@ -20,9 +20,8 @@ from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import SparseMLP
+from nanovllm.layers.moe import ExpertNames, SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
-from nanovllm.layers.weight_format import ExpertNames
 from nanovllm.models.registry import read_config
 from nanovllm.worker.loader import UnpackedLayers
 from tests.checkpoints import VARIANTS

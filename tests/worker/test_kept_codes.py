@@ -1,4 +1,4 @@
-"""Quantised weights that are kept as stored give what their widened twins give, on any ranks."""
+"""Weights that stay quantized give what their dequantized twins give, on any ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.distributed.group import ALONE
 from nanovllm.kernels.ops import Hidden, NormWeights
-from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
+from nanovllm.kernels.quantized_weight import QuantizedWeight
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
 from nanovllm.worker import memory
-from nanovllm.worker.loader import UnpackedLayers
-from nanovllm.worker.stored_weights import choose_weight_format
-from tests.checkpoint.tiny_quantised import (
+from nanovllm.worker.loader import UnpackedLayers, choose_layouts
+from tests.checkpoint.tiny_quantized import (
     Kind,
     Twins,
     awq_kind,
@@ -36,6 +35,7 @@ from tests.checkpoint.tiny_quantised import (
 )
 from tests.checkpoints import make_checkpoint
 from tests.devices import NEEDS_GPU, cpu_device
+from tests.kernels.quantized_products import quantized_product
 from tests.threaded_ranks import engines_of
 from tests.worker.test_quantised_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 
@@ -93,7 +93,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loaded = UnpackedLayers.loaded
 
     def note(self: UnpackedLayers, name: str) -> None:
-        names.extend([name] * bool(self.expected[name].codes))
+        names.extend([name] * bool(self.expected[name].is_quantized))
         loaded(self, name)
 
     monkeypatch.setattr(UnpackedLayers, "loaded", note)
@@ -164,7 +164,7 @@ def test_experts_that_no_kernel_reads_are_widened(
     kept_experts = [name for name in kept if "experts" in name]
     assert kept_experts
     assert not any("layers.0" in name for name in kept_experts)
-    [line] = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
+    [line] = [r.getMessage() for r in caplog.records if "dequantized" in r.getMessage()]
     assert "such as model.layers.0.mlp.experts" in line
 
 
@@ -176,7 +176,7 @@ def test_what_no_kernel_reads_is_widened(
     with caplog.at_level(logging.INFO, "nanovllm"):
         assert_equal(run(both.quantised), run(both.plain))
     assert not kept
-    assert "widened" in caplog.text
+    assert "dequantized" in caplog.text
 
 
 def test_rounding_while_loading_keeps_the_codes(checkpoint_root: Path, kept: list[str]) -> None:
@@ -205,7 +205,7 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
     model, device, dtype = read_config(checkpoint.config), cpu_device(), torch.bfloat16
     needs = []
     for stored in (checkpoint.config, checkpoint):
-        chosen = choose_weight_format(config, stored, device, dtype)
+        chosen = choose_layouts(config, stored, device, dtype)
         build = Build(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
         needs.append(memory.count_needs(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
@@ -235,7 +235,7 @@ def test_on_a_gpu(
     for eager in (True, False):
         with caplog.at_level(logging.INFO, "nanovllm"):
             kept = score(both.quantised, dtype="bfloat16", enforce_eager=eager, **sizes)
-        assert "widened" not in caplog.text
+        assert "dequantized" not in caplog.text
         assert error(kept, exact) < 1.5 * error(plain, exact) + 0.02
 
 
@@ -251,19 +251,19 @@ def test_many_rows_on_a_gpu(
     changes all that follow it.
     """
     path = twins(checkpoint_root, "llama", kind).quantised
-    stored_linear = pytest.importorskip("nanovllm.kernels.cuda.stored_linear")
-    add_to, many_after_norm = stored_linear.fp8_add_to, stored_linear.fp8_after_norm
+    cuda_ops = pytest.importorskip("nanovllm.kernels.cuda.ops")
+    add_to, many_after_norm = cuda_ops.fp8_add_to, cuda_ops.fp8_after_norm
     errors: list[float] = []
 
     def compare(got: torch.Tensor, want: torch.Tensor) -> None:
         errors.append(distance(got, want))
 
     def add(residual: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any) -> Hidden:
-        assert len(x) > stored_linear.MAX_EXACT_ROWS
+        assert len(x) > cuda_ops.MAX_EXACT_ROWS
         hidden: Hidden = add_to(residual, x, weight, bias)
         assert hidden.update is not None
         assert hidden.scales is not None
-        compare(hidden.scales.apply(hidden.update), quantised_product(x, weight.stored, bias))
+        compare(hidden.scales.apply(hidden.update), quantized_product(x, weight.stored, bias))
         return hidden
 
     def after_norm(
@@ -272,14 +272,14 @@ def test_many_rows_on_a_gpu(
         copied = hidden._replace(residual=hidden.residual.clone())
         normed, residual = TorchOps().norm(copied, norm)
         got: torch.Tensor = many_after_norm(hidden, norm, weight, bias, activation)
-        want = quantised_product(normed, weight.stored, bias)
+        want = quantized_product(normed, weight.stored, bias)
         compare(got, want if activation is None else TorchOps().gate(want, activation))
         torch.testing.assert_close(hidden.residual, residual)
         return got
 
     score_long_prompts(path)  # compiles, without results
-    monkeypatch.setattr(stored_linear, "fp8_add_to", add)
-    monkeypatch.setattr(stored_linear, "fp8_after_norm", after_norm)
+    monkeypatch.setattr(cuda_ops, "fp8_add_to", add)
+    monkeypatch.setattr(cuda_ops, "fp8_after_norm", after_norm)
     score_long_prompts(path)
     assert_small(errors)
 
@@ -315,15 +315,16 @@ def test_many_rows_of_blocks_on_a_gpu(
     plain = make_checkpoint(checkpoint_root / "blocks", LlamaConfig(**{**EVEN, **sizes, **heads}))
     kind = fp8_block_kind(size, size)
     path = write_twins(checkpoint_root / "kept-blocks", plain.path, kind, {}).quantised
-    stored_linear = pytest.importorskip("nanovllm.kernels.cuda.stored_linear")
-    add_to, many_rows = stored_linear.fp8_add_to, stored_linear.fp8_many_rows
+    cuda_ops = pytest.importorskip("nanovllm.kernels.cuda.ops")
+    add_to, many_rows = cuda_ops.fp8_add_to, cuda_ops.fp8_many_rows
     errors: list[float] = []
 
     def compare(got: torch.Tensor, x: torch.Tensor, weight: Any, activation: Any) -> None:
-        assert len(x) > stored_linear.MAX_FP8_ROWS
+        assert len(x) > cuda_ops.MAX_FP8_ROWS
         stored = weight.stored
         scales = stored.scales.repeat_interleave(size, 0)
-        want = quantised_product(x, Fp8Weight(stored.codes, scales, x.shape[1]), None)
+        repeated = QuantizedWeight(8, stored.qweight, scales, None, x.shape[1])
+        want = quantized_product(x, repeated, None)
         want = want if activation is None else TorchOps().gate(want, activation)
         errors.append(distance(got, want))
 
@@ -339,8 +340,8 @@ def test_many_rows_of_blocks_on_a_gpu(
         return got
 
     score_long_prompts(path)  # compiles, without results
-    monkeypatch.setattr(stored_linear, "fp8_add_to", add)
-    monkeypatch.setattr(stored_linear, "fp8_many_rows", many)
+    monkeypatch.setattr(cuda_ops, "fp8_add_to", add)
+    monkeypatch.setattr(cuda_ops, "fp8_many_rows", many)
     score_long_prompts(path)
     assert_small(errors)
 

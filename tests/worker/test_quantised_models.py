@@ -28,7 +28,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.fp8 import round_rows
-from tests.checkpoint.tiny_quantised import (
+from tests.checkpoint.tiny_quantized import (
     PROJECTION,
     Kind,
     Twins,
@@ -165,8 +165,8 @@ def test_the_log_says_what_is_widened(
 ) -> None:
     with caplog.at_level(logging.INFO, "nanovllm"):
         run(twins(checkpoint_root, "qwen2", "awq").quantised)
-    [line] = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
-    assert "(awq, 4 bits in groups of 16) are widened to float32" in line
+    [line] = [r.getMessage() for r in caplog.records if "dequantized" in r.getMessage()]
+    assert "quantized weights are dequantized to float32" in line
 
 
 def rounded(path: Path, folder: Path) -> Path:
@@ -221,7 +221,7 @@ def test_a_part_that_is_missing_or_too_much(llama: Path, tmp_path: Path) -> None
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     scale = tensors.pop(name)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"1.mlp.up_proj is quantised and has no tensor"):
+    with pytest.raises(CheckpointError, match=r"1.mlp.up_proj is quantized and has no tensor"):
         run(path)
     save_file({**tensors, name: scale, "model.layers.1.mlp.up_proj.input_scale": scale + 1}, file)
     with pytest.raises(CheckpointError, match="input_scale' has no place in the model"):
@@ -232,11 +232,11 @@ def test_peak_memory_is_that_of_pieces(checkpoint_root: Path) -> None:
     """No weight is widened whole: each is read some rows at a time, within a bound."""
     from nanovllm.checkpoint import weights
     from nanovllm.checkpoint.find import find_checkpoint
-    from nanovllm.checkpoint.quantised.modules import widen_all
+    from nanovllm.checkpoint.quantized.modules import join_parts
 
     checkpoint = find_checkpoint(str(twins(checkpoint_root, "llama", "gptq-shuffled").quantised))
     assert checkpoint.quantisation is not None
-    tensors = widen_all(weights.list_tensors(checkpoint), checkpoint.quantisation, ())
+    tensors = join_parts(weights.list_tensors(checkpoint), checkpoint.quantisation, ())
     limit = 16 * 64 * 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "PIECE_BYTES", limit)

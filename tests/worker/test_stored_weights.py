@@ -1,4 +1,4 @@
-"""Engines that keep GGUF's weights as stored answer as those that widen them, in less memory."""
+"""Engines that keep GGUF's quant blocks answer as those that dequantize them, in less memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import ALONE
 from nanovllm.kernels.cpu import block_kernels, cache_kernels, interpreter
 from nanovllm.layers.build import Build
-from nanovllm.layers.plain_format import PLAIN
 from nanovllm.models.registry import read_config
 from nanovllm.worker import memory, worker
-from nanovllm.worker.loader import UnpackedLayers
-from nanovllm.worker.stored_weights import choose_weight_format
+from nanovllm.worker.loader import UnpackedLayers, choose_layouts
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
 from tests.devices import cpu_device
@@ -59,7 +57,7 @@ def run_widened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
     def widened(path: Path, **options: Any) -> Any:
         with monkeypatch.context() as patch:
             for module in (worker, memory):
-                patch.setattr(module, "choose_weight_format", lambda *_: PLAIN)
+                patch.setattr(module, "choose_layouts", lambda *_: None)
             return run(path, **options)
 
     return widened
@@ -161,7 +159,7 @@ def test_ranks_cut_no_block(
     with engines_of(2), caplog.at_level(logging.INFO, "nanovllm"):
         assert_equal(run(path), want)
     assert len(kept) == 2 * (2 + 6 * 2)  # all but two down projections
-    assert "no kernel reads a rank's share of a block" in caplog.text
+    assert "2 of 16 quantized weights, such as model.layers.0.mlp.down_proj.weight," in caplog.text
 
 
 def test_without_a_kernel_all_is_widened(
@@ -171,7 +169,7 @@ def test_without_a_kernel_all_is_widened(
     with caplog.at_level(logging.INFO, "nanovllm"):
         run(path, dtype="float16")
     assert not kept
-    assert caplog.text.count("Quantised weights are widened") == 1
+    assert caplog.text.count("are dequantized to float16: no kernel here reads them") == 1
 
 
 def test_a_projection_that_is_half_quantised_is_widened(
@@ -181,7 +179,7 @@ def test_a_projection_that_is_half_quantised_is_widened(
     with caplog.at_level(logging.INFO, "nanovllm"):
         run(path)
     assert not kept
-    assert caplog.text.count("no kernel reads a projection of quantised and other tensors") == 1
+    assert caplog.text.count("2 of 2 quantized weights are dequantized") == 1
 
 
 def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
@@ -189,8 +187,8 @@ def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
     path = write(tmp_path, "llama", False, "Q4_1")
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
     model, device = read_config(checkpoint.config), cpu_device()
-    weight_format = choose_weight_format(config, checkpoint.config, device, torch.float32)
-    build = Build(device.torch_device, torch.float32, None, None, ALONE, weight_format)  # type: ignore[arg-type]
+    layouts = choose_layouts(config, checkpoint.config, device, torch.float32)
+    build = Build(device.torch_device, torch.float32, None, None, ALONE, layouts)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
     assert memory.count_needs(config, model, build).weights == sum(kept) + norms

@@ -34,7 +34,6 @@ from nanovllm.kernels.ops import Ops
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.pending import Pending
-from nanovllm.quantisation import CodeKind
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
@@ -72,7 +71,7 @@ class CpuDevice:
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return self.features.runs_kernels(dtype)
 
-    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
         return False
 
     def ops(self, dtype: torch.dtype) -> Ops:

@@ -40,7 +40,6 @@ from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.kernels.ops import Ops
 from nanovllm.models.decoder import DecoderBody, DecoderModel
 from nanovllm.pending import Pending
-from nanovllm.quantisation import CodeKind
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
@@ -110,7 +109,7 @@ class CudaDevice:
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return False
 
-    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
         capability = torch.cuda.get_device_capability(self.torch_device)
         has_kernel = capability >= ((8, 9) if kind == "fp8" else (8, 0))
         return has_kernel and dtype in (torch.bfloat16, torch.float16)

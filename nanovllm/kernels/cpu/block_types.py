@@ -16,7 +16,8 @@ import llvmlite.ir as ir
 import numpy as np
 import numpy.typing as npt
 
-PANEL_ROWS = 16
+from nanovllm.kernels.quantized_weight import PANEL_ROWS
+
 FRACTION_SHIFT, ONE_BITS = 19, 0x3F800000  # of a float32: where its fraction's first 4 bits are; 1
 I32, I64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, PANEL_ROWS), ir.VectorType(FLOAT, PANEL_ROWS)

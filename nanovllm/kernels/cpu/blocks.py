@@ -1,4 +1,4 @@
-"""Weights as GGUF stores them: products of few rows read the blocks, others a widened piece."""
+"""Weights in GGUF's quant blocks: read by products of few rows, dequantized for more."""
 
 from __future__ import annotations
 
@@ -10,37 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import widened
-from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.block_kernels import TILE_ROWS, compile_product, compile_widening
-from nanovllm.kernels.cpu.block_types import PANEL_ROWS, TYPES, pack_panels
+from nanovllm.kernels.cpu.block_types import TYPES, pack_panels
 from nanovllm.kernels.cpu.interpreter import Element
-from nanovllm.kernels.cpu.mixture import Pairs, compose_experts
 from nanovllm.kernels.cpu.program import float_bits
-from nanovllm.kernels.ops import Activation, PackedExperts, PackedLinear, Routing
+from nanovllm.kernels.ops import LinearFn
+from nanovllm.kernels.quantized_weight import PANEL_ROWS, Panels, PanelWeight
+from nanovllm.kernels.torch_ops import PIECE_SIZE
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cpu.ops import NumbaOps
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
-    """Rows of one block type, laid out as kernels read them."""
+class Pairs:
+    """Tokens with each of their experts, sorted by expert."""
 
-    kind: str
-    data: Tensor  # [panels, bytes], those of one expert after another
-    num_out: int  # of each
-    num_in: int
-
-    def of_expert(self, expert: int) -> Panels:
-        num_panels = -(-self.num_out // PANEL_ROWS)
-        data = self.data[expert * num_panels : (expert + 1) * num_panels]
-        return Panels(self.kind, data, self.num_out, self.num_in)
-
-    def rows(self, first: int, num_panels: int) -> Panels:
-        num_out = min(num_panels * PANEL_ROWS, self.num_out - first * PANEL_ROWS)
-        return Panels(self.kind, self.data[first : first + num_panels], num_out, self.num_in)
+    order: Tensor  # int32: token * top_k + choice
+    starts: Tensor  # int32: of each expert, and the end
+    max_rows: int  # of an expert
 
 
 def to_panels(kind: str, rows: Tensor) -> Panels:
@@ -68,29 +57,31 @@ class BlockKernels:
         self._compiled: list[object] = []  # what they are addresses of
         self._piece = torch.empty(0, dtype=ops.product_dtype)  # of a weight
 
-    def pack_linear(
-        self, parts: Sequence[Panels], bias: Tensor | None, activation: Activation | None
-    ) -> PackedLinear:
-        """Make the product with parts that lie one below another, as Ops.pack_linear does."""
-        for part in parts:
-            self._compile(part.kind)
-        num_out, max_rows = sum(part.num_out for part in parts), self._ops.max_linear_rows
+    def compile(self, *weights: PanelWeight) -> None:
+        for weight in weights:
+            for part in weight.parts:
+                self._compile(part.kind)
+
+    def linear(self, weight: PanelWeight, bias: Tensor | None) -> LinearFn:
+        self.compile(weight)
+        num_out, max_rows = weight.num_out, self._ops.max_linear_rows
 
         def run(x: Tensor) -> Tensor:
             num_rows = x.shape[0]
             if num_rows > max_rows:
-                return self.multiply_many(x, parts, bias)
+                return self.multiply_many(x, weight, bias)
             x, y = x.contiguous(), self._launcher.empty(num_rows, num_out)
             first = 0
-            for part in parts:
+            for part in weight.parts:
                 self._few(x, y, part, bias, first)
                 first += part.num_out
             return y
 
-        return ComposedLinear(self._ops, run, activation)
+        return run
 
-    def embed(self, token_ids: Tensor, table: Panels, scale: float) -> Tensor:
+    def embed(self, token_ids: Tensor, weight: PanelWeight, scale: float) -> Tensor:
         """Return the rows that token_ids name, as Ops.embed does."""
+        [table] = weight.parts
         launcher, num_rows, num_in = self._launcher, len(token_ids), table.num_in
         out = launcher.empty(num_rows, num_in)
         wide = launcher.scratch(launcher.num_threads * num_in * PANEL_ROWS)
@@ -100,21 +91,11 @@ class BlockKernels:
         launcher.launch(kernels.CALL, self._widenings[table.kind], *addresses, *lookup)
         return out
 
-    def pack_experts(
-        self, gate: Panels, up: Panels, down: Panels, num_experts: int, routing: Routing
-    ) -> PackedExperts:
-        """Make the layer of experts, as Ops.pack_experts does."""
-        for part in (gate, up, down):
-            self._compile(part.kind)
-        return compose_experts(self._ops, BlockMixture(self, gate, up, down, num_experts), routing)
-
-    def multiply_pairs(self, x: Tensor, parts: Sequence[Panels], pairs: Pairs) -> Tensor:
-        """Multiply the row of each pair with the parts of its expert, one below another."""
-        y = self._launcher.empty(len(pairs.order), sum(part.num_out for part in parts))
-        first = 0
-        for part in parts:
-            self._few(x, y, part, None, first, pairs)
-            first += part.num_out
+    def multiply_pairs(self, x: Tensor, weight: PanelWeight, pairs: Pairs) -> Tensor:
+        """Multiply the row of each pair with the weight of its expert."""
+        [panels] = weight.parts
+        y = self._launcher.empty(len(pairs.order), panels.num_out)
+        self._few(x, y, panels, None, 0, pairs)
         return y
 
     def _few(
@@ -152,26 +133,24 @@ class BlockKernels:
             *grouping,
         )
 
-    def multiply_many(
-        self, x: Tensor, parts: Sequence[Panels], bias: Tensor | None = None
-    ) -> Tensor:
-        """Multiply many rows with parts that lie one below another, widened piece by piece."""
-        wide, num_out = x.to(self._ops.product_dtype), sum(part.num_out for part in parts)
+    def multiply_many(self, x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> Tensor:
+        """Multiply many rows with a weight that is dequantized piece by piece."""
+        wide, num_out = x.to(self._ops.product_dtype), weight.num_out
         wide_bias = None if bias is None else bias.to(wide.dtype)
-        if num_out * x.shape[1] <= widened.PIECE_SIZE:  # one product, of which nothing is copied
-            return F.linear(wide, self._widen(parts), wide_bias).to(x.dtype)
+        if num_out * x.shape[1] <= PIECE_SIZE:  # one product, of which nothing is copied
+            return F.linear(wide, self._dequantize(weight.parts), wide_bias).to(x.dtype)
         y, column = x.new_empty(len(x), num_out), 0
-        for part in parts:
-            num_panels = max(widened.PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
+        for part in weight.parts:
+            num_panels = max(PIECE_SIZE // (part.num_in * PANEL_ROWS), 1)
             for first in range(0, len(part.data), num_panels):
-                weight = self._widen([part.rows(first, num_panels)])
-                columns = slice(column, column + len(weight))
+                rows = self._dequantize([part.rows(first, num_panels)])
+                columns = slice(column, column + len(rows))
                 part_bias = None if wide_bias is None else wide_bias[columns]
-                y[:, columns] = F.linear(wide, weight, part_bias)
-                column += len(weight)
+                y[:, columns] = F.linear(wide, rows, part_bias)
+                column += len(rows)
         return y
 
-    def _widen(self, parts: Sequence[Panels]) -> Tensor:
+    def _dequantize(self, parts: Sequence[Panels]) -> Tensor:
         """Return rows in the dtype of products, in memory that the next call writes again."""
         num_in, num_rows = parts[0].num_in, sum(part.num_out for part in parts)
         size = (num_rows + PANEL_ROWS) * num_in
@@ -194,27 +173,6 @@ class BlockKernels:
         widening = compile_widening(kind, self._element, _element(self._ops.product_dtype))
         self._compiled += [product, widening]
         self._products[kind], self._widenings[kind] = product.address, widening.address
-
-
-class BlockMixture:
-    """Experts as they are stored; each part has the panels of all."""
-
-    def __init__(
-        self, blocks: BlockKernels, gate: Panels, up: Panels, down: Panels, num_experts: int
-    ) -> None:
-        self.num_experts, self._blocks = num_experts, blocks
-        self._gate_up, self._down = (gate, up), down
-
-    def gate_up(self, x: Tensor, pairs: Pairs) -> Tensor:
-        return self._blocks.multiply_pairs(x, self._gate_up, pairs)
-
-    def down(self, x: Tensor, pairs: Pairs) -> Tensor:
-        return self._blocks.multiply_pairs(x, [self._down], pairs)
-
-    def run_expert(self, expert: int, x: Tensor) -> Tensor:
-        parts = [part.of_expert(expert) for part in self._gate_up]
-        gate, up = self._blocks.multiply_many(x, parts).chunk(2, dim=-1)
-        return self._blocks.multiply_many(F.silu(gate) * up, [self._down.of_expert(expert)])
 
 
 def _element(dtype: torch.dtype) -> Element:

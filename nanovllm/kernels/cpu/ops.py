@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.devices.cpu.features import CpuFeatures
-from nanovllm.kernels import widened
-from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cpu import kernels
 from nanovllm.kernels.cpu.blocks import BlockKernels
-from nanovllm.kernels.cpu.mixture import PlainMixture, compose_experts
+from nanovllm.kernels.cpu.mixture import NumbaExperts
 from nanovllm.kernels.cpu.program import Launcher, float_bits
 from nanovllm.kernels.fp8_rows import spread_exponents, spread_size
 from nanovllm.kernels.ops import (
@@ -25,8 +23,14 @@ from nanovllm.kernels.ops import (
     QKNormWeights,
     Routing,
 )
-from nanovllm.kernels.stored_weights import StoredWeight
-from nanovllm.kernels.torch_ops import compose_code_experts, compose_codes
+from nanovllm.kernels.quantized_weight import PanelWeight, QuantizedWeight, Weight
+from nanovllm.kernels.torch_ops import (
+    ComposedExperts,
+    ComposedLinear,
+    compose_experts,
+    compose_linear,
+    linear,
+)
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
 # weight included, is faster: benchmarks/kernels/cpu_products.py.
@@ -46,7 +50,10 @@ class NumbaOps:
         self._launch, self._empty = launcher.launch, launcher.empty
         self.blocks = BlockKernels(self)
 
-    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Weight, scale: float) -> Tensor:
+        if isinstance(table, PanelWeight):
+            return self.blocks.embed(token_ids, table, scale)
+        assert isinstance(table, Tensor)
         num_rows, dim = len(token_ids), table.shape[1]
         out = self._empty(num_rows, dim)
         addresses = out.data_ptr(), table.data_ptr(), token_ids.data_ptr()
@@ -108,8 +115,12 @@ class NumbaOps:
         return out
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
+        if isinstance(weight, PanelWeight):
+            return ComposedLinear(self, self.blocks.linear(weight, bias), activation)
+        if isinstance(weight, QuantizedWeight):
+            return compose_linear(self, weight, bias, activation)
         weight = weight.contiguous()
         run_many = self._pack_many(weight, bias, has_room)
         num_out, num_in = weight.shape
@@ -134,23 +145,19 @@ class NumbaOps:
         """Choose the product of many rows: a packed copy pays only in the dtype it multiplies."""
         if has_room and self.can_pack and self.product_dtype == weight.dtype:
             return pack_onednn(weight, bias)
-        return lambda x: widened.linear(x, weight, bias, self.product_dtype)
+        return lambda x: linear(x, weight, bias, self.product_dtype)
 
-    def pack_codes(
-        self,
-        weight: StoredWeight,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> PackedLinear:
-        return compose_codes(self, weight, bias, activation)
-
-    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        return compose_experts(self, PlainMixture(self, gate_up, down), routing)
-
-    def pack_code_experts(
-        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
-    ) -> PackedExperts:
-        return compose_code_experts(self, gate_up, down, routing)
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        if isinstance(gate_up, PanelWeight) and isinstance(down, PanelWeight):
+            num_experts = gate_up.num_experts
+            self.blocks.compile(gate_up, down)
+        elif isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            gate_up, down, num_experts = gate_up.contiguous(), down.contiguous(), len(down)
+        else:
+            return compose_experts(self, gate_up, down, routing)
+        self.launcher.compile_experts()
+        most = max(self.max_expert_rows * num_experts // routing.top_k, self.max_linear_rows)
+        return ComposedExperts(self, NumbaExperts(self, gate_up, down, routing, num_experts, most))
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> LinearFn:

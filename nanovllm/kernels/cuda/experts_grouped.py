@@ -14,15 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.codes_few_rows import multiply_codes
+from nanovllm.kernels.cuda.dequantize import CudaWeight, weight_arguments, weight_sizes
 from nanovllm.kernels.cuda.experts_pairs import route
-from nanovllm.kernels.cuda.linear_tiles import fit_stages, store_tile, tile_rows
+from nanovllm.kernels.cuda.linear_tiles import fit_stages, multiply_tile, store_tile, tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.stored_weights import StoredWeight
-
-# [experts, outputs, inputs], or the rows of all experts as one weight that stays quantised.
-ExpertsWeight = Tensor | StoredWeight
+from nanovllm.kernels.quantized_weight import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,8 @@ CONFIGS = (
     (48, GroupedConfig(64, 128, 64, 4, 4)),
     (math.inf, GroupedConfig(128, 128, 64, 8, 4)),
 )
-# Of weights that stay quantised, in steps of 128 inputs.
-CODES_CONFIGS = (
+# For quantized weights, in steps of 128 inputs.
+QUANTIZED_CONFIGS = (
     (8, GroupedConfig(16, 64, 128, 4, 5)),
     (20, GroupedConfig(32, 128, 128, 8, 4)),
     (48, GroupedConfig(64, 128, 128, 8, 4)),
@@ -51,12 +48,12 @@ CODES_CONFIGS = (
 
 
 def grouped_config(
-    rows_per_expert: int, x: Tensor, weight: StoredWeight | None = None
+    rows_per_expert: int, x: Tensor, weight: QuantizedWeight | None = None
 ) -> GroupedConfig:
-    """For experts of x's dtype, or for those that stay quantised as `weight` is."""
+    """For experts of x's dtype, or for those quantized as `weight` is."""
     if weight is None and x.dtype == torch.float32:  # no tensor cores
         return GroupedConfig(16 if rows_per_expert <= 8 else 64, 64, 32, 4, 2)
-    configs = CONFIGS if weight is None else CODES_CONFIGS
+    configs = CONFIGS if weight is None else QUANTIZED_CONFIGS
     config = next(config for most, config in configs if rows_per_expert <= most)
     bits = 8 * x.itemsize if weight is None else weight.bits
     stage_bits = (config.block_rows * 8 * x.itemsize + config.block_out * bits) * config.block_in
@@ -66,17 +63,21 @@ def grouped_config(
 def run_grouped(
     x: Tensor,
     logits: Tensor,
-    gate_up: ExpertsWeight,
-    down: ExpertsWeight,
+    gate_up: CudaWeight,
+    down: CudaWeight,
     routing: Routing,
     config: GroupedConfig | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts; all tensors are contiguous."""
+    """Return the weighted sum of each token's experts; all tensors are contiguous.
+
+    A quantized weight has the rows of all experts, one expert's after another's; a dense one is
+    [experts, outputs, inputs].
+    """
     num_tokens, top_k, num_experts = len(x), routing.top_k, logits.shape[1]
     hidden, size = x.shape[1], down.shape[-1]
     num_pairs = num_tokens * top_k
-    kept = None if isinstance(down, Tensor) else down
-    config = config or grouped_config(num_pairs // num_experts, x, kept)
+    quantized = None if isinstance(down, Tensor) else down
+    config = config or grouped_config(num_pairs // num_experts, x, quantized)
     counts = torch.zeros(num_experts, device=x.device, dtype=torch.int32)
     ids, weights, ranks = route(logits, routing, counts)
     max_tiles = min(num_pairs, num_experts + num_pairs // config.block_rows)
@@ -114,7 +115,7 @@ def run_grouped(
 def _multiply(
     y: Tensor,
     x: Tensor,
-    weight: ExpertsWeight,
+    weight: CudaWeight,
     order: Tensor,
     tiles: Tensor,
     top_k: int,
@@ -132,15 +133,12 @@ def _multiply(
     _grouped[(triton.cdiv(num_out, block_out), len(tiles))](
         y,
         x,
-        weight if isinstance(weight, Tensor) else weight.words,
-        None if isinstance(weight, Tensor) else (weight.scales, weight.zeros),
+        *weight_arguments(weight),
         order,
         tiles,
         num_out,
         NUM_ROWS=num_rows,
-        NUM_IN=num_in,
-        NUM_WORDS=0 if isinstance(weight, Tensor) else weight.words.shape[1],
-        GROUP=0 if isinstance(weight, Tensor) else weight.group,
+        **weight_sizes(weight),
         TOP_K=top_k,
         BLOCK_ROWS=config.block_rows,
         BLOCK_OUT=block_out,
@@ -205,6 +203,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr,
     NUM_IN: tl.constexpr,
     NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -214,7 +213,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     IS_EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid is (outputs, tiles); a weight with scales and zero points is words of codes."""
+    """The grid is (outputs, tiles)."""
     wait_for_inputs(OVERLAP)
     tile = tiles + 3 * tl.program_id(1)
     expert, begin, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -227,47 +226,12 @@ def _grouped(  # type: ignore[no-untyped-def]
     pairs = tl.load(order + rows, mask=is_row, other=0).to(tl.int64)
     sources = rows.to(tl.int64) if ACTIVATION is None else pairs // TOP_K
     x_start = x + sources[None, :] * NUM_IN
-    if NUM_WORDS == 0:
-        sums = _multiply_plain(
-            weight, w_rows, is_out, x_start, is_row, NUM_IN, BLOCK_IN, BLOCK_ROWS, IS_EVEN
-        )
-    else:
-        sums = multiply_codes(
-            *(weight, w_rows, is_out, stored, x_start, is_row, 0, NUM_WORDS, NUM_IN, NUM_WORDS),
-            *(NUM_WORDS // ((NUM_IN + 127) // 128), GROUP, IS_EVEN),
-        )
+    sums = multiply_tile(
+        *(weight, stored, w_rows, is_out, x_start, is_row, 0, NUM_WORDS),
+        *(NUM_IN, NUM_WORDS, LANES, GROUP, NUM_IN, BLOCK_IN, IS_EVEN),
+    )
     targets = pairs if ACTIVATION is None else rows.to(tl.int64)
     store_tile(y, sums, tl.program_id(0), targets, is_row, num_out, BLOCK_OUT, ACTIVATION)
-
-
-@triton.jit
-def _multiply_plain(  # type: ignore[no-untyped-def]
-    weight,
-    w_rows,
-    is_out,
-    x_start,
-    is_row,
-    NUM_IN: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-):
-    w_start = weight + w_rows[:, None] * NUM_IN
-    inputs = tl.arange(0, BLOCK_IN)
-    sums = tl.zeros((w_rows.shape[0], BLOCK_ROWS), tl.float32)
-    for first in tl.range(0, NUM_IN, BLOCK_IN):
-        i = first + inputs
-        if IS_EVEN:
-            w_tile = tl.load(w_start + i[None, :])
-            x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
-        else:
-            is_in = i < NUM_IN
-            w_mask = is_out[:, None] & is_in[None, :]
-            w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
-            mask = is_row[None, :] & is_in[:, None]
-            x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
-        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
-    return sums
 
 
 @triton.jit

@@ -1,22 +1,36 @@
 """Mixtures of experts on CUDA, for few tokens: every pair (token, expert) reads its own weights.
 
 More tokens share them: experts_grouped.py. Neither knows on the host what was chosen, so grids are
-as large as any choice needs.
+as large as any choice needs. Quantized weights are multiplied as in linear_one_row.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.cuda.dequantize import CudaWeight, load_tile, weight_arguments, weight_sizes
 from nanovllm.kernels.cuda.elementwise import activate
+from nanovllm.kernels.cuda.linear_one_row import (
+    add_products,
+    load_inputs,
+    prepare_inputs,
+    row_scale,
+)
+from nanovllm.kernels.cuda.linear_tiles import tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import NormWeights, Routing
+from nanovllm.kernels.quantized_weight import QuantizedWeight
 
-GATE_UP_BLOCK = 2  # outputs of a program
-DOWN_ELEMENTS = 4096  # of the weight that a program loads at a time
+GATE_UP_BLOCK = 2  # outputs of a program, of dense weights
+DOWN_ELEMENTS = 4096  # of a dense weight that a program loads at a time
+QUANTIZED_BLOCK = 8  # outputs of a program, of quantized weights
+MAX_QUANTIZED_IN = 4096  # inputs in a tile
+TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before the first is used
 
 
 def route(
@@ -56,17 +70,56 @@ def route(
     return ids, weights, ranks
 
 
-def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts; all tensors are contiguous."""
+def run_pairs(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: CudaWeight, down: CudaWeight
+) -> Tensor:
+    """Return the weighted sum of each token's experts; all tensors are contiguous.
+
+    A quantized weight has the rows of all experts, one expert's after another's; a dense one is
+    [experts, outputs, inputs].
+    """
     num_tokens, top_k = ids.shape
-    _, hidden, size = down.shape
+    hidden, size = x.shape[1], down.shape[-1]
     y = torch.empty(num_tokens * top_k, size, device=x.device, dtype=x.dtype)
     out = torch.empty_like(x)
-    options = launch_options(x, num_tokens)
-    _pair_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
+    options = {"TOP_K": top_k, **launch_options(x, num_tokens)}
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        _run_dense(out, y, x, ids, weights, gate_up, down, options)
+        return out
+    assert isinstance(gate_up, QuantizedWeight)
+    assert isinstance(down, QuantizedWeight)
+    options |= {"BLOCK_OUT": QUANTIZED_BLOCK, "num_warps": 4}
+    _quantized_gate_up[(triton.cdiv(size, QUANTIZED_BLOCK), len(y))](
+        *(y, x, *weight_arguments(gate_up), ids, size), **_sizes(gate_up), **options
+    )
+    _quantized_down[(triton.cdiv(hidden, QUANTIZED_BLOCK), num_tokens)](
+        *(out, y, *weight_arguments(down), ids, weights, hidden), **_sizes(down), **options
+    )
+    return out
+
+
+def _sizes(weight: QuantizedWeight) -> dict[str, int]:
+    sizes = weight_sizes(weight)
+    most = MAX_QUANTIZED_IN // 128 * sizes["LANES"]
+    return {**sizes, "BLOCK_WORDS": min(triton.next_power_of_2(sizes["NUM_WORDS"]), most)}
+
+
+def _run_dense(
+    out: Tensor,
+    y: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Tiles of all experts of a token are added up at once, which is faster than one by one."""
+    num_tokens, top_k = ids.shape
+    _, hidden, size = down.shape
+    _dense_gate_up[(triton.cdiv(size, GATE_UP_BLOCK), len(y))](
         *(y, x, gate_up, ids, size),
         NUM_IN=hidden,
-        TOP_K=top_k,
         BLOCK_OUT=GATE_UP_BLOCK,
         BLOCK_IN=min(triton.next_power_of_2(hidden), 2048),
         num_warps=4,
@@ -75,17 +128,15 @@ def run_pairs(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     top_k_block = triton.next_power_of_2(top_k)
     block_in = min(max(size & -size, 64), 128)  # wastes no lane
     block_out = max(DOWN_ELEMENTS // (top_k_block * block_in), 1)
-    _pair_down[(triton.cdiv(hidden, block_out), num_tokens)](
+    _dense_down[(triton.cdiv(hidden, block_out), num_tokens)](
         *(out, y, down, ids, weights, hidden),
         NUM_IN=size,
-        TOP_K=top_k,
         TOP_K_BLOCK=top_k_block,
         BLOCK_OUT=block_out,
         BLOCK_IN=block_in,
         num_warps=8,
         **options,
     )
-    return out
 
 
 @triton.jit
@@ -190,7 +241,7 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pair_gate_up(  # type: ignore[no-untyped-def]
+def _dense_gate_up(  # type: ignore[no-untyped-def]
     y,
     x,
     weight,
@@ -227,7 +278,7 @@ def _pair_gate_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pair_down(  # type: ignore[no-untyped-def]
+def _dense_down(  # type: ignore[no-untyped-def]
     out,
     y,
     weight,
@@ -266,3 +317,153 @@ def _pair_down(  # type: ignore[no-untyped-def]
     factors = tl.load(pair_weights + pairs, mask=is_choice, other=0.0)
     totals = tl.sum(tl.sum(sums, 2) * factors[:, None], 0)
     tl.store(out + token * num_out + outs, totals.to(out.dtype.element_ty), mask=outs < num_out)
+
+
+@triton.jit
+def _quantized_gate_up(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    words,
+    stored,
+    ids,
+    num_out,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y[pair] = silu(gate) * up."""
+    wait_for_inputs(OVERLAP)
+    pair = tl.program_id(1)
+    rows, is_row = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, True)
+    rows += tl.load(ids + pair).to(tl.int64) * (2 * num_out)
+    row = x + pair // TOP_K * NUM_IN
+    sums = tl.zeros((2 * BLOCK_OUT,), tl.float32)
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        word = begin + tl.arange(0, BLOCK_WORDS)
+        tile = load_tile(words, rows, is_row, word, NUM_WORDS)
+        inputs, _ = load_inputs((row, row, None), None, word, NUM_IN, LANES)
+        inputs, totals = prepare_inputs(inputs, LANES, GROUP)
+        sums += add_products(
+            *(
+                tile,
+                inputs,
+                totals,
+                stored,
+                rows,
+                is_row,
+                begin,
+                NUM_WORDS,
+                LANES,
+                GROUP,
+            )
+        )
+    sums *= row_scale(stored, rows, is_row, GROUP)
+    gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
+    out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    value = (activate(gate, "silu") * up).to(y.dtype.element_ty)
+    tl.store(y + pair * num_out + out, value, mask=out < num_out)
+
+
+@triton.jit
+def _quantized_down(  # type: ignore[no-untyped-def]
+    out,
+    y,
+    words,
+    stored,
+    ids,
+    pair_weights,
+    num_out,
+    TOP_K: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A program computes the same outputs of all experts of a token, and adds them up."""
+    token = tl.program_id(1)
+    first_pair = token * TOP_K
+    outs, is_out = tile_rows(tl.program_id(0), num_out, BLOCK_OUT, False)
+    lanes = tl.arange(0, BLOCK_WORDS)
+    # The kernel before this one started after the choice was made: weights need not wait for it.
+    experts = (ids, first_pair, num_out)
+    tiles = _load_together(words, experts, outs, is_out, 0, lanes, NUM_WORDS, TOP_K)
+    wait_for_inputs(OVERLAP)
+    totals_of_experts = tl.zeros((BLOCK_OUT,), tl.float32)
+    for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
+        for first in tl.static_range(0, TOP_K, TOGETHER):
+            if first > 0:
+                tiles = _load_together(
+                    words, experts, outs, is_out, first, begin + lanes, NUM_WORDS, TOP_K
+                )
+            for n in tl.static_range(TOGETHER):
+                if first + n < TOP_K:
+                    pair = first_pair + first + n
+                    rows = outs + tl.load(ids + pair).to(tl.int64) * num_out
+                    row = y + pair * NUM_IN
+                    inputs, _ = load_inputs((row, row, None), None, begin + lanes, NUM_IN, LANES)
+                    inputs, totals = prepare_inputs(inputs, LANES, GROUP)
+                    sums = add_products(
+                        *(
+                            tiles[n],
+                            inputs,
+                            totals,
+                            stored,
+                            rows,
+                            is_out,
+                            begin,
+                        ),
+                        *(NUM_WORDS, LANES, GROUP),
+                    )
+                    sums *= row_scale(stored, rows, is_out, GROUP)
+                    totals_of_experts += sums * tl.load(pair_weights + pair)
+        if NUM_WORDS > BLOCK_WORDS:
+            after = begin + BLOCK_WORDS + lanes
+            tiles = _load_together(words, experts, outs, is_out, 0, after, NUM_WORDS, TOP_K)
+    place = out + token * num_out + outs
+    tl.store(place, totals_of_experts.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _load_together(  # type: ignore[no-untyped-def]
+    words,
+    experts,
+    outs,
+    is_out,
+    first: tl.constexpr,
+    word,
+    NUM_WORDS: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    """Load some words of the weights of a token's experts from the `first` on."""
+    return (
+        _load_of_expert(words, experts, outs, is_out, first, word, NUM_WORDS, TOP_K),
+        _load_of_expert(words, experts, outs, is_out, first + 1, word, NUM_WORDS, TOP_K),
+        _load_of_expert(words, experts, outs, is_out, first + 2, word, NUM_WORDS, TOP_K),
+        _load_of_expert(words, experts, outs, is_out, first + 3, word, NUM_WORDS, TOP_K),
+    )
+
+
+@triton.jit
+def _load_of_expert(  # type: ignore[no-untyped-def]
+    words,
+    experts,
+    outs,
+    is_out,
+    choice: tl.constexpr,
+    word,
+    NUM_WORDS: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    if choice < TOP_K:
+        expert = tl.load(experts[0] + experts[1] + choice, cache_modifier=".cg").to(tl.int64)
+        return load_tile(words, outs + expert * experts[2], is_out, word, NUM_WORDS)
+    else:
+        return tl.zeros((outs.shape[0], word.shape[0]), words.dtype.element_ty)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nanovllm.fp8 import LARGEST_FP8
 from nanovllm.kernels import fp8_rows
-from nanovllm.kernels.cuda.code_words import IS_INTERPRETED
+from nanovllm.kernels.cuda.dequantize import IS_INTERPRETED
 
 LARGEST = tl.constexpr(LARGEST_FP8)
 MIN_EXPONENT = tl.constexpr(fp8_rows.MIN_EXPONENT)

@@ -1,8 +1,7 @@
-"""Products of many rows with weights in FP8 on CUDA: activations are rounded to FP8 as well.
+"""Products of many rows with weights in FP8 on CUDA: activations are quantized to FP8 as well.
 
-A row has one scale, or one for every 128 inputs where the weight has; `quantise_rows` and
-`quantised_product` in stored_weights.py say in plain torch what these compute. Codes of rows lie in
-the order of the weight's, which is one that a product may have its inputs in.
+A row has one scale, or one for every 128 inputs where the weight has. Its values lie in the order
+of the weight's, which is one that a product may have its inputs in.
 
 With one scale a row, up to some hundred rows, the library multiplies codes, and whatever reads the
 sums multiplies them by both scales: the library's product that does so itself splits no inputs, and
@@ -22,7 +21,7 @@ from nanovllm.fp8 import FP8, LARGEST_FP8, SMALLEST_SCALE, ScaledCodes
 from nanovllm.kernels.cuda.elementwise import add_and_norm, count_splits, gate, scales_of
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, SumScales
-from nanovllm.kernels.stored_weights import FP8_WORDS, Fp8Weight, num_blocks
+from nanovllm.kernels.quantized_weight import FP8_WORDS, QuantizedWeight, num_blocks
 
 LARGEST = tl.constexpr(LARGEST_FP8)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
@@ -35,15 +34,15 @@ MULTIPLE = 16  # of inputs, outputs and, with blocks, rows, which the library's 
 class LibraryWeight:
     """A weight as the library's product takes it."""
 
-    stored: Fp8Weight  # scales are those of outputs, or those of blocks [outputs / 128, blocks]
+    stored: QuantizedWeight  # its scales are those of outputs, or [outputs / 128, blocks]
     one: Tensor  # float32: the scale of codes whose sums are scaled afterwards
 
 
-def library_weight(weight: Fp8Weight) -> LibraryWeight | None:
+def library_weight(weight: QuantizedWeight) -> LibraryWeight | None:
     """The weight as the library's product takes it, if there is one for it."""
     num_out, num_in = weight.shape
-    capability = torch.cuda.get_device_capability(weight.codes.device)
-    one = torch.ones((), device=weight.codes.device)
+    capability = torch.cuda.get_device_capability(weight.qweight.device)
+    one = torch.ones((), device=weight.qweight.device)
     if not weight.has_blocks:
         is_known = num_out % MULTIPLE == 0 and capability >= (9, 0)
         return LibraryWeight(weight, one) if is_known else None
@@ -53,7 +52,11 @@ def library_weight(weight: Fp8Weight) -> LibraryWeight | None:
         return None
     blocks = weight.scales[::128].contiguous()
     is_even = torch.equal(blocks.repeat_interleave(128, 0), weight.scales)
-    return LibraryWeight(Fp8Weight(weight.codes, blocks, num_in), one) if is_even else None
+    return (
+        LibraryWeight(QuantizedWeight(8, weight.qweight, blocks, None, num_in), one)
+        if is_even
+        else None
+    )
 
 
 def fp8_many_rows(
@@ -108,7 +111,7 @@ def _multiply(
     is_scaled = stored.has_blocks or len(rows.codes) > MAX_SUM_ROWS
     y: Tensor = torch._scaled_mm(
         rows.codes,
-        stored.codes.t(),
+        stored.fp8.t(),
         scale_a=rows.scales if is_scaled else one,
         scale_b=stored.scales.t() if is_scaled else one,
         bias=bias if is_scaled else None,
@@ -141,7 +144,7 @@ def scale_sums(sums: Tensor, scales: SumScales, bias: Tensor | None) -> None:
 
 
 def fp8_quantise(x: Tensor, by_block: bool) -> ScaledCodes:
-    """See quantise_rows, and order_codes for how the codes lie.
+    """Quantize rows by their largest numbers; values lie as `pack_words` has them.
 
     With blocks, rows are padded to a multiple of 16, which hold anything, and their scales lie
     block by block, as the library wants them.
@@ -267,7 +270,7 @@ def _norm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _inputs_of_words(PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The inputs [places, blocks, words] whose codes are in the places of words: see order_codes.
+    """The inputs [places, blocks, words] whose codes are in the places of words: see pack_words.
 
     Those of a thread lie side by side, and it has all places of its words.
     """

@@ -1,4 +1,4 @@
-"""What products in tiles share: the rows of the weight that a tile has, and where its sums go.
+"""Products in tiles: the rows of the weight that a tile has, its sums, and where they go.
 
 The weight is the left operand of tensor cores: its rows, of which there are many, fill them however
 few rows x has. A gated tile has rows of gate, then the same rows of up.
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.cuda.dequantize import as_operands, join_places, raised_by
 from nanovllm.kernels.cuda.elementwise import activate
 
 
@@ -44,6 +45,183 @@ def tile_rows(tile, num_out, BLOCK_OUT: tl.constexpr, IS_GATED: tl.constexpr):  
     else:
         out = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         return out, out < num_out
+
+
+@triton.jit
+def multiply_tile(  # type: ignore[no-untyped-def]
+    weight,
+    stored,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    first,
+    end,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """The products of rows of a weight with rows of x, over its words from `first` to `end`.
+
+    Of a dense weight these are COUNT, which the compiler must know for the loop to be fast.
+    """
+    if LANES == 0:
+        return _multiply_dense(
+            weight, w_rows, is_out, x_start, is_row, first, NUM_IN, COUNT, BLOCK_IN, IS_EVEN
+        )
+    else:
+        return _multiply_quantized(
+            *(weight, stored, w_rows, is_out, x_start, is_row, first, end),
+            *(NUM_IN, NUM_WORDS, LANES, GROUP, IS_EVEN),
+        )
+
+
+@triton.jit
+def _multiply_dense(  # type: ignore[no-untyped-def]
+    weight,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    first,
+    NUM_IN: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    w_start = weight + first + w_rows.to(tl.int64)[:, None] * NUM_IN
+    x_start += first
+    sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
+    for begin in tl.range(0, COUNT, BLOCK_IN):
+        i = begin + tl.arange(0, BLOCK_IN)
+        if IS_EVEN:
+            w_tile = tl.load(w_start + i[None, :])
+            x_tile = tl.load(x_start + i[:, None], mask=is_row[None, :], other=0.0)
+        else:
+            is_in = i < NUM_IN - first
+            w_mask = is_out[:, None] & is_in[None, :]
+            w_tile = tl.load(w_start + i[None, :], mask=w_mask, other=0.0)
+            x_mask = is_row[None, :] & is_in[:, None]
+            x_tile = tl.load(x_start + i[:, None], mask=x_mask, other=0.0)
+        sums = tl.dot(w_tile, x_tile, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _multiply_quantized(  # type: ignore[no-untyped-def]
+    words,
+    stored,
+    w_rows,
+    is_out,
+    x_start,
+    is_row,
+    first,
+    end,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """Scales multiply the sums of groups; scaled values would go through shared memory.
+
+    They are loaded a block ahead: the loop would wait for them, as only what is loaded in words or
+    more is pipelined.
+    """
+    PLACES: tl.constexpr = 128 // LANES
+    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1  # of a block
+    # Sums of groups are waited for: once, if their places are joined. Others go on by themselves.
+    JOINED: tl.constexpr = PLACES // PARTS if GROUP > 0 else 1
+    NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
+    dtype: tl.constexpr = x_start.dtype.element_ty
+    lanes = tl.arange(0, LANES)
+    w_start = words + w_rows.to(tl.int64)[:, None] * NUM_WORDS
+    s_start = w_rows.to(tl.int64) * NUM_GROUPS
+    sums = tl.zeros((w_rows.shape[0], is_row.shape[0]), tl.float32)
+    group = first // LANES * PARTS if GROUP > 0 else 0
+    scale, less = _load_groups(stored, s_start, is_out, group, NUM_GROUPS, PARTS, dtype)
+    for word in tl.range(first, end, LANES):
+        if IS_EVEN:
+            tile = tl.load(w_start + (word + lanes)[None, :])
+        else:
+            tile = tl.load(w_start + (word + lanes)[None, :], mask=is_out[:, None], other=0)
+        next_scale, next_less = scale, less
+        if GROUP > 0:
+            after = (word // LANES + 1) * PARTS
+            next_scale, next_less = _load_groups(
+                stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
+            )
+        values = as_operands(tile, PLACES, dtype)
+        if PLACES == 8:
+            values = _lower(values, less, PARTS)
+        for part in tl.static_range(PARTS):
+            products = sums if GROUP == 0 else tl.zeros_like(sums)
+            for n in tl.static_range(part * PLACES // PARTS, (part + 1) * PLACES // PARTS, JOINED):
+                i = word * PLACES + LANES * n + tl.arange(0, LANES * JOINED)
+                mask = is_row[None, :]
+                if NUM_IN % 128 != 0:
+                    mask = mask & (i < NUM_IN)[:, None]
+                x_tile = tl.load(x_start + i[:, None], mask=mask, other=0.0)
+                products = tl.dot(join_places(values, n, JOINED), x_tile, products)
+            sums = products if GROUP == 0 else sums + products * scale[part]
+        scale, less = next_scale, next_less
+    return sums * scale[0] if GROUP == 0 else sums
+
+
+@triton.jit
+def _load_groups(  # type: ignore[no-untyped-def]
+    stored,
+    s_start,
+    is_out,
+    group,
+    NUM_GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The scales of the groups of a block, and what raised int4 values are lowered by."""
+    is_there = is_out & (group < NUM_GROUPS)  # after the last block there is none
+    places = s_start + group
+    s0, l0 = _load_group(stored, places, is_there, dtype)
+    if PARTS == 1:
+        return (s0,), (l0,)
+    elif PARTS == 2:
+        s1, l1 = _load_group(stored, places + 1, is_there, dtype)
+        return (s0, s1), (l0, l1)
+    else:
+        s1, l1 = _load_group(stored, places + 1, is_there, dtype)
+        s2, l2 = _load_group(stored, places + 2, is_there, dtype)
+        s3, l3 = _load_group(stored, places + 3, is_there, dtype)
+        return (s0, s1, s2, s3), (l0, l1, l2, l3)
+
+
+@triton.jit
+def _load_group(stored, places, is_there, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = tl.load(stored[0] + places, mask=is_there, other=0.0).to(tl.float32)[:, None]
+    less = -raised_by(dtype) - 8.0
+    if stored[1] is None:
+        return scale, tl.full((1, 1), less, dtype)
+    else:
+        zero = tl.load(stored[1] + places, mask=is_there, other=0).to(tl.float32)
+        return scale, (less + 8.0 - zero).to(dtype)[:, None]
+
+
+@triton.jit
+def _lower(values, less, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Subtract their zero points from raised int4 values."""
+    return (
+        values[0] + less[0],
+        values[1] + less[PARTS // 8],
+        values[2] + less[2 * PARTS // 8],
+        values[3] + less[3 * PARTS // 8],
+        values[4] + less[4 * PARTS // 8],
+        values[5] + less[5 * PARTS // 8],
+        values[6] + less[6 * PARTS // 8],
+        values[7] + less[7 * PARTS // 8],
+    )
 
 
 @triton.jit

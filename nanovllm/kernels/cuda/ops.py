@@ -8,14 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cuda import elementwise
-from nanovllm.kernels.cuda.experts_codes import run_code_pairs
-from nanovllm.kernels.cuda.experts_grouped import ExpertsWeight, run_grouped
+from nanovllm.kernels.cuda.dequantize import CudaWeight, dequantize
+from nanovllm.kernels.cuda.experts_grouped import run_grouped
 from nanovllm.kernels.cuda.experts_pairs import route, run_pairs
-from nanovllm.kernels.cuda.linear_few_rows import choose_splits, few_rows_linear, has_few_rows
+from nanovllm.kernels.cuda.linear_few_rows import (
+    FewRowsConfig,
+    choose_splits,
+    few_rows_config,
+    few_rows_linear,
+    has_few_rows,
+    make_counters,
+)
+from nanovllm.kernels.cuda.linear_fp8 import (
+    LibraryWeight,
+    fp8_add_to,
+    fp8_after_norm,
+    fp8_many_rows,
+    library_weight,
+)
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
-from nanovllm.kernels.cuda.stored_linear import pack_stored
 from nanovllm.kernels.ops import (
     Activation,
     Hidden,
@@ -24,10 +36,16 @@ from nanovllm.kernels.ops import (
     PackedLinear,
     Routing,
 )
-from nanovllm.kernels.stored_weights import StoredWeight
-from nanovllm.kernels.torch_ops import TorchOps
+from nanovllm.kernels.quantized_weight import QuantizedWeight, Weight
+from nanovllm.kernels.torch_ops import ComposedLinear, TorchOps
 
 ADD_ROWS = 1024  # from here on a product adds the residual itself, which saves the norm a pass
+# Up to here activations are not quantized for FP8 by output, which would gain little.
+MAX_EXACT_ROWS = 16
+# Up to here they are not for FP8 by block; its values are then dequantized in registers.
+MAX_FP8_ROWS = 64
+# Beyond, int4 is dequantized first: written and read again, nine times the bytes that it has.
+MAX_INT4_ROWS = 1024
 MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
@@ -41,61 +59,101 @@ class TritonOps:
         return elementwise.rms_norm(hidden, norm), hidden.residual
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, has_room: bool
+        self, weight: Weight, bias: Tensor | None, activation: Activation | None, has_room: bool
     ) -> PackedLinear:
+        if isinstance(weight, QuantizedWeight):
+            return pack_quantized(self, weight, bias, activation)
+        assert isinstance(weight, Tensor)
         weight = weight.contiguous()
         if weight.dtype == torch.float32:
             return ComposedLinear(self, lambda x: F.linear(x, weight, bias), activation)
         return CudaLinear(self, weight, bias, activation)
 
-    def pack_codes(
-        self,
-        weight: StoredWeight,
-        bias: Tensor | None,
-        activation: Activation | None,
-    ) -> PackedLinear:
-        return pack_stored(self, weight, bias, activation)
-
-    def pack_experts(self, gate_up: Tensor, down: Tensor, routing: Routing) -> PackedExperts:
-        return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
-
-    def pack_code_experts(
-        self, gate_up: StoredWeight, down: StoredWeight, routing: Routing
-    ) -> PackedExperts:
+    def pack_experts(self, gate_up: Weight, down: Weight, routing: Routing) -> PackedExperts:
+        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return CudaExperts(self, gate_up.contiguous(), down.contiguous(), routing)
+        assert isinstance(gate_up, QuantizedWeight)
+        assert isinstance(down, QuantizedWeight)
         return CudaExperts(self, gate_up, down, routing)
 
 
 @dataclass(slots=True)
 class CudaLinear:
-    """One row runs in one fused kernel, a few in another, more through cuBLAS."""
+    """One row runs in one fused kernel, a few in another, more through the library's products."""
 
     ops: TritonOps
-    weight: Tensor
+    weight: CudaWeight
     bias: Tensor | None
     activation: Activation | None
+    library: LibraryWeight | None = None  # for products of many rows in FP8
+    counters: Tensor | None = None  # of `few_rows_linear`, for a quantized weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        weight, bias, activation = self.weight, self.bias, self.activation
         if len(x) == 1:
-            return one_row_linear(Hidden(x), None, self.weight, self.bias, self.activation)[0]
-        if has_few_rows(len(x), self.weight):
-            return few_rows_linear(x, self.weight, self.bias, self.activation)
-        y = F.linear(x, self.weight, self.bias)
-        return y if self.activation is None else self.ops.gate(y, self.activation)
+            return one_row_linear(Hidden(x), None, weight, bias, activation)[0]
+        x = x.contiguous()
+        if (library := self._library_of(x)) is not None:
+            return fp8_many_rows(x, library, bias, activation)
+        if self._has_few(len(x)):
+            return few_rows_linear(x, weight, bias, activation, self.counters)
+        dense = weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype)
+        y = F.linear(x, dense, bias)
+        return y if activation is None else self.ops.gate(y, activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Hidden:
         assert self.activation is None
-        if len(x) >= ADD_ROWS and self.bias is None:
+        if isinstance(self.weight, Tensor) and len(x) >= ADD_ROWS and self.bias is None:
             return Hidden(residual.addmm_(x, self.weight.t()))
-        num_splits = choose_splits(len(x), self.weight)
-        if num_splits == 1:
+        x = x.contiguous()
+        if (library := self._library_of(x)) is not None:
+            return fp8_add_to(residual, x, library, self.bias)
+        config = self._split_config(len(x))
+        if config is None:
             return Hidden(residual, self(x))
-        return Hidden(residual, few_rows_linear(x, self.weight, self.bias, None, num_splits))
+        return Hidden(residual, few_rows_linear(x, self.weight, self.bias, None, None, config))
 
     def after_norm(self, hidden: Hidden, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        if len(hidden.residual) == 1:
+        residual = hidden.residual
+        if len(residual) == 1:
             return one_row_linear(hidden, norm, self.weight, self.bias, self.activation)
+        library = self._library_of(residual)
+        if library is not None and not library.stored.has_blocks:
+            return fp8_after_norm(hidden, norm, library, self.bias, self.activation), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed), residual
+
+    def _has_few(self, num_rows: int) -> bool:
+        if isinstance(self.weight, Tensor):
+            return has_few_rows(num_rows, self.weight)
+        return num_rows <= (MAX_FP8_ROWS if self.weight.bits == 8 else MAX_INT4_ROWS)
+
+    def _split_config(self, num_rows: int) -> FewRowsConfig | None:
+        """How inputs are split for partial sums, which the next norm adds up."""
+        if isinstance(self.weight, Tensor):
+            num_splits = choose_splits(num_rows, self.weight)
+            return few_rows_config(self.weight, num_rows, num_splits) if num_splits > 1 else None
+        return (
+            few_rows_config(self.weight, num_rows)
+            if num_rows > 1 and self._has_few(num_rows)
+            else None
+        )
+
+    def _library_of(self, x: Tensor) -> LibraryWeight | None:
+        """The weight for rows that are quantized to FP8, if these are."""
+        if self.library is None or x.dtype != torch.bfloat16:
+            return None
+        most = MAX_FP8_ROWS if self.library.stored.has_blocks else MAX_EXACT_ROWS
+        return self.library if len(x) > most else None
+
+
+def pack_quantized(
+    ops: TritonOps, weight: QuantizedWeight, bias: Tensor | None, activation: Activation | None
+) -> CudaLinear:
+    has_library = weight.bits == 8 and weight.qweight.is_cuda
+    library = library_weight(weight) if has_library else None
+    counters = make_counters(weight.qweight.device)
+    return CudaLinear(ops, weight, bias, activation, library, counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +161,8 @@ class CudaExperts:
     """Tokens read their experts each for itself while they are few, together when they are more."""
 
     ops: TritonOps
-    gate_up: ExpertsWeight
-    down: ExpertsWeight
+    gate_up: CudaWeight
+    down: CudaWeight
     routing: Routing
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
@@ -114,7 +172,7 @@ class CudaExperts:
         if len(x) > MAX_PAIR_TOKENS:
             return run_grouped(x, logits, self.gate_up, self.down, self.routing)
         ids, weights, _ = route(logits, self.routing)
-        return self.run_pairs(x, ids, weights)
+        return run_pairs(x, ids, weights, self.gate_up, self.down)
 
     def after_norm(
         self, hidden: Hidden, norm: NormWeights, router: PackedLinear
@@ -123,15 +181,6 @@ class CudaExperts:
             logits, residual = router.after_norm(hidden, norm)
             normed = torch.empty_like(residual)
             ids, weights, _ = route(logits, self.routing, x=residual, norm=norm, normed=normed)
-            return self.run_pairs(normed, ids, weights), residual
+            return run_pairs(normed, ids, weights, self.gate_up, self.down), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed, router(normed)), residual
-
-    def run_pairs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Run the experts of each token, which it reads for itself."""
-        gate_up, down = self.gate_up, self.down
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            return run_pairs(x, ids, weights, gate_up, down)
-        assert not isinstance(gate_up, Tensor)
-        assert not isinstance(down, Tensor)
-        return run_code_pairs(x, ids, weights, gate_up, down)

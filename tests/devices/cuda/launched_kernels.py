@@ -25,7 +25,7 @@ from triton.runtime.driver import driver
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.devices.cuda import device
-from tests.checkpoint.tiny_quantised import float_kind, write_twins
+from tests.checkpoint.tiny_quantized import float_kind, write_twins
 from tests.checkpoints import make_checkpoint, shared_checkpoint
 from tests.devices.cuda.interpreted_engine import InterpretedDevice, interpreted
 from tests.worker.test_quantised_models import EVEN

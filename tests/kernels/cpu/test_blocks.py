@@ -17,14 +17,15 @@ import llvmlite.ir as ir
 
 from nanovllm.checkpoint.gguf import BLOCK_TYPES
 from nanovllm.devices.cpu.features import find_cpu_features
-from nanovllm.kernels import widened
 from nanovllm.kernels.cpu import block_types
+from nanovllm.kernels.cpu import blocks as panel_products
 from nanovllm.kernels.cpu.block_types import TYPES
-from nanovllm.kernels.cpu.blocks import Panels, to_panels
+from nanovllm.kernels.cpu.blocks import to_panels
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Routing
-from nanovllm.kernels.torch_ops import run_experts
+from nanovllm.kernels.quantized_weight import PanelWeight
+from nanovllm.kernels.torch_ops import PIECE_SIZE, TorchOps
 from tests.checkpoint.test_gguf_types import random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +46,7 @@ def make_ops(dtype: torch.dtype, num_threads: int) -> NumbaOps:
     return NumbaOps(Launcher(dtype), find_cpu_features())
 
 
-def make_weight(kind: str, num_out: int, with_edges: bool = False) -> tuple[Panels, Tensor]:
+def make_weight(kind: str, num_out: int, with_edges: bool = False) -> tuple[PanelWeight, Tensor]:
     """Random blocks as kernels read them, and what they stand for."""
     quant = gguf.GGMLQuantizationType[kind]
     rows = random_blocks(quant, num_out, NUM_IN)
@@ -54,14 +55,15 @@ def make_weight(kind: str, num_out: int, with_edges: bool = False) -> tuple[Pane
         at = 208 if kind == "Q6_K" else 0
         blocks[:, at : at + 2] = np.resize(EDGES, len(blocks)).view(np.uint8).reshape(-1, 2)
     values = torch.from_numpy(gguf.quants.dequantize(rows, quant))
-    return to_panels(kind, torch.from_numpy(rows.reshape(num_out, -1))), values
+    panels = to_panels(kind, torch.from_numpy(rows.reshape(num_out, -1)))
+    return PanelWeight((panels,)), values
 
 
-def make_experts(kind: str, count: int, num_out: int, num_in: int) -> tuple[Panels, Tensor]:
+def make_experts(kind: str, count: int, num_out: int, num_in: int) -> tuple[PanelWeight, Tensor]:
     quant = gguf.GGMLQuantizationType[kind]
     rows = random_blocks(quant, count * num_out, num_in).reshape(count, num_out, -1)
     values = torch.from_numpy(gguf.quants.dequantize(rows, quant))
-    return to_panels(kind, torch.from_numpy(rows)), values
+    return PanelWeight((to_panels(kind, torch.from_numpy(rows)),)), values
 
 
 def make_x(num_rows: int, dtype: torch.dtype) -> Tensor:
@@ -97,7 +99,7 @@ def test_products_equal_those_of_dequantised_weights(kind: str, dtype: torch.dty
     for num_out in (1, 16, 70):
         weight, values = make_weight(kind, num_out)
         for bias in (None, torch.arange(num_out).to(dtype)):
-            linear = blocks.pack_linear([weight], bias, None)
+            linear = blocks.linear(weight, bias)
             for num_rows in NUM_ROWS:
                 x = make_x(num_rows, dtype)
                 right = torch.nn.functional.linear(
@@ -110,16 +112,16 @@ def test_products_equal_those_of_dequantised_weights(kind: str, dtype: torch.dty
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece_size", [widened.PIECE_SIZE, 1])  # all parts, or a panel
+@pytest.mark.parametrize("piece_size", [PIECE_SIZE, 1])  # all parts, or a panel
 def test_parts_of_several_types_lie_one_below_another(
     piece_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widened, "PIECE_SIZE", piece_size)
+    monkeypatch.setattr(panel_products, "PIECE_SIZE", piece_size)
     blocks = make_ops(torch.float32, 1).blocks
     weights = [make_weight(kind, num_out) for kind, num_out in (("Q4_1", 33), ("Q6_K", 20))]
-    parts, values = zip(*weights, strict=True)
+    parts, values = zip(*((weight.parts[0], values) for weight, values in weights), strict=True)
     bias = torch.arange(53.0)
-    linear = blocks.pack_linear(parts, bias, None)
+    linear = blocks.linear(PanelWeight(parts), bias)
     for num_rows in (1, 5, 30):
         x = make_x(num_rows, torch.float32)
         right = torch.nn.functional.linear(x, torch.cat(values), bias)
@@ -130,15 +132,14 @@ def test_parts_of_several_types_lie_one_below_another(
 def test_experts_equal_dequantised_ones(kind: str) -> None:
     """Of few tokens and of many."""
     ops, num_experts, size = make_ops(torch.float32, 1), 5, 256
-    gate, gate_values = make_experts(kind, num_experts, size, NUM_IN)
-    up, up_values = make_experts(kind, num_experts, size, NUM_IN)
+    gate_up, gate_up_values = make_experts(kind, num_experts, 2 * size, NUM_IN)
     down, down_values = make_experts(kind, num_experts, NUM_IN, size)
-    values = torch.cat((gate_values, up_values), 1).double(), down_values.double()
+    values = gate_up_values.double(), down_values.double()
     for top_k, num_tokens in ((1, 1), (2, 3), (5, 9), (2, 100)):
         routing = Routing(top_k, is_normalized=True)
         x, logits = make_x(num_tokens, torch.float32), make_x(num_tokens, torch.float32)[:, :5]
-        got = ops.blocks.pack_experts(gate, up, down, num_experts, routing)(x, logits)
-        right = run_experts(x.double(), logits.double(), *values, routing)
+        got = ops.pack_experts(gate_up, down, routing)(x, logits)
+        right = TorchOps().pack_experts(*values, routing)(x.double(), logits.double())
         assert ((got - right).abs() <= 1e-5 * right.abs().max()).all(), num_tokens
 
 
@@ -146,10 +147,10 @@ def test_threads_and_recordings_give_the_same_bits() -> None:
     table, _ = make_weight("Q4_1", 70)
     ids, x = torch.tensor([5, 69, 0], dtype=torch.int32), make_x(3, torch.float32)
     alone = make_ops(torch.float32, 1).blocks
-    want = alone.pack_linear([table], None, None)(x), alone.embed(ids, table, 2.0)
+    want = alone.linear(table, None)(x), alone.embed(ids, table, 2.0)
     torch.set_num_threads(3)  # the fixture puts it back
     ops = make_ops(torch.float32, 3)
-    linear = ops.blocks.pack_linear([table], None, None)
+    linear = ops.blocks.linear(table, None)
     assert torch.equal(linear(x), want[0])
     assert torch.equal(ops.blocks.embed(ids, table, 2.0), want[1])
     program, output = ops.launcher.record(lambda: linear(ops.blocks.embed(ids, table, 2.0)))
@@ -158,7 +159,7 @@ def test_threads_and_recordings_give_the_same_bits() -> None:
 
 
 def test_a_broken_row_changes_no_other() -> None:
-    linear = make_ops(torch.float32, 1).blocks.pack_linear([make_weight("Q4_1", 70)[0]], None, None)
+    linear = make_ops(torch.float32, 1).blocks.linear(make_weight("Q4_1", 70)[0], None)
     x = make_x(6, torch.float32)
     want = linear(x)
     x[2] = torch.nan

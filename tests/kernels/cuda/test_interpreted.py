@@ -13,7 +13,7 @@ from tests.devices import run_interpreted
 
 FOLDER = "tests.kernels.cuda.interpreted"
 # The tests of these run the same cases compiled where there is a device.
-ALSO_COMPILED = ("paged_attention_cases", "fused_cases", "experts_cases", "stored_cases")
+ALSO_COMPILED = ("paged_attention_cases", "fused_cases", "experts_cases", "quantized_cases")
 
 
 # Interpreted, a kernel is a thousand times slower: every change runs some of the cases.

@@ -34,7 +34,7 @@ MAX_CACHE_BYTES = 4 << 31  # of a layer's keys: the kernel counts words in 32 bi
 
 @dataclass(frozen=True, slots=True)
 class StackedCodes:
-    """Weights of all layers that stay codes; what they mean is in stored_weights.py."""
+    """Weights of all layers that stay codes; what they mean is in quantized_weight.py."""
 
     bits: int  # of a code: 8 or 4
     words: Tensor  # int32 [layers, out, in * bits / 32]

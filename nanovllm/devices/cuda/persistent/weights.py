@@ -16,21 +16,17 @@ from nanovllm.devices.cuda.persistent.step import (
     StepTensors,
     device_problem,
 )
+from nanovllm.kernels.cuda.dequantize import CudaWeight
 from nanovllm.kernels.cuda.ops import CudaExperts, CudaLinear
-from nanovllm.kernels.cuda.stored_linear import StoredLinear
 from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.kernels.ops import NormWeights, QKNormWeights, Routing
-from nanovllm.kernels.stored_weights import BLOCK, Fp8Weight, StoredWeight, num_blocks
-from nanovllm.kernels.stored_weights import MIDDLE as MIDDLE_CODE
+from nanovllm.kernels.quantized_weight import BLOCK, QuantizedWeight, num_blocks
+from nanovllm.kernels.quantized_weight import MIDDLE as MIDDLE_CODE
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import SparseMLP
-from nanovllm.layers.plain_format import PlainLinear
 from nanovllm.models.decoder import DecoderLayer, DecoderModel
 
 KEY_TILE = 32  # keys; a tile lies in one block of the cache
-
-Linear = CudaLinear | StoredLinear
-Weight = Tensor | StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +38,11 @@ class StepLayer:
     norm: NormWeights
     mlp_norm: NormWeights
     qk_norm: QKNormWeights | None
-    linears: list[Linear]  # qkv, o, then gate_up and down, or the router
+    linears: list[CudaLinear]  # qkv, o, then gate_up and down, or the router
     experts: CudaExperts | None
 
     @property
-    def matrices(self) -> tuple[Weight, ...]:
+    def matrices(self) -> tuple[CudaWeight, ...]:
         """The weights of qkv, o, gate_up and down."""
         if self.experts is None:
             return tuple(linear.weight for linear in self.linears)
@@ -82,7 +78,7 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
         modules.append(mlp.gate)
         experts = mlp.packed
     packed = [module.packed for module in modules]
-    linears = [linear for linear in packed if isinstance(linear, CudaLinear | StoredLinear)]
+    linears = [linear for linear in packed if isinstance(linear, CudaLinear)]
     found = StepLayer(
         attention.spec,
         rope,
@@ -98,12 +94,13 @@ def _step_layer(layer: nn.Module, rope: Tensor) -> StepLayer | None:
 
 def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpec) -> str | None:
     """Return why the kernel cannot run a model."""
-    head = model.lm_head.packed
+    packed = model.lm_head.packed
+    head = packed.weight if isinstance(packed, CudaLinear) else None
     if not model.lm_head.group.is_alone:
         return "several ranks share it"
-    if not layers or not isinstance(head, CudaLinear) or _embedding(model) is None:
+    if not layers or not isinstance(head, Tensor) or _embedding(model) is None:
         return "its weights are not plain matrices in 16 bits, or codes beside a plain head"
-    if head.weight.dtype != torch.bfloat16:
+    if head.dtype != torch.bfloat16:
         return "its weights are not bfloat16"
     if cache.has_exponents or cache.block_size % KEY_TILE:
         return f"its KV cache is FP8, or its blocks are not whole tiles of {KEY_TILE} tokens"
@@ -115,7 +112,7 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
     if len({layer.routing for layer in layers}) > 1:
         return "some layers have experts, and some have none"
     return (
-        device_problem(head.weight.device)
+        device_problem(head.device)
         or step_shape(model, layers).problem
         or _odd_layers(model, layers)
     )
@@ -184,53 +181,53 @@ def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:
     )
 
 
-def move_together(weights: list[Weight]) -> Tensor | StackedCodes:
+def move_together(weights: list[CudaWeight]) -> Tensor | StackedCodes:
     """Make the weights of all layers views of one tensor, so that none is held twice."""
     first = _words(weights[0])
     stacked = first.new_empty(len(weights), *first.shape)
     for i, weight in enumerate(weights):
-        stacked[i].copy_(_words(weight))
-        if isinstance(weight, Tensor):
-            weight.data = stacked[i]
-        else:
-            weight.move_to(stacked[i])
+        words = _words(weight)
+        stacked[i].copy_(words)
+        words.data = stacked[i]
     stored = [weight for weight in weights if not isinstance(weight, Tensor)]
     if not stored:
         return stacked
     return StackedCodes(_bits(weights[0]), stacked, torch.stack(list(map(factors_of, stored))))
 
 
-def factors_of(weight: StoredWeight) -> Tensor:
+def factors_of(weight: QuantizedWeight) -> Tensor:
     """What turns sums over 128 codes into those over weights, in a word each: [out, in / 128]."""
-    if isinstance(weight, Fp8Weight):
+    if weight.bits == 8:
         scales = weight.scales.expand(-1, num_blocks(weight.num_in)) * LOWER
         return scales.contiguous().view(torch.int32)
-    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if weight.zeros is None else weight.zeros
+    zeros = weight.zero_points
+    zeros = torch.full_like(weight.scales, MIDDLE_CODE) if zeros is None else zeros
     halves = (zeros + MIDDLE).bfloat16(), weight.scales.bfloat16()
     return torch.stack(halves, -1).view(torch.int32).squeeze(-1)
 
 
 def _embedding(model: DecoderModel) -> Tensor | None:
-    weight = model.model.embed_tokens.weight
-    return weight.values if isinstance(weight, PlainLinear) else None
+    table = model.model.embed_tokens.table
+    return table if isinstance(table, Tensor) else None
 
 
 def _head(model: DecoderModel) -> Tensor:
     head = model.lm_head.packed
     assert isinstance(head, CudaLinear)
+    assert isinstance(head.weight, Tensor)
     return head.weight
 
 
-def _bits(weight: Weight) -> int:
+def _bits(weight: CudaWeight) -> int:
     return 16 if isinstance(weight, Tensor) else weight.bits
 
 
-def _words(weight: Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.words
+def _words(weight: CudaWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.qweight
 
 
-def _is_unusual(weight: Weight) -> bool:
-    if isinstance(weight, Tensor | Fp8Weight):
+def _is_unusual(weight: CudaWeight) -> bool:
+    if isinstance(weight, Tensor) or weight.bits == 8:
         return False
     return weight.group != BLOCK or not _is_bfloat16(weight.scales)
 

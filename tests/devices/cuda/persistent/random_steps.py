@@ -16,13 +16,11 @@ from nanovllm.devices.cuda.persistent.step import (
 )
 from nanovllm.devices.cuda.persistent.weights import factors_of
 from nanovllm.kernels.ops import LayerCache, Routing
-from nanovllm.kernels.stored_weights import (
-    Fp8Weight,
-    Int4Weight,
-    order_codes,
+from nanovllm.kernels.quantized_weight import (
+    QuantizedWeight,
     pack_words,
-    quantise_blocks,
-    quantise_int4,
+    quantize_blocks,
+    quantize_int4,
 )
 from tests.devices.cuda.persistent.reference import reference_step
 
@@ -133,26 +131,26 @@ class RandomStep:
             return values
         make = make_fp8 if self.shape.bits == 8 else make_int4
         weights = [make(each) for each in values]
-        words = torch.stack([weight.words for weight in weights])
+        words = torch.stack([weight.qweight for weight in weights])
         factors = torch.stack([factors_of(weight) for weight in weights])
         self._given[name] = StackedCodes(self.shape.bits, words, factors)
-        return torch.stack([weight.widen(torch.float32) for weight in weights])
+        return torch.stack([weight.dequantize(torch.float32) for weight in weights])
 
     def _random(self, *shape: int, std: float = 1.0) -> Tensor:
         out = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
         return out.normal_(0, std, generator=self.generator)
 
 
-def make_fp8(values: Tensor) -> Fp8Weight:
-    rounded = quantise_blocks(values)
-    return Fp8Weight(order_codes(rounded.codes), rounded.scales, values.shape[1])
+def make_fp8(values: Tensor) -> QuantizedWeight:
+    rounded = quantize_blocks(values)
+    return QuantizedWeight(8, pack_words(rounded.codes), rounded.scales, None, values.shape[1])
 
 
-def make_int4(values: Tensor, group: int = 128) -> Int4Weight:
+def make_int4(values: Tensor, group: int = 128) -> QuantizedWeight:
     """With zero points other than the middle."""
-    codes, scales = quantise_int4(values, group)
-    zeros = torch.arange(scales.numel(), device=values.device).view_as(scales) % 3 + 7
-    return Int4Weight(pack_words(codes), scales.bfloat16(), zeros.to(torch.uint8), values.shape[1])
+    codes, scales = quantize_int4(values, group)
+    zeros = (torch.arange(scales.numel(), device=values.device).view_as(scales) % 3 + 7).byte()
+    return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, values.shape[1])
 
 
 def difference(value: Tensor, exact: Tensor) -> float:

@@ -21,10 +21,9 @@ from nanovllm.devices.cuda.persistent import build, weights
 from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.step import StackedCodes
 from nanovllm.fp8 import FP8
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.cuda.stored_linear import pack_stored
+from nanovllm.kernels.cuda.ops import TritonOps, pack_quantized
 from nanovllm.kernels.kv_layout import KVCacheSpec
-from nanovllm.kernels.stored_weights import StoredWeight
+from nanovllm.kernels.quantized_weight import QuantizedWeight
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
@@ -141,18 +140,18 @@ def test_weights_move_and_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("make", [make_fp8, make_int4])
-def test_codes_move_and_are_not_copied(make: Callable[[Tensor], StoredWeight]) -> None:
+def test_codes_move_and_are_not_copied(make: Callable[[Tensor], QuantizedWeight]) -> None:
     model = loaded_model("qwen3-0.6b")
     for layer in model.model.layers:
         quantise(layer, make)
     assert problem_of(model) is None
     stored: list[Any] = [layer.self_attn.o_proj.packed for layer in model.model.layers]
-    before = [linear.weight.widen(torch.float32) for linear in stored]
+    before = [linear.weight.dequantize(torch.float32) for linear in stored]
     stacked = weights.step_tensors(model, weights.step_layers(model)).o
     assert isinstance(stacked, StackedCodes)
     for i, (linear, values) in enumerate(zip(stored, before, strict=True)):
-        assert linear.weight.words.data_ptr() == stacked.words[i].data_ptr()
-        assert torch.equal(linear.weight.widen(torch.float32), values)
+        assert linear.weight.qweight.data_ptr() == stacked.words[i].data_ptr()
+        assert torch.equal(linear.weight.dequantize(torch.float32), values)
 
 
 def test_codes_beside_plain_weights_are_not_served() -> None:
@@ -168,11 +167,13 @@ def test_codes_of_other_groups_are_not_served() -> None:
     assert "groups" in str(problem_of(model))
 
 
-def quantise(layer: Any, make: Callable[[Tensor], StoredWeight]) -> None:
+def quantise(layer: Any, make: Callable[[Tensor], QuantizedWeight]) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     for module in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
         plain = module.packed
-        module.packed = pack_stored(TritonOps(), make(plain.weight), plain.bias, plain.activation)
+        module.packed = pack_quantized(
+            TritonOps(), make(plain.weight), plain.bias, plain.activation
+        )
 
 
 def test_other_releases_of_triton_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:

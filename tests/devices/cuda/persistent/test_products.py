@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.stored_weights import (
-    Fp8Weight,
-    Int4Weight,
-    StoredWeight,
-    order_codes,
+from nanovllm.kernels.quantized_weight import (
+    QuantizedWeight,
     pack_words,
-    quantise_blocks,
-    quantise_int4,
+    quantize_blocks,
+    quantize_int4,
 )
 from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, load_modules
 
@@ -43,15 +40,15 @@ def modules() -> Any:
 
 def make_weight(
     bits: int, num_out: int, num_in: int, has_zeros: bool, seed: int = 0
-) -> StoredWeight:
+) -> QuantizedWeight:
     values = torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed))
     if bits == 8:
-        rounded = quantise_blocks(values)
+        rounded = quantize_blocks(values)
         scales = rounded.scales * (1 + torch.rand(rounded.scales.shape))  # of each line its own
-        return Fp8Weight(order_codes(rounded.codes), scales, num_in)
-    codes, scales = quantise_int4(values, 128)
+        return QuantizedWeight(8, pack_words(rounded.codes), scales, None, num_in)
+    codes, scales = quantize_int4(values, 128)
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if has_zeros else None
-    return Int4Weight(pack_words(codes), scales.bfloat16(), zeros, num_in)
+    return QuantizedWeight(4, pack_words(codes), scales.bfloat16(), zeros, num_in)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +181,7 @@ def make_any(bits: int, num_out: int, num_in: int, seed: int, has_zeros: bool = 
 
 
 def widened(weight: Any) -> Tensor:
-    return weight.float() if isinstance(weight, Tensor) else weight.widen(torch.float32)
+    return weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
 def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]:
@@ -192,8 +189,8 @@ def sources(*weights: Any, is_of_experts: bool = False) -> tuple[Source, Source]
     if isinstance(weights[0], Tensor):
         bits, lines, factors = 16, torch.cat(weights), torch.zeros(0, dtype=torch.int32)
     else:
-        bits = 8 if isinstance(weights[0], Fp8Weight) else 4
-        lines = torch.cat([weight.words for weight in weights]).view(torch.bfloat16)
+        bits = weights[0].bits
+        lines = torch.cat([weight.qweight for weight in weights]).view(torch.bfloat16)
         parts = torch.cat([factors_of(weight) for weight in weights])
         factors = by_tile(parts, bits, is_of_experts)
     width = lines.shape[1] * 16 // bits
@@ -215,7 +212,10 @@ def make_stream(modules: Any, bits: int, num_tiles: int, program: int, piece: in
 
 
 def make_experts(modules: Any, numbers: tuple[int, int, int, bool]) -> Any:
-    ids, weights = Shared(np.zeros((8, 32), np.int32)), Shared(np.zeros((32, 8), np.float32))
+    ids, weights = (
+        Shared(np.zeros((8, 32), np.int32)),
+        Shared(np.zeros((32, 8), np.float32)),
+    )
     shape = StepShape(*(0,) * 7, ExpertsShape(*numbers))
     return modules.experts.Experts(ids, weights, None, shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.fp8 import FP8
 from nanovllm.kernels.cuda import ops as cuda_ops
-from nanovllm.kernels.cuda.linear_few_rows import few_rows_linear
+from nanovllm.kernels.cuda.linear_few_rows import few_rows_config, few_rows_linear
 from nanovllm.kernels.cuda.linear_one_row import one_row_linear
 from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.cuda.step_inputs import gather_decode, gather_tokens, write_words
@@ -158,7 +158,8 @@ def check_few_rows_linear(dtype: torch.dtype, device: str) -> None:
         bias = make(weight_rows, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
         want = TorchOps().pack_linear(weight, bias, activation, has_room=False)(x)
-        got = few_rows_linear(x, weight, bias, activation, num_splits)
+        config = few_rows_config(weight, num_rows, num_splits)
+        got = few_rows_linear(x, weight, bias, activation, None, config)
         if num_splits > 1:
             assert got.shape == (num_splits, *want.shape)
             got = got.sum(0).to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.fp8 import FP8, LARGEST_FP8
 from nanovllm.kernels.cuda import ops as cuda_ops
-from nanovllm.kernels.cuda.codes_widen import widen_codes
+from nanovllm.kernels.cuda.dequantize import dequantize
 from nanovllm.kernels.cuda.elementwise import gate
 from nanovllm.kernels.cuda.linear_fp8 import (
     MAX_SUM_ROWS,
@@ -21,24 +21,19 @@ from nanovllm.kernels.cuda.linear_fp8 import (
     library_weight,
     scale_sums,
 )
-from nanovllm.kernels.cuda.ops import TritonOps
-from nanovllm.kernels.cuda.stored_linear import pack_stored
+from nanovllm.kernels.cuda.ops import TritonOps, pack_quantized
 from nanovllm.kernels.ops import Activation, Hidden, NormWeights, SumScales
-from nanovllm.kernels.stored_weights import (
-    Fp8Weight,
-    Int4Weight,
-    StoredWeight,
+from nanovllm.kernels.quantized_weight import (
+    QuantizedWeight,
     num_blocks,
-    order_codes,
     pack_words,
-    quantise_blocks,
-    quantise_rows,
-    quantised_product,
+    quantize_blocks,
     unpack_words,
 )
 from nanovllm.kernels.torch_ops import TorchOps
 from tests.kernels.cuda.interpreted.fused_cases import assert_close, make
 from tests.kernels.expert_layers import Layer
+from tests.kernels.quantized_products import quantize_rows, quantized_product
 
 # Kinds: groups of so many inputs; with zero points; FP8 by output and by block.
 KINDS = ("int4-128", "int4-64", "int4-32-zeros", "int4-128-zeros", "fp8", "fp8-blocks")
@@ -68,7 +63,7 @@ LARGE_SHAPES: list[Shape] = [
 ]
 
 
-def make_weight(kind: str, num_out: int, num_in: int, device: str) -> StoredWeight:
+def make_weight(kind: str, num_out: int, num_in: int, device: str) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(num_out + num_in)
     if kind.startswith("fp8"):
         codes = (
@@ -78,14 +73,15 @@ def make_weight(kind: str, num_out: int, num_in: int, device: str) -> StoredWeig
         )
         num_scales = 1 if kind == "fp8" else num_blocks(num_in)
         scales = (1 + torch.rand(num_out, num_scales, generator=generator)) / 150 / num_in**0.5
-        return Fp8Weight(order_codes(codes.to(device)), scales.to(device), num_in)
+        return QuantizedWeight(8, pack_words(codes.to(device)), scales.to(device), None, num_in)
     group = int(kind.split("-")[1])
     num_groups = num_blocks(num_in) * 128 // group
     codes = torch.randint(0, 16, (num_out, num_in), generator=generator, dtype=torch.uint8)
     scales = (1 + torch.rand(num_out, num_groups, generator=generator)) / 7 / num_in**0.5
     zeros = torch.randint(0, 16, (num_out, num_groups), generator=generator, dtype=torch.uint8)
     kept = zeros.to(device) if kind.endswith("zeros") else None
-    return Int4Weight(pack_words(codes).to(device), scales.half().to(device), kept, num_in)
+    qweight = pack_words(codes).to(device)
+    return QuantizedWeight(4, qweight, scales.half().to(device), kept, num_in)
 
 
 # More experts than are loaded together, inputs in two blocks, more tokens than run as pairs.
@@ -103,13 +99,13 @@ def check_experts(
         down = make_weight(kind, layer.hidden * count, layer.size, device)
         x, logits = layer.inputs(dtype, device)
         plain, packed = (
-            ops.pack_code_experts(gate_up, down, layer.routing) for ops in (TorchOps(), TritonOps())
+            ops.pack_experts(gate_up, down, layer.routing) for ops in (TorchOps(), TritonOps())
         )
         exact = plain(x.float(), logits.float())
         largest = 2 * distance(plain(x, logits), exact) + 1e-3 * float(exact.abs().max())
         assert distance(packed(x, logits), exact) < largest
         with patch.object(cuda_ops, "MAX_PAIR_TOKENS", 0):
-            sorted_pairs = TritonOps().pack_code_experts(gate_up, down, layer.routing)
+            sorted_pairs = TritonOps().pack_experts(gate_up, down, layer.routing)
             assert distance(sorted_pairs(x, logits), exact) < largest
 
 
@@ -120,14 +116,13 @@ def distance(got: Tensor, exact: Tensor) -> float:
 def check_packing(device: str) -> None:
     """What is packed comes back; the formula of a weight holds for each of its inputs."""
     codes = torch.randint(0, 16, (5, 200), dtype=torch.uint8, device=device)
-    assert torch.equal(unpack_words(pack_words(codes))[:, :200], codes)
+    assert torch.equal(unpack_words(pack_words(codes), 4)[:, :200], codes)
     weight = make_weight("int4-32-zeros", 6, 200, device)
-    assert isinstance(weight, Int4Weight)
-    assert weight.zeros is not None
-    codes, values = unpack_words(weight.words), weight.widen(torch.float32)
+    assert weight.zero_points is not None
+    codes, values = unpack_words(weight.qweight, 4), weight.dequantize(torch.float32)
     for row, column in ((0, 0), (3, 31), (5, 32), (2, 199)):
         group = column // 32
-        step = int(codes[row, column]) - int(weight.zeros[row, group])
+        step = int(codes[row, column]) - int(weight.zero_points[row, group])
         want = step * weight.scales[row, group].float()
         assert values[row, column] == want
 
@@ -135,14 +130,14 @@ def check_packing(device: str) -> None:
 def check_blocks(device: str) -> None:
     """Random weights in blocks of 128 x 128 share scales as those of checkpoints do."""
     values = make(200, 300, dtype=torch.float32, device=device)
-    made = quantise_blocks(values)
+    made = quantize_blocks(values)
     scales = made.scales
     assert scales.shape == (200, 3)
     assert torch.equal(scales[:128], scales[:1].expand(128, 3))
     assert torch.equal(scales[128:], scales[128:129].expand(72, 3))
     # Of four bits of a number FP8 rounds off at most half of the last, or of the least there is.
-    ordered = order_codes(made.codes)
-    error = (Fp8Weight(ordered, scales, 300).widen(torch.float32) - values).abs()
+    weight = QuantizedWeight(8, pack_words(made.codes), scales, None, 300)
+    error = (weight.dequantize(torch.float32) - values).abs()
     assert bool((error <= values.abs() / 16 + scales.max() / 512).all())
 
 
@@ -159,11 +154,11 @@ def check_products(
         weight = make_weight(kind, num_out, num_in, device)
         bias = make(num_out, dtype=dtype, device=device) if has_bias else None
         x = make(num_rows, num_in, dtype=dtype, device=device)
-        packed = pack_stored(TritonOps(), weight, bias, activation)
+        packed = pack_quantized(TritonOps(), weight, bias, activation)
         if packed._library_of(x) is not None:
             assert num_rows > (64 if kind == "fp8-blocks" else 16)
-            continue  # whose activations are rounded: see check_quantised_products
-        plain = TorchOps().pack_linear(weight.widen(dtype), bias, activation, has_room=False)
+            continue  # whose activations are rounded: see check_quantized_products
+        plain = TorchOps().pack_linear(weight.dequantize(dtype), bias, activation, has_room=False)
         assert_close(packed(x), plain(x))
         norm = NormWeights(make(num_in, dtype=torch.float32, device=device, seed=8), 1e-6)
         update = make(num_rows, num_in, dtype=dtype, device=device, seed=9)
@@ -179,10 +174,10 @@ def check_partial_sums(dtype: torch.dtype, device: str) -> None:
         bias = make(40, dtype=dtype, device=device)
         x = make(num_rows, num_in, dtype=dtype, device=device)
         residual = make(num_rows, 40, dtype=dtype, device=device, seed=5)
-        hidden = pack_stored(TritonOps(), weight, bias, None).add_to(residual, x)
+        hidden = pack_quantized(TritonOps(), weight, bias, None).add_to(residual, x)
         assert hidden.update is not None
         assert hidden.update.dim() == 3, "split"
-        want = F.linear(x, weight.widen(dtype), bias)
+        want = F.linear(x, weight.dequantize(dtype), bias)
         assert_close(hidden.update.sum(0).to(dtype), want)
 
 
@@ -190,7 +185,7 @@ def check_widening(dtype: torch.dtype, device: str) -> None:
     """To the very numbers that loading would widen it to."""
     for kind, num_in in itertools.product(KINDS, (128, 300)):
         weight = make_weight(kind, 35, num_in, device)
-        assert torch.equal(widen_codes(weight, dtype), weight.widen(dtype)), kind
+        assert torch.equal(dequantize(weight, dtype), weight.dequantize(dtype)), kind
 
 
 def check_quantised_rows(dtype: torch.dtype, device: str) -> None:
@@ -199,9 +194,9 @@ def check_quantised_rows(dtype: torch.dtype, device: str) -> None:
         x = make(5, num_in, dtype=dtype, device=device)
         x[1] = 0
         x[2] *= 1000
-        got, want = fp8_quantise(x, by_block), quantise_rows(x, by_block)
+        got, want = fp8_quantise(x, by_block), quantize_rows(x, by_block)
         assert torch.equal(got.scales[:5], want.scales)
-        wanted = order_codes(want.codes).view(torch.uint8)
+        wanted = pack_words(want.codes).view(torch.uint8)
         assert torch.equal(got.codes[:5].view(torch.uint8), wanted)
 
 
@@ -255,16 +250,16 @@ def check_every_fp8_code(device: str) -> None:
     """Each is what torch widens it to, in the kernel of one row and in that of a few."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes[(codes & 127) == 127] = 0  # which are no numbers
-    ordered = order_codes(torch.diag(codes).view(FP8).to(device))
-    weight = Fp8Weight(ordered, torch.ones(256, 1, device=device), 256)
+    qweight = pack_words(torch.diag(codes).view(FP8).to(device))
+    weight = QuantizedWeight(8, qweight, torch.ones(256, 1, device=device), None, 256)
     want = codes.view(FP8).float().to(device)
     for num_rows in (1, 5):
         x = torch.ones(num_rows, 256, dtype=torch.bfloat16, device=device)
-        got = pack_stored(TritonOps(), weight, None, None)(x)
+        got = pack_quantized(TritonOps(), weight, None, None)(x)
         assert torch.equal(got.float(), want.expand(num_rows, -1))
 
 
-def check_quantised_products(device: str) -> None:
+def check_quantized_products(device: str) -> None:
     """Many rows in FP8 on both sides: only compiled, as a library has the product."""
     for kind, has_bias in itertools.product(("fp8", "fp8-blocks"), (False, True)):
         for num_rows, num_out, num_in in (
@@ -274,19 +269,18 @@ def check_quantised_products(device: str) -> None:
             (1030, 384, 4096),
         ):
             weight = make_weight(kind, num_out, num_in, device)
-            assert isinstance(weight, Fp8Weight)
             if kind == "fp8-blocks":
                 weight.scales.copy_(weight.scales[::128].repeat_interleave(128, 0))
             assert library_weight(weight) is not None
             x = make(num_rows, num_in, dtype=torch.bfloat16, device=device)
             bias = make(num_out, dtype=torch.bfloat16, device=device) if has_bias else None
-            want = quantised_product(x, weight, bias)
-            assert_near(pack_stored(TritonOps(), weight, bias, None)(x), want)
+            want = quantized_product(x, weight, bias)
+            assert_near(pack_quantized(TritonOps(), weight, bias, None)(x), want)
             residual = torch.zeros_like(want)
-            hidden = pack_stored(TritonOps(), weight, bias, None).add_to(residual, x)
+            hidden = pack_quantized(TritonOps(), weight, bias, None).add_to(residual, x)
             ones = NormWeights(torch.ones(num_out, device=device), 1e-6)
             assert_near(TritonOps().norm(hidden, ones)[1], want)
-            packed = pack_stored(TritonOps(), weight, bias, "silu")
+            packed = pack_quantized(TritonOps(), weight, bias, "silu")
             # Where sums are scaled by what reads them, both factors are rounded elsewhere.
             is_scaled_after = kind == "fp8" and num_rows <= MAX_SUM_ROWS
             tolerance = 6e-3 if is_scaled_after else 4e-3
@@ -295,18 +289,17 @@ def check_quantised_products(device: str) -> None:
             normed, _ = TorchOps().norm(Hidden(x), norm)
             got, residual = packed.after_norm(Hidden(x), norm)
             assert torch.equal(residual, x)
-            want = TorchOps().gate(quantised_product(normed, weight, bias), "silu")
+            want = TorchOps().gate(quantized_product(normed, weight, bias), "silu")
             assert_near(got, want, 8e-3)  # some codes are the next ones: see check_normed_rows
 
 
 def check_uneven_blocks(device: str) -> None:
     """Outputs whose blocks begin anywhere, as merged projections may have, are widened."""
     weight = make_weight("fp8-blocks", 128, 256, device)
-    assert isinstance(weight, Fp8Weight)
     assert library_weight(weight) is None
     x = make(70, 256, dtype=torch.bfloat16, device=device)
-    want = F.linear(x, weight.widen(torch.bfloat16))
-    assert_close(pack_stored(TritonOps(), weight, None, None)(x), want)
+    want = F.linear(x, weight.dequantize(torch.bfloat16))
+    assert_close(pack_quantized(TritonOps(), weight, None, None)(x), want)
 
 
 def assert_near(got: Tensor, want: Tensor, tolerance: float = 4e-3) -> None:

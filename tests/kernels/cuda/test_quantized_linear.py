@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.devices import NEEDS_GPU
-from tests.kernels.cuda.interpreted import stored_cases as cases
+from tests.kernels.cuda.interpreted import quantized_cases as cases
 
 pytestmark = NEEDS_GPU
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

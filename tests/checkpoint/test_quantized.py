@@ -1,4 +1,4 @@
-"""Every format of quantised weights is widened to exactly what its formula says."""
+"""Every format of quantized weights is dequantized to exactly what its formula says."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from nanovllm.checkpoint import weights
 from nanovllm.checkpoint.find import Checkpoint
-from nanovllm.checkpoint.quantised.modules import widen_all
+from nanovllm.checkpoint.quantized.modules import join_parts
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.fp8 import round_rows
 from nanovllm.quantisation import ROUND_TO_FP8, choose_quantisation
-from tests.checkpoint.tiny_quantised import (
+from tests.checkpoint.tiny_quantized import (
     Kind,
     awq_kind,
     compressed_config,
@@ -74,7 +74,7 @@ def list_stored(
     assert quantisation is not None
     file = folder / "m.safetensors"
     checkpoint = Checkpoint(folder, {}, {}, (file,), "safetensors", quantisation)
-    tensors = widen_all(list_tensors(checkpoint), quantisation, expected)
+    tensors = join_parts(list_tensors(checkpoint), quantisation, expected)
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -130,7 +130,7 @@ def test_parts_in_pytorch_files(tmp_path: Path) -> None:
     quantisation = choose_quantisation(None, kind.config)
     assert quantisation is not None
     checkpoint = Checkpoint(tmp_path, {}, {}, (tmp_path / "m.bin",), "bin", quantisation)
-    [tensor] = widen_all(list_tensors(checkpoint), quantisation, ())
+    [tensor] = join_parts(list_tensors(checkpoint), quantisation, ())
     assert_same(read(tensor), made.values)
 
 
@@ -172,22 +172,6 @@ def test_what_is_not_quantised_stays(tmp_path: Path) -> None:
         assert_same(read(tensors[name]), tensor)
 
 
-def test_what_the_model_names_is_left_as_it_is_stored(tmp_path: Path) -> None:
-    """So a weight format with a kernel takes the parts, and beside it others are widened."""
-    for name in ("fp8-block", "packed-zeros", "awq-32", "gptq-32"):
-        kind, shape = KINDS[name]
-        parts = kind(torch.randn(shape)).parts
-        expected = tuple(f"a.{part}" for part in parts)
-        copies = {part: tensor.clone() for part, tensor in parts.items()}
-        stored = {**named(parts), **named(copies, "b")}
-        tensors = list_stored(tmp_path, stored, kind.config, expected)
-        assert tensors.keys() == {*expected, "b.weight"}
-        for part, tensor in parts.items():
-            got = read(tensors[f"a.{part}"])
-            assert got.dtype == tensors[f"a.{part}"].dtype == tensor.dtype
-            assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
-
-
 def without(name: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda parts: parts.pop(name)
 
@@ -199,7 +183,7 @@ def replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[st
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
-        ("fp8-block", without("weight_scale_inv"), "a is quantised and has no tensor weight_scale"),
+        ("fp8-block", without("weight_scale_inv"), "a is quantized and has no tensor weight_scale"),
         ("fp8-block", replaced("weight_scale_inv", lambda t: t[:1].clone()), "shape .* expected"),
         ("fp8-block", replaced("weight", lambda t: t.int()), "stored as int32, expected float8"),
         ("fp8-block", replaced("weight", lambda t: t[0].clone()), "shape .* expected"),
@@ -208,7 +192,7 @@ def replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[st
         ("packed-shuffled", without("weight_g_idx"), "needs a weight_g_idx"),
         ("packed-shuffled", replaced("weight_g_idx", lambda t: t + 1), "numbers of 2 groups"),
         ("packed-zeros", replaced("weight_shape", lambda t: t + 8), "shape .* expected"),
-        ("awq-32", without("scales"), "a is quantised and has no tensor scales"),
+        ("awq-32", without("scales"), "a is quantized and has no tensor scales"),
         ("awq-32", replaced("qzeros", lambda t: t[:-1].clone()), "shape .* expected"),
         ("gptq-shuffled", without("g_idx"), "needs a g_idx"),
         ("gptq-shuffled", replaced("g_idx", lambda t: t - 1), "numbers of 8 groups"),
@@ -230,7 +214,7 @@ def test_modules_that_config_json_leaves_out(tmp_path: Path) -> None:
     parts = kind(torch.randn(shape)).parts
     config = {**kind.config, "ignore": ["re:.*head"]}
     list_stored(tmp_path, named(parts), config)
-    with pytest.raises(CheckpointError, match="lm_head is quantised, and quantization_config"):
+    with pytest.raises(CheckpointError, match="lm_head is quantized, and quantization_config"):
         list_stored(tmp_path, named(parts, "lm_head"), config)
 
 

@@ -1,16 +1,99 @@
-"""Words of codes in Triton: `stored_weights.py` says how they lie.
+"""Quantized weights in Triton: tiles of words, and their values in a type that is multiplied.
 
-Codes of 4 bits and of FP8 differ in how many a word has, 8 or 4, and in what they are as numbers.
-The codes of one place of all words of a block are a tile of their own, whose inputs lie side by
-side, and those of the next place lie beside them: an operand of tensor cores is made of words
-without an exchange between threads.
+`quantized_weight.py` has the layout. FP8 and int4 differ in how many values a word has, 4 or 8. The
+values at one place of all words of a block are a tile of neighboring inputs, and those of the next
+place lie beside them: an operand of tensor cores is made of words without an exchange between
+threads.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import JITFunction
+
+from nanovllm.kernels.quantized_weight import QuantizedWeight, num_blocks
+
+CudaWeight = Tensor | QuantizedWeight
+
+BLOCK_OUT = 32  # rows of a program that dequantizes
+
+
+def weight_arguments(weight: CudaWeight) -> tuple[Any, ...]:
+    """The weight as kernels take it: its tensor, and its scales and zero points, if any."""
+    if isinstance(weight, Tensor):
+        return weight, None
+    return weight.qweight, (weight.scales, weight.zero_points)
+
+
+def weight_sizes(weight: CudaWeight) -> dict[str, int]:
+    """What kernels know of a weight when they are compiled.
+
+    NUM_WORDS are those of a row, LANES those of a block, GROUP the inputs that share a scale (0:
+    all of a row). A dense weight has one value in a word, no LANES and no scale.
+    """
+    num_in = weight.shape[-1]
+    if isinstance(weight, Tensor):
+        return {"NUM_IN": num_in, "NUM_WORDS": num_in, "LANES": 0, "GROUP": -1}
+    lanes = weight.num_words // num_blocks(num_in)
+    return {"NUM_IN": num_in, "NUM_WORDS": weight.num_words, "LANES": lanes, "GROUP": weight.group}
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] in a dtype of 16 bits, with the values that loading would give.
+
+    For products of many rows that have no kernel of their own.
+    """
+    num_out, num_in = weight.shape
+    y = torch.empty(num_out, num_in, device=weight.qweight.device, dtype=dtype)
+    _dequantize[(num_blocks(num_in), triton.cdiv(num_out, BLOCK_OUT))](
+        *(y, *weight_arguments(weight), num_out),
+        **weight_sizes(weight),
+        BLOCK_OUT=BLOCK_OUT,
+        num_warps=4,
+    )
+    return y
+
+
+@triton.jit
+def _dequantize(  # type: ignore[no-untyped-def]
+    y,
+    words,
+    stored,
+    num_out,
+    NUM_IN: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """The grid is (blocks of inputs, outputs)."""
+    PLACES: tl.constexpr = 128 // LANES
+    PARTS: tl.constexpr = 128 // GROUP if GROUP > 0 else 1
+    NUM_GROUPS: tl.constexpr = NUM_WORDS // LANES * PARTS if GROUP > 0 else 1
+    block = tl.program_id(0)
+    out = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_out = out < num_out
+    lanes = tl.arange(0, LANES)
+    tile = load_tile(words, out, is_out, block * LANES + lanes, NUM_WORDS)
+    for n in tl.static_range(PLACES):
+        group = block * PARTS + n * PARTS // PLACES if GROUP > 0 else 0
+        place = out.to(tl.int64) * NUM_GROUPS + group
+        values = as_floats(tile, n, PLACES)
+        if stored[1] is not None:
+            values -= tl.load(stored[1] + place, mask=is_out, other=0).to(tl.float32)[:, None]
+        elif PLACES == 8:
+            values -= 8.0
+        values *= tl.load(stored[0] + place, mask=is_out, other=0.0).to(tl.float32)[:, None]
+        i = block * 128 + LANES * n + lanes
+        mask = is_out[:, None] & (i < NUM_IN)[None, :]
+        places = y + out.to(tl.int64)[:, None] * NUM_IN + i[None, :]
+        tl.store(places, values.to(y.dtype.element_ty), mask=mask)
+
 
 # Two words, $4 and $5, give a pair of numbers for each place. Their bytes go to the upper ones of
 # two halves, then sign, exponent and fraction to where bfloat16 has them: its exponents are larger
@@ -55,15 +138,15 @@ _INT4_TO_FLOAT16 = tl.constexpr(_int4_places("0x64006400"))
 
 
 @triton.jit
-def load_words(words, rows, is_row, word, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load some words of rows of a weight."""
+def load_tile(words, rows, is_row, word, NUM_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some words of rows of a weight, or values of a dense one."""
     mask = is_row[:, None] & (word < NUM_WORDS)[None, :]
     places = words + rows.to(tl.int64)[:, None] * NUM_WORDS + word[None, :]
     return tl.load(places, mask=mask, other=0)
 
 
 # The interpreter runs no assembly.
-IS_INTERPRETED = tl.constexpr(not isinstance(load_words, JITFunction))
+IS_INTERPRETED = tl.constexpr(not isinstance(load_tile, JITFunction))
 
 
 @triton.jit
@@ -127,21 +210,12 @@ def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             as_floats(tile, 2, 4).to(dtype),
             as_floats(tile, 3, 4).to(dtype),
         )
-    elif dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _FP8_TO_BFLOAT16,
-            "=&r,=&r,=&r,=&r,r,r",
-            [tile],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
     else:
         return tl.inline_asm_elementwise(
-            _FP8_TO_FLOAT16,
+            _FP8_TO_BFLOAT16 if dtype == tl.bfloat16 else _FP8_TO_FLOAT16,
             "=&r,=&r,=&r,=&r,r,r",
             [tile],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            dtype=(dtype.value, dtype.value, dtype.value, dtype.value),
             is_pure=True,
             pack=2,
         )
@@ -160,38 +234,20 @@ def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             _raised(tile, 6, dtype),
             _raised(tile, 7, dtype),
         )
-    elif dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _INT4_TO_BFLOAT16,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-            [tile],
-            dtype=(
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-                tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=2,
-        )
     else:
         return tl.inline_asm_elementwise(
-            _INT4_TO_FLOAT16,
+            _INT4_TO_BFLOAT16 if dtype == tl.bfloat16 else _INT4_TO_FLOAT16,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [tile],
             dtype=(
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
+                dtype.value,
             ),
             is_pure=True,
             pack=2,

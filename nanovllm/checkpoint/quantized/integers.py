@@ -1,0 +1,212 @@
+"""Integers of 4 or 8 bits in words of 32: AWQ, GPTQ and the packed format of compressed-tensors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.quantized.weight import (
+    GroupedValues,
+    Parts,
+    StoredWeight,
+    check_matrix,
+    check_part,
+    in_groups,
+    read_part,
+)
+from nanovllm.checkpoint.weights import FLOATS, StoredTensor
+from nanovllm.errors import CheckpointError
+from nanovllm.quantisation import Quantisation, QuantLayout
+
+# AWQ: where in a word the integers of eight outputs are, counted from its lowest bits.
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def open_awq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+    """Integers [inputs, words of outputs], interleaved; zero points [groups, words of outputs]."""
+    qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    num_inputs, num_words = check_matrix(qweight, torch.int32)
+    num_outputs, size = 8 * num_words, _group_size(quantisation, num_inputs)
+    num_groups = -(-num_inputs // size)
+    check_part(qzeros, (num_groups, num_words), torch.int32)
+    check_part(scales, (num_groups, num_outputs), *FLOATS)
+
+    def read(rows: slice, columns: slice) -> GroupedValues:
+        words = _words_of(rows, 4)
+        groups, group_of = in_groups(columns, size)
+        return GroupedValues(
+            _unpack_awq(read_part(qweight, columns, words)),
+            read_part(scales, groups, rows).t(),
+            _unpack_awq(read_part(qzeros, groups, words)),
+            group_of,
+        )
+
+    cuts = 8, _input_cut(quantisation)
+    layout = _layout(quantisation, scales, has_zeros=True)
+    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+
+
+def _unpack_awq(words: Tensor) -> Tensor:
+    """Unpack [n, words of outputs] to [outputs, n]."""
+    by_output = words.t().contiguous()
+    values = torch.empty(len(by_output), 8, len(words), dtype=torch.uint8)
+    for i, place in enumerate(AWQ_PLACES):
+        values[:, i] = (by_output >> 4 * place) & 15
+    return values.flatten(0, 1)
+
+
+def open_gptq(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+    """Integers [words of inputs, outputs]; zero points [groups, words of outputs]."""
+    qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    num_words, num_outputs = check_matrix(qweight, torch.int32)
+    bits, per_word = quantisation.bits, 32 // quantisation.bits
+    num_inputs = num_words * per_word
+    size = _group_size(quantisation, num_inputs)
+    num_groups = -(-num_inputs // size)
+    check_part(qzeros, (num_groups, -(-num_outputs // per_word)), torch.int32)
+    check_part(scales, (num_groups, num_outputs), *FLOATS)
+    g_idx = _check_groups(parts.get("g_idx"), num_inputs, num_groups, size)
+    if "g_idx" not in parts and quantisation.desc_act:
+        raise CheckpointError(f"{qweight.file}: {qweight.name!r} needs a g_idx, as desc_act says")
+    offset = 0 if _holds_middles(qzeros, num_outputs, quantisation) else quantisation.zero_offset
+
+    def read(rows: slice, columns: slice) -> GroupedValues:
+        groups, group_of = in_groups(columns, size)
+        if g_idx is not None:
+            groups, group_of = slice(None), g_idx[columns]
+        zeros = _gptq_zeros(read_part(qzeros, groups, _words_of(rows, bits)), offset, quantisation)
+        return GroupedValues(
+            _unpack(read_part(qweight, _words_of(columns, bits), rows).t(), bits),
+            read_part(scales, groups, rows).t(),
+            zeros.t()[: rows.stop - rows.start],
+            group_of,
+        )
+
+    cuts = per_word, _input_cut(quantisation)
+    layout = _layout(quantisation, scales, has_zeros=True) if g_idx is None else None
+    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+
+
+def _gptq_zeros(words: Tensor, offset: int, quantisation: Quantisation) -> Tensor:
+    bits = quantisation.bits
+    if quantisation.zeros_carry:
+        words += sum(offset << bits * place for place in range(32 // bits))
+        return _unpack(words, bits)
+    # The first format stores a zero point of 0 as the largest number.
+    return (_unpack(words, bits).int() + offset) & ((1 << bits) - 1)
+
+
+def _holds_middles(qzeros: StoredTensor, num_outputs: int, quantisation: Quantisation) -> bool:
+    """Whether zero points are those of symmetric weights as they are meant, whatever the format.
+
+    Some tools store them so and name the first format, in which they would be one too high.
+    """
+    if not quantisation.is_symmetric or quantisation.zero_offset == 0:
+        return False
+    stored = _unpack(read_part(qzeros), quantisation.bits)[:, :num_outputs]
+    return bool((stored == 1 << (quantisation.bits - 1)).all())
+
+
+def open_packed(parts: Parts, quantisation: Quantisation) -> StoredWeight:
+    """compressed-tensors: signed integers plus half of their range, [outputs, words of inputs].
+
+    Zero points are stored likewise, [words of outputs, groups], or as bytes [outputs, groups].
+    """
+    packed, scales, bits = parts["weight_packed"], parts["weight_scale"], quantisation.bits
+    check_part(parts["weight_shape"], (2,), torch.int64, torch.int32)
+    num_outputs, num_inputs = read_part(parts["weight_shape"]).tolist()
+    size, per_word = _group_size(quantisation, num_inputs), 32 // bits
+    num_groups = -(-num_inputs // size)
+    check_part(packed, (num_outputs, -(-num_inputs // per_word)), torch.int32)
+    check_part(scales, (num_outputs, num_groups), *FLOATS)
+    zeros, middle = parts.get("weight_zero_point"), 1 << (bits - 1)
+    has_bytes = zeros is not None and zeros.dtype == torch.int8
+    if zeros is not None:
+        num_rows = num_outputs if has_bytes else -(-num_outputs // per_word)
+        check_part(zeros, (num_rows, num_groups), torch.int8 if has_bytes else torch.int32)
+    elif not quantisation.is_symmetric:
+        raise _missing(packed, "weight_zero_point")
+    stored_groups = parts.get("weight_g_idx")
+    if stored_groups is not None and bool((read_part(stored_groups) == -1).all()):
+        stored_groups = None  # which was never set
+    if stored_groups is None and quantisation.desc_act:
+        raise _missing(packed, "weight_g_idx")
+    g_idx = _check_groups(stored_groups, num_inputs, num_groups, size)
+
+    def read_zeros(rows: slice, groups: slice) -> Tensor | int:
+        if zeros is None:
+            return middle
+        if has_bytes:
+            return read_part(zeros, rows, groups).float() + middle
+        words = read_part(zeros, _words_of(rows, bits), groups)
+        return _unpack(words.t(), bits).t()[: rows.stop - rows.start]
+
+    def read(rows: slice, columns: slice) -> GroupedValues:
+        groups, group_of = in_groups(columns, size)
+        if g_idx is not None:
+            groups, group_of = slice(None), g_idx[columns]
+        values = _unpack(read_part(packed, rows, _words_of(columns, bits)), bits)
+        values = values[:, : columns.stop - columns.start]
+        stored_scales = read_part(scales, rows, groups)
+        return GroupedValues(values, stored_scales, read_zeros(rows, groups), group_of)
+
+    cuts = 1 if zeros is None or has_bytes else per_word, _input_cut(quantisation)
+    layout = _layout(quantisation, scales, zeros is not None) if g_idx is None else None
+    return StoredWeight((num_outputs, num_inputs), cuts, layout, read)
+
+
+def _missing(packed: StoredTensor, name: str) -> CheckpointError:
+    return CheckpointError(f"{packed.file}: {packed.name!r} needs a {name}, as config.json says")
+
+
+def _check_groups(
+    tensor: StoredTensor | None, num_inputs: int, num_groups: int, size: int
+) -> Tensor | None:
+    """Read the group of each input; None: they are in order."""
+    if tensor is None:
+        return None
+    check_part(tensor, (num_inputs,), torch.int32, torch.int64)
+    groups = read_part(tensor).long()
+    if bool(((groups < 0) | (groups >= num_groups)).any()):
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} must hold numbers of {num_groups} groups"
+        )
+    return None if torch.equal(groups, torch.arange(num_inputs) // size) else groups
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """Unpack [..., words] to [..., integers] as bytes, those in the lowest bits first."""
+    # A copy: what has one column counts as contiguous, however far apart its rows are.
+    values = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if bits == 8:
+        return values
+    return torch.stack((values & 15, values >> 4), -1).flatten(-2)
+
+
+def _words_of(values: slice, bits: int) -> slice:
+    count = 32 // bits
+    return slice(values.start // count, -(-values.stop // count))
+
+
+def _group_size(quantisation: Quantisation, num_inputs: int) -> int:
+    return max(num_inputs, 1) if quantisation.group_size == -1 else quantisation.group_size
+
+
+def _input_cut(quantisation: Quantisation) -> int:
+    """Where inputs may be cut: between groups, if these are in order and do not hold them all."""
+    has_groups = quantisation.group_size != -1 and not quantisation.desc_act
+    count = 32 // quantisation.bits
+    return math.lcm(quantisation.group_size, count) if has_groups else count
+
+
+def _layout(
+    quantisation: Quantisation, scales: StoredTensor, has_zeros: bool
+) -> QuantLayout | None:
+    """The layout of integers of 4 bits in groups in order."""
+    if quantisation.bits != 4:
+        return None
+    dtype = str(scales.dtype).removeprefix("torch.")
+    scale_dtype = dtype if dtype in ("float16", "bfloat16") else "float32"
+    return QuantLayout("int4", quantisation.group_size, has_zeros, scale_dtype)

@@ -1,0 +1,124 @@
+"""A quantized weight of a checkpoint: read in parts, as it is stored or dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint import weights
+from nanovllm.checkpoint.weights import Index, QuantizedPiece, StoredTensor
+from nanovllm.errors import CheckpointError
+from nanovllm.quantisation import QuantLayout
+
+Parts = Mapping[str, StoredTensor]  # of one module, by the last part of their names
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedValues:
+    """Some rows and columns of a weight, which is (values - zeros) * scales."""
+
+    values: Tensor  # [outputs, inputs]: FP8, or integers in bytes
+    scales: Tensor  # [outputs, groups]
+    zeros: Tensor | int = 0  # [outputs, groups], or one for all
+    group_of: Tensor | None = None  # [inputs]; None: groups are in order, of equal size
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32."""
+        values, group_of = self.values.float(), self.group_of
+        grouped = values if group_of is not None else values.view(*self.scales.shape, -1)
+        if isinstance(self.zeros, Tensor):
+            grouped -= self._by_input(self.zeros)
+        elif self.zeros:
+            grouped -= self.zeros
+        grouped *= self._by_input(self.scales)
+        return values
+
+    def _by_input(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.float()
+        if self.group_of is None:
+            return numbers.unsqueeze(-1)
+        return numbers.index_select(1, self.group_of)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A quantized weight [outputs, inputs], not read yet."""
+
+    shape: tuple[int, int]
+    cuts: tuple[int, int]  # a share of outputs or inputs begins and ends at a multiple of these
+    layout: QuantLayout | None  # None: groups of inputs are not in order, or values not of 4 bits
+    read: Callable[[slice, slice], GroupedValues]  # a part that begins and ends at such multiples
+
+    def as_tensor(self, name: str, file: Path) -> StoredTensor:
+        """The weight as if it were stored in float32; it can also be read as it is stored."""
+
+        def read(index: Index = ()) -> Iterator[Tensor]:
+            for piece, part in self._read_pieces(index):
+                yield piece.dequantize()[part]
+
+        def read_quantized(index: Index = ()) -> Iterator[QuantizedPiece]:
+            for piece, (rows, _) in self._read_pieces(index):
+                zeros = None if isinstance(piece.zeros, int) else piece.zeros.to(torch.uint8)[rows]
+                yield QuantizedPiece(piece.values[rows], piece.scales[rows], zeros)
+
+        layout, cuts = self.layout, self.cuts
+        return StoredTensor(name, self.shape, file, read, read_quantized, cuts=cuts, layout=layout)
+
+    def _read_pieces(self, index: Index) -> Iterator[tuple[GroupedValues, tuple[slice, slice]]]:
+        """Read some rows after others, and say which rows and columns of a piece are wanted."""
+        rows, columns = index or (slice(None), slice(None))
+        (first, last, _), (left, right, _) = (
+            part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
+        )
+        unit = self.cuts[0]
+        wide = _outward(left, right, self.cuts[1], self.shape[1])
+        row_bytes = 4 * max(wide.stop - wide.start, 1)
+        num_rows = max(weights.PIECE_BYTES // row_bytes // unit, 1) * unit
+        for begin in range(first // unit * unit, last, num_rows):
+            high = _outward(begin, min(begin + num_rows, last), unit, self.shape[0])
+            inner = slice(max(first - begin, 0), min(last - begin, num_rows))
+            yield self.read(high, wide), (inner, slice(left - wide.start, right - wide.start))
+
+
+def _outward(first: int, last: int, unit: int, size: int) -> slice:
+    """The smallest slice of whole units around another."""
+    return slice(first // unit * unit, min(-(-last // unit) * unit, size))
+
+
+def in_groups(inputs: slice, size: int) -> tuple[slice, Tensor | None]:
+    """The groups that some inputs are in, in order, and the group of each unless all are whole."""
+    groups = slice(inputs.start // size, -(-inputs.stop // size))
+    is_even = groups.stop - groups.start == 1 or not (inputs.start % size or inputs.stop % size)
+    group_of = None if is_even else torch.arange(inputs.start, inputs.stop) // size - groups.start
+    return groups, group_of
+
+
+def read_part(tensor: StoredTensor, *index: slice) -> Tensor:
+    """Read a part whole; unlike its pieces it stays valid."""
+    pieces = [piece.clone() for piece in tensor.read(index)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def check_matrix(tensor: StoredTensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the sizes of a tensor that must have two."""
+    sizes = (*tensor.shape, 1, 1)
+    check_part(tensor, sizes[:2], dtype)
+    return sizes[0], sizes[1]
+
+
+def check_part(tensor: StoredTensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, "
+            f"expected {list(shape)}"
+        )
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} is stored as "
+            f"{str(tensor.dtype).removeprefix('torch.')}, expected {names}"
+        )
