@@ -45,16 +45,12 @@ QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
 # A chat shows the text of one answer, and mappings, functions and schemas do not fit on a line.
-HIDDEN = [
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-    "logit_bias",
-    "logits_processors",
-    "structured_outputs",
-]
+HIDDEN = {
+    *("n", "logprobs", "prompt_logprobs"),
+    *("logit_bias", "logits_processors", "structured_outputs"),
+}
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
-WORDS = {"": None, "none": None, "on": True, "true": True, "off": False, "false": False}
+WORDS = {"none": None, "on": True, "true": True, "off": False, "false": False}
 
 ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
 
