@@ -6,6 +6,7 @@ main thread alone, so Ctrl-C ends a caller's wait, and never strikes within a st
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -31,7 +32,7 @@ OWN_STEP = (
     "step would wait for itself; make another engine for that"
 )
 MAX_UNREAD = 2  # steps of a stream that its reader has not taken before it asks for no more
-POLL_SECONDS = 0.1  # between a waiting caller's checks that the thread is there
+POLL_SECONDS = 0.1  # between a waiting caller's checks that the engine is not closed
 CLOSE_SECONDS = 5.0  # for the current step, before workers are killed
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class EngineThread:
         self._owners: dict[int, Job] = {}  # by seq_id
         self._unowned = Job(is_streaming=False)  # of requests whose outputs `step` returns
         self._is_closed = False
+        self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
@@ -115,6 +117,8 @@ class EngineThread:
 
         The interpreter must not end before the thread: it would be cut off within a step.
         """
+        if os.getpid() != self._process:  # a forked child has no part of the engine
+            return
         self._is_closed = True
         self._commands.put(_wake)
         self._join(CLOSE_SECONDS)
@@ -174,7 +178,7 @@ class EngineThread:
             raise EngineError(OWN_STEP)
         while True:
             self.raise_if_closed()
-            if not self._thread.is_alive():
+            if os.getpid() != self._process:
                 raise EngineError(FORKED)
             try:
                 result = results.get(timeout=POLL_SECONDS)
