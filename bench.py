@@ -43,9 +43,9 @@ from benchmarks.workloads import Workload, mixed, mixed_name, uniform
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least, dashed
+from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.cuda import has_cuda
 
 # Prompts, tokens of each, tokens of each answer.
 CASES = {

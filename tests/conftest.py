@@ -26,11 +26,11 @@ FIRST = (
     "tests/server/",
     "tests/ray/",
     "tests/test_structured.py",
-    "tests/backends/cuda/test_interpreted_engine.py",
+    "tests/devices/cuda/test_interpreted_engine.py",
     "tests/clients/",
     "tests/serving/test_async_llm.py",
     "tests/executor/",
-    "tests/backends/test_recorded_forward.py",
+    "tests/devices/cpu/test_recorded_forward.py",
 )
 SHARED = {
     "tests/server/": "server",

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.devices.cpu import device as cpu_device
+from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.kernels.cpu import ops as cpu_ops
-from nanovllm.platforms import cpu as cpu_platform
-from nanovllm.platforms.cpu_features import CpuFeatures
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -61,6 +61,6 @@ class Products:
 @pytest.fixture(params=list(CPUS))
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the CPU that engines made from now on take this one for."""
-    monkeypatch.setattr(cpu_platform, "find_cpu_features", lambda: CPUS[request.param])
+    monkeypatch.setattr(cpu_device, "find_cpu_features", lambda: CPUS[request.param])
     name: str = request.param
     return name

@@ -20,9 +20,9 @@ PACKAGE = "nanovllm"
 ORDER = """
     errors, pending, fp8 < validation < quantisation < sampling_params, outputs
     < prompts, chat_template, config
-    < platforms, distributed < kernels < attention < layers < models
+    < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker
-    < devices < backends < executor
+    < devices < executor
     < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
     < scoring, conversations, client, engine_options
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
@@ -60,7 +60,6 @@ CLIENT = (
     "serving.core_records",
     "serving.viewers",
     "serving.routing",
-    "serving.restarts",
     "serving.replica",
     "engine.found_model",
     "serving.core_client",
@@ -87,7 +86,7 @@ PARSING = tuple(
 TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
-    "torch.cuda": ("platforms/cuda", "devices/cuda/", "attention/", "kernels/"),
+    "torch.cuda": ("devices/cuda/", "kernels/cuda/"),
     "torch.distributed": ("distributed/",),
     # What a child inherits.
     "os.environ": (
@@ -96,8 +95,8 @@ ONLY_IN = {
         "cli/serve.py",
         "cli/start.py",
         "executor/supervisor.py",
-        "platforms/cuda.py",  # CC, which Triton reads too
-        "platforms/shares.py",
+        "devices/cuda/memory.py",  # CC, which Triton reads too
+        "devices/choose.py",
     ),
     "os.getenv": ("config.py",),
 }
@@ -107,7 +106,7 @@ ALLOWED_CHANGES = {
     # What --threads sets for the engines that are child processes.
     "cli/start.py": "os.environ['OMP_NUM_THREADS']",
     # The one way to hide GPUs from all threads and children of a process.
-    "platforms/shares.py": "os.environ[VISIBLE]",
+    "devices/choose.py": "os.environ[VISIBLE]",
 }
 MUTATORS = re.compile(
     "append|add|update|setdefault|pop|popitem|clear|extend|insert|remove|discard"

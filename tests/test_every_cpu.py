@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("numba")
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import create_cpu_ops
+from nanovllm.config import EngineConfig
+from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.torch_ops import TorchOps
 from tests.checkpoints import VOCAB_SIZE, TinyCheckpoint
@@ -56,7 +57,7 @@ def test_products_and_dtypes_are_chosen_by_the_record(
 ) -> None:
     products, features = Products(monkeypatch), CPUS[name]
     for dtype, choice in zip((BF16, FP32), CHOICES[name][:2], strict=True):
-        ops = create_cpu_ops(dtype, features)
+        ops = CpuDevice(EngineConfig("none"), features=features).ops(dtype)
         assert isinstance(ops, NumbaOps if features.has_compiler else TorchOps)
         weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((7, 9), (7,), (40, 9)))
         y = ops.pack_linear(weight, bias, None, True)(x)

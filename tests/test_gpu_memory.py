@@ -14,7 +14,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
-from tests.bench.test_commands import CONFIG
+from tests.bench.test_steps import CONFIG
 from tests.checkpoints import VOCAB_SIZE
 from tests.devices import NEEDS_GPU
 from tests.test_equals_transformers import GREEDY, make_prompts

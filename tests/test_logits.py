@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanovllm import LLM
-from nanovllm.platforms.cpu_features import find_cpu_features
+from nanovllm.devices.cpu.features import find_cpu_features
 from tests.checkpoints import FAMILIES, SIZES, VARIANTS, TinyCheckpoint, make_checkpoint
 from tests.devices import NEEDS_GPU
 from tests.forced_tokens import Ids, forced_logits

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.base import Device
+from nanovllm.devices.choose import create_device
 from nanovllm.distributed.group import TPGroup, connect
 from nanovllm.engine import start
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.worker.backend import Backend
 from nanovllm.worker.worker import Worker
 
 TIMEOUT = timedelta(seconds=60)
 T = TypeVar("T")
-MakeBackend = Callable[[EngineConfig, ModelConfig, TPGroup], Backend]
+MakeDevice = Callable[[EngineConfig, TPGroup], Device]
 
 
 class Ranks:
@@ -70,13 +70,13 @@ class ThreadedExecutor:
         checkpoint: Checkpoint,
         size: int,
         backend: str = "gloo",
-        make_backend: MakeBackend = create_backend,
+        make_device: MakeDevice = create_device,
     ) -> None:
         self.ranks = Ranks(size, backend)
 
         def make(rank: int) -> Worker:
-            backend = make_backend(config, model_config, self.ranks.groups[rank])
-            return Worker(config, model_config, checkpoint, backend)
+            device = make_device(config, self.ranks.groups[rank])
+            return Worker(config, model_config, checkpoint, device)
 
         self.workers = self.ranks.run(make)
         self.worker = self.workers[0]
@@ -100,15 +100,15 @@ class ThreadedExecutor:
 
     def close(self) -> None:
         self.ranks.close()
-        self.worker.platform.release()
+        self.worker.device.release()
 
 
 @contextmanager
 def engines_of(
-    size: int, backend: str = "gloo", make_backend: MakeBackend = create_backend
+    size: int, backend: str = "gloo", make_device: MakeDevice = create_device
 ) -> Iterator[None]:
     """Make engines run on several ranks."""
     tqdm.set_lock(threading.RLock())  # an interrupt of some other test may have left it locked
-    executor = partial(ThreadedExecutor, size=size, backend=backend, make_backend=make_backend)
+    executor = partial(ThreadedExecutor, size=size, backend=backend, make_device=make_device)
     with mock.patch.object(start, "create_executor", executor):
         yield

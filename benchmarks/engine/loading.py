@@ -29,11 +29,13 @@ from safetensors.torch import save_file
 
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint.find import find_checkpoint
+from nanovllm.config import EngineConfig
+from nanovllm.devices.choose import create_device
+from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.distributed.group import TPGroup
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms import create_platform
 from nanovllm.worker.loader import UnpackedLayers, load_weights
 
 GB = 1e9
@@ -96,7 +98,7 @@ def write_random_weights(folder: Path, config: dict[str, Any], num_shards: int) 
     dtype = getattr(torch, model_config.dtype)
     build = Build(torch.device("meta"), dtype, None, None)  # type: ignore[arg-type]
     model = build_model(model_config, 64, build)
-    expected = UnpackedLayers(model, create_platform("cpu")).expected
+    expected = UnpackedLayers(model, CpuDevice(EngineConfig("none"))).expected
     names = sorted(expected)
     for i in range(num_shards):
         own = names[i * len(names) // num_shards : (i + 1) * len(names) // num_shards]
@@ -120,18 +122,16 @@ def load_in_process(folder: Path, dtype: str, device: str, num_ranks: int = 1) -
 
 
 def measure(folder: Path, dtype: str, device: str, num_ranks: int) -> Load:
-    checkpoint, platform = (
-        find_checkpoint(str(folder), need_tokenizer=False),
-        create_platform(device),
-    )
+    checkpoint = find_checkpoint(str(folder), need_tokenizer=False)
+    place = create_device(EngineConfig(str(folder), device=device))
     first = TPGroup(0, num_ranks)
-    build = Build(platform.device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first)
+    build = Build(place.torch_device, getattr(torch, dtype), SdpaAttention(16), TorchOps(), first)
     held_bytes = resident_bytes("VmRSS")
-    with torch.inference_mode(), platform.in_order():
+    with torch.inference_mode(), place.in_order():
         model = build_model(read_config(checkpoint.config), 64, build)
         weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         start = time.perf_counter()
-        load_weights(model, checkpoint, platform)
+        load_weights(model, checkpoint, place)
         seconds = time.perf_counter() - start
     file_bytes = sum(file.stat().st_size for file in checkpoint.weight_files)
     return Load(file_bytes, weight_bytes, seconds, held_bytes, resident_bytes("VmHWM"))

@@ -39,13 +39,13 @@ from benchmarks.engine.loading import (
     load_in_process,
     resident_bytes,
 )
-from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.quantised.round_to_fp8 import PROJECTION
 from nanovllm.config import EngineConfig
+from nanovllm.devices.choose import create_device
+from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms import create_platform
 from nanovllm.worker.loader import UnpackedLayers, load_weights
 from nanovllm.worker.stored_weights import choose_weight_format
 
@@ -80,15 +80,17 @@ def measure_stored(file: Path) -> Load:
     """Load weights that stay as they are stored, as an engine does; their size is the file's."""
     checkpoint = find_checkpoint(str(file), need_tokenizer=False)
     config, model_config = EngineConfig(str(file), device="cpu"), read_config(checkpoint.config)
-    backend = create_backend(config, model_config)
-    stored = choose_weight_format(config, checkpoint, backend.platform, backend.dtype)
-    device, dtype, group = backend.platform.device, backend.dtype, backend.group
-    build = Build(device, dtype, backend.attention, backend.ops, group, stored)
+    device = create_device(config)
+    dtype = device.choose_dtype(config.dtype, model_config.dtype)
+    stored = choose_weight_format(config, checkpoint, device, dtype)
+    ops = device.ops(dtype)
+    attention = device.attention(dtype, ops)
+    build = Build(device.torch_device, dtype, attention, ops, device.group, stored)
     held_bytes = resident_bytes("VmRSS")
     with torch.inference_mode():
         model = build_model(model_config, 64, build)
         start = time.perf_counter()
-        load_weights(model, checkpoint, backend.platform)
+        load_weights(model, checkpoint, device)
         seconds = time.perf_counter() - start
     num_bytes = file.stat().st_size
     return Load(num_bytes, num_bytes, seconds, held_bytes, resident_bytes("VmHWM"))
@@ -133,7 +135,7 @@ def write_checkpoint(folder: Path, kind: str, num_layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     build = Build(torch.device("meta"), torch.bfloat16, None, None)  # type: ignore[arg-type]
     model = build_model(read_config(config), 64, build)
-    expected = UnpackedLayers(model, create_platform("cpu")).expected
+    expected = UnpackedLayers(model, CpuDevice(EngineConfig("none"))).expected
     tensors: Parts = {}
     for name, tensor in expected.items():
         module = name.removesuffix(".weight")

@@ -118,18 +118,18 @@ def measure(args: argparse.Namespace) -> Start:
 
 def time_phases(spans: Spans) -> None:
     """Note how long the engine takes for each part of its start."""
-    from nanovllm.platforms.cuda import CudaPlatform, has_cuda
+    from nanovllm.devices.cuda.memory import has_cuda
     from nanovllm.worker import worker
 
     wrap(worker, "load_weights", "weights", spans)
-    wrap(CudaPlatform, "profile", "largest step", spans)
     if has_cuda():
-        from nanovllm.backends.cuda.backend import CudaBackend  # needs triton
-        from nanovllm.backends.cuda.decode_graphs import GraphedSteps
+        from nanovllm.devices.cuda.device import CudaDevice  # needs triton
+        from nanovllm.devices.cuda.steps import CudaSteps
 
-        wrap(CudaBackend, "compile_ahead", "kernels", spans)
-        wrap(GraphedSteps, "capture_first", "graphs", spans)
-        wrap(CudaBackend, "capture_all", "graphs", spans)
+        wrap(CudaDevice, "profile", "largest step", spans)
+        wrap(CudaDevice, "compile_ahead", "kernels", spans)
+        wrap(CudaSteps, "capture_first", "graphs", spans)
+        wrap(CudaDevice, "capture_all", "graphs", spans)
 
 
 def wrap(owner: Any, name: str, phase: str, spans: Spans) -> None:

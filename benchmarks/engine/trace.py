@@ -30,8 +30,8 @@ from nanovllm import LLM
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import add_engine_options, at_least, dashed
 from nanovllm.cli.start import configure_logging
+from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
-from nanovllm.platforms.cuda import has_cuda
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 NUM_SHOWN, NUM_GAPS = 15, 5

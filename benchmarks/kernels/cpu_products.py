@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import take_turns
 from nanovllm.cli.options import at_least
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels import widened
 from nanovllm.kernels.cpu.block_types import TYPES
 from nanovllm.kernels.cpu.blocks import to_panels
@@ -31,7 +32,6 @@ from nanovllm.kernels.cpu.ops import NumbaOps, pack_onednn
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Routing
 from nanovllm.kernels.torch_ops import TorchOps, route
-from nanovllm.platforms.cpu_features import find_cpu_features
 
 FEATURES = find_cpu_features()
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]

@@ -30,12 +30,12 @@ from nanovllm.attention.base import AttentionSpec, DecodeRows
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import at_least
-from nanovllm.config import ModelConfig
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.kernels.cuda.linear_tiles import num_processors
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.models.config_json import read_model_config
-from nanovllm.platforms.cuda import CudaPlatform
 
 MODELS, ROWS, CONTEXT = ["qwen3-0.6b"], [64, 128, 256], 256
 BLOCK_SIZE = 64
@@ -148,7 +148,9 @@ def attention(config: ModelConfig, num_rows: int, context: int) -> list[Run]:
     width = -(-context // BLOCK_SIZE)
     blocks = torch.randperm(num_rows * width, device=device).int().view(num_rows, width)
     rows = torch.arange(num_rows, device=device, dtype=torch.int32)
-    backend = TritonAttention(CudaPlatform(1.0), num_processors(device), is_hopper=True)
+    backend = TritonAttention(
+        CudaDevice(EngineConfig("none")), num_processors(device), is_hopper=True
+    )
     lengths = torch.full_like(rows, context)
     plan = backend.decode_plan(DecodeRows(blocks, rows, lengths, order=rows))
     spec = AttentionSpec(config.attention_scale)

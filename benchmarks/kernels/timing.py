@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.floors import Rates
+from nanovllm.config import EngineConfig
+from nanovllm.devices.cuda.memory import has_cuda
 from nanovllm.errors import ConfigError
-from nanovllm.platforms.cuda import CudaPlatform, has_cuda
 
 NUM_REPLAYS = 10
 MAX_ERROR = 0.02  # of a result that is not wrong: the distance by the length of what is right
@@ -28,9 +29,11 @@ class GpuTimer:
         if not has_cuda():
             raise ConfigError("these are kernels of a GPU, and this machine has no CUDA device")
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us", flush=True)
-        self._platform = CudaPlatform(gpu_memory_utilization=1.0)
+        from nanovllm.devices.cuda.device import CudaDevice  # needs triton
+
+        self._device = CudaDevice(EngineConfig("none"))
         # Graphs share a pool of memory, which lasts as long as one of them does.
-        self._keeps_pool = self._platform.record(lambda: torch.zeros(1, device="cuda"))
+        self._keeps_pool = self._device.capture(lambda: torch.zeros(1, device="cuda"))
 
     def microseconds(self, calls: Sequence[Run], num_replays: int = NUM_REPLAYS) -> float:
         """Median time of a call among the others, whose data push its own out of the cache."""
@@ -40,7 +43,7 @@ class GpuTimer:
                 y = call()
             return y
 
-        replay, _ = self._platform.record(run)
+        replay, _ = self._device.capture(run)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_replays + 2)]
         events[0].record()
         for event in events[1:]:  # queued at once; the first replay does not count

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows
+from nanovllm.devices.base import Device
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.ops import LayerCache
-from nanovllm.platforms.base import Platform
 
 BLOCK_SIZE = 256  # flash-attn 2 reads paged caches whose block size is a multiple of this
 
 
-def load_flash_attention(platform: Platform, block_size: int, dtype: torch.dtype) -> FlashAttention:
+def load_flash_attention(device: Device, block_size: int, dtype: torch.dtype) -> FlashAttention:
     """Check that the package can serve this engine."""
     if dtype == torch.float32:
         raise ConfigError(
@@ -37,7 +37,7 @@ def load_flash_attention(platform: Platform, block_size: int, dtype: torch.dtype
             f"this torch, which cannot be imported ({error}); try `pip install flash-attn "
             "--no-build-isolation`, or use attention_backend='auto'"
         ) from error
-    return FlashAttention(platform, block_size, flash_attn_varlen_func, flash_attn_with_kvcache)
+    return FlashAttention(device, block_size, flash_attn_varlen_func, flash_attn_with_kvcache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class FlashAttention:
 
     def __init__(
         self,
-        platform: Platform,
+        device: Device,
         block_size: int,
         attend_varlen: Callable[..., Tensor],
         attend_cached: Callable[..., Tensor],
     ) -> None:
-        self.platform = platform
+        self.device = device
         self.block_size = block_size
         self.attend_varlen = attend_varlen
         self.attend_cached = attend_cached
@@ -79,14 +79,14 @@ class FlashAttention:
         ends = rows.starts + rows.counts
         max_context = int(ends.max(initial=1))
         if (rows.counts == 1).all():
-            slots, context_lens = self.platform.upload(np.stack((rows.slots, ends)))
+            slots, context_lens = self.device.upload(np.stack((rows.slots, ends)))
             table = self._row_tables(rows.block_table, slots, max_context)
             return FlashDecode(table, context_lens)
         columns = np.zeros((3, len(ends) + 1), np.int32)
         columns[0, 1:] = rows.slots
         columns[1, 1:] = np.cumsum(rows.counts)
         columns[2, 1:] = np.cumsum(ends)
-        slots, cu_seqlens_q, cu_seqlens_k = self.platform.upload(columns)
+        slots, cu_seqlens_q, cu_seqlens_k = self.device.upload(columns)
         block_table = self._row_tables(rows.block_table, slots[1:], max_context)
         max_query_len = int(rows.counts.max())
         return FlashMixed(block_table, cu_seqlens_q, cu_seqlens_k, max_query_len, max_context)

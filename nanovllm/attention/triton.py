@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, SharedRows
+from nanovllm.devices.base import Device
 from nanovllm.kernels.cuda.attention_decode import (
     SharedPart,
     SingleRows,
@@ -28,7 +29,6 @@ from nanovllm.kernels.cuda.attention_prefill import (
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
 from nanovllm.kernels.cuda.attention_tma import suits_tma, tma_prefill
 from nanovllm.kernels.ops import LayerCache
-from nanovllm.platforms.base import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class TritonPlan:
 
 
 class TritonAttention:
-    def __init__(self, platform: Platform, num_processors: int, is_hopper: bool = False) -> None:
-        self.platform = platform
+    def __init__(self, device: Device, num_processors: int, is_hopper: bool = False) -> None:
+        self.device = device
         self.num_processors = num_processors
         self.is_hopper = is_hopper
 
@@ -54,7 +54,7 @@ class TritonAttention:
         is_single = rows.counts == 1
         num_single = int(is_single.sum())
         order = np.argsort(~is_single, kind="stable")
-        sent = self.platform.upload(columns[:, order])
+        sent = self.device.upload(columns[:, order])
         slots, query_starts, query_lens, context_lens = sent
         decode = prefill = None
         if num_single:

@@ -7,34 +7,34 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-from nanovllm.backends.create import create_backend
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.choose import check_device, create_device
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import FoundModel, clamp_model_len
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step import Executor, ExecutorInfo
-from nanovllm.executor.local import LocalExecutor
+from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.multiproc import MultiprocExecutor
 from nanovllm.grammar.matching import Grammars
 from nanovllm.models.registry import read_config
-from nanovllm.worker.memory import check_device, check_model
+from nanovllm.pending import Pending
+from nanovllm.worker.memory import check_model
 from nanovllm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
 def find_model(config: EngineConfig) -> FoundModel:
-    platform = check_device(config)
+    device = check_device(config)
     checkpoint = find_checkpoint(
         config.model,
         revision=config.revision,
         need_weights=config.load_format != "dummy",
         need_tokenizer=not config.skip_tokenizer_init,
         quantization=config.quantization,
-        check=partial(check_model, config, platform),
+        check=partial(check_model, config, device),
     )
     model_config = read_config(checkpoint.config)
     return FoundModel(clamp_model_len(config, model_config), model_config, checkpoint)
@@ -78,8 +78,7 @@ def create_executor(
         return MultiprocExecutor(config, model_config, checkpoint, start_workers=start_actors)
     if config.tensor_parallel_size > 1:
         return MultiprocExecutor(config, model_config, checkpoint)
-    backend = create_backend(config, model_config)
-    return LocalExecutor(Worker(config, model_config, checkpoint, backend))
+    return LocalExecutor(Worker(config, model_config, checkpoint, create_device(config)))
 
 
 def make_core(
@@ -92,3 +91,35 @@ def make_core(
     scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
     depth = info.depth if config.depth is None else config.depth
     return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
+
+
+class LocalExecutor:
+    """One worker in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker | None = worker  # None: closed
+
+    def start(self) -> ExecutorInfo:
+        assert self.worker is not None
+        return self.worker.start()
+
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        assert self.worker is not None, "submit after close"
+        return self.worker.run(plan)
+
+    def sample(self, masks: IntColumn) -> None:
+        assert self.worker is not None, "sample after close"
+        self.worker.sample(masks)
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        assert self.worker is not None, "mask_memory after close"
+        return self.worker.device.host_memory((num_rows, num_words))
+
+    def capture_one(self) -> bool:
+        assert self.worker is not None, "capture_one after close"
+        return self.worker.capture_one()
+
+    def close(self) -> None:
+        if self.worker is not None:
+            device, self.worker = self.worker.device, None
+            device.release()

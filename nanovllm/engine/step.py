@@ -105,7 +105,7 @@ class ExecutorInfo:
     """What starting the workers discovered."""
 
     num_blocks: int
-    depth: int  # the platform's default
+    depth: int  # the device's default
     device: str  # "cpu" or "cuda"
     dtype: str
     device_name: str = "unknown"  # what its maker calls it

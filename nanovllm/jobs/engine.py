@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping, Set
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Set
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -60,8 +60,6 @@ class RowOptions:
 
     config: EngineConfig
     server: ServerOptions
-    sampling_defaults: Mapping[str, Any] | None = None  # None: the model's own
-    sampling_override: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None  # default of rows that have none
     is_raw: bool = False  # whether the text of a "prompt" is continued without the chat template
 
@@ -76,13 +74,13 @@ class RowEngine:
 
     def __init__(self, options: RowOptions) -> None:
         self.llm = AsyncLLM(**asdict(options.config))
-        defaults = options.sampling_defaults
-        if defaults is None:
+        server = options.server
+        if server.generation_config == "auto":  # only the model has it
             defaults = sampling_in(self.llm.generation_config)
-        defaults = {**defaults, **options.sampling_override}
-        service = Service(self.llm, replace(options.server, sampling_defaults=defaults))
+            defaults |= server.override_generation_config or {}
+            server = replace(server, sampling_defaults=defaults)
         seed, max_tokens = options.config.seed, options.max_tokens
-        self._answers = Answers(service, seed, max_tokens, options.is_raw)
+        self._answers = Answers(Service(self.llm, server), seed, max_tokens, options.is_raw)
 
     async def __call__(self, row: Row) -> dict[str, Any]:
         return await self._answers(row)

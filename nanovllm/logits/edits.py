@@ -118,7 +118,7 @@ class LogitsEdits:
             self._upload([getattr(edited, name) for edited, _ in words])
             for name in ("slot", "position")
         )
-        wanted = self.tables.platform.upload(before)
+        wanted = self.tables.device.upload(before)
         steps = torch.arange(1 - longest, 0, device=wanted.device)
         places = positions[:, None] + steps
         tokens = self.tables.tokens[slots[:, None], places.clamp(min=0)]
@@ -138,7 +138,7 @@ class LogitsEdits:
         if entries:
             offsets = self._upload([offset for offset, _ in entries])
             values = np.array([value for _, value in entries], np.float32)
-            bias = self.tables.platform.upload(values).to(logits.dtype)
+            bias = self.tables.device.upload(values).to(logits.dtype)
             logits.view(-1).index_add_(0, offsets, bias)
 
     def _penalise(self, logits: Tensor, rows: list[EditedRow]) -> None:
@@ -162,7 +162,7 @@ class LogitsEdits:
         logits[places] = values.to(logits.dtype)
 
     def _upload(self, numbers: list[int]) -> Tensor:
-        return self.tables.platform.upload(np.array(numbers, np.int64))
+        return self.tables.device.upload(np.array(numbers, np.int64))
 
 
 def in_pieces(

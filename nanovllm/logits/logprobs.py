@@ -5,13 +5,13 @@ They are the model's own: of its logits before anything edits them or a temperat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.devices.base import Device
 from nanovllm.engine.step import NewRow, StepPlan, num_scored
 from nanovllm.kernels.ops import Hidden
 from nanovllm.worker.batch import sampled_rows
@@ -21,7 +21,6 @@ from nanovllm.worker.tables import BySlot, SlotTables
 POSITIONS_AT_A_TIME = 256  # of a prompt: a long one's logits would not fit into memory
 
 Scores = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, as in StepResult
-TokenScorer = Callable[[Tensor, Tensor, int], Scores]  # torch_sampling.token_logprobs, or its like
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +30,18 @@ class KeptLogits:
     rows: Tensor  # of the step's logits
     logits: Tensor  # [rows, vocab_size]
     num_best: int
-    score: TokenScorer
+    device: Device
 
     def of(self, tokens: Tensor) -> Scores:
         own = tokens[self.rows].clamp(min=0)  # NO_TOKEN is none
-        return self.score(self.logits, own, self.num_best)
+        return self.device.token_logprobs(self.logits, own, self.num_best)
 
 
 class Logprobs:
     """Keeps what the log-probabilities of sampled tokens need."""
 
-    def __init__(self, tables: SlotTables, score: TokenScorer) -> None:
+    def __init__(self, tables: SlotTables) -> None:
         self.tables = tables
-        self.score = score
         self._num_best: BySlot[int] = BySlot()
 
     def update(self, plan: StepPlan) -> None:
@@ -58,9 +56,9 @@ class Logprobs:
         if not rows:
             return None
         num_best = max(self._num_best[slots[row]] for row in rows)
-        indices = self.tables.platform.upload(np.array(rows))
+        indices = self.tables.device.upload(np.array(rows))
         own = torch.index_select(logits, 0, indices)
-        return KeptLogits(indices, own, num_best, self.score)
+        return KeptLogits(indices, own, num_best, self.tables.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,8 @@ class ScoredRow:
 class PromptLogprobs:
     """Scores the tokens of the prompts whose log-probabilities somebody asks for."""
 
-    def __init__(self, eager: EagerForward, score: TokenScorer) -> None:
+    def __init__(self, eager: EagerForward) -> None:
         self.eager = eager
-        self.score = score
         self._asking: BySlot[tuple[int, int]] = BySlot()  # how many, length of the prompt
 
     def update(self, plan: StepPlan) -> None:
@@ -99,7 +96,8 @@ class PromptLogprobs:
 
     def of(self, hidden: Hidden, rows: list[ScoredRow]) -> Scores:
         """Score rows of a step by the hidden states of all its tokens."""
-        eager, upload = self.eager, self.eager.tables.platform.upload
+        eager, device = self.eager, self.eager.tables.device
+        upload = device.upload
 
         def column(first: str) -> np.ndarray:
             ranges = [np.arange(row.count) + getattr(row, first) for row in rows]
@@ -110,7 +108,7 @@ class PromptLogprobs:
         num_best = max(row.num_best for row in rows)
         indices = upload(column("first_token"))
         pieces = [
-            self.score(eager.model.logits(hidden.select(some)), own, num_best)
+            device.token_logprobs(eager.model.logits(hidden.select(some)), own, num_best)
             for some, own in zip(
                 indices.split(POSITIONS_AT_A_TIME), tokens.split(POSITIONS_AT_A_TIME), strict=True
             )

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from nanovllm.devices.base import Device
 from nanovllm.engine.step import IntColumn, StepPlan
-from nanovllm.platforms.base import Platform
 from nanovllm.worker.forward import Sampled, StepLogits
 
-# torch_sampling.keep_allowed, or its like
-TokenMasker = Callable[[Tensor, Tensor | None, Tensor], None]
 # Does all that a MaskedSampler does at once; None, and nothing done: it cannot for such a step.
 Replay = Callable[[StepLogits, StepPlan, IntColumn], Sampled | None]
 
@@ -22,8 +20,7 @@ Replay = Callable[[StepLogits, StepPlan, IntColumn], Sampled | None]
 class MaskedSampler:
     """Masks have a bit for each token, in words of 32."""
 
-    platform: Platform
-    keep_allowed: TokenMasker
+    device: Device
     sampler: Callable[[StepLogits, StepPlan], Sampled]
     replay: Replay | None = None
 
@@ -39,5 +36,5 @@ class MaskedSampler:
         """Edit the logits [sampled rows, vocab_size]."""
         rows = None
         if len(masks) < len(logits):
-            rows = self.platform.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
-        self.keep_allowed(logits, rows, self.platform.readable(masks))
+            rows = self.device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
+        self.device.keep_allowed(logits, rows, self.device.readable(masks))

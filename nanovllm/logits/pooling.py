@@ -39,7 +39,7 @@ class PooledPrompts:
 
     def __init__(self, eager: EagerForward) -> None:
         self.model = eager.model
-        self.platform = eager.tables.platform
+        self.device = eager.tables.device
         self._prompts: BySlot[PooledPrompt] = BySlot()
 
     def update(self, plan: StepPlan) -> None:
@@ -75,7 +75,7 @@ class PooledPrompts:
             return None
         prompts = [rows[index].prompt for index in ending]
         counts = [each.num_tokens if each.pooling == "mean" else 1 for each in prompts]
-        upload = self.platform.upload
+        upload = self.device.upload
         return totals[upload(np.array(ending))] / upload(np.array(counts, np.float32))[:, None]
 
     def _add_up(self, hidden: Hidden, rows: list[PooledRow]) -> Tensor:
@@ -83,7 +83,7 @@ class PooledPrompts:
         counts = np.array([row.num_tokens for row in rows])
         tokens = np.concatenate([np.arange(row.num_tokens) + row.first_token for row in rows])
         firsts = np.cumsum(counts) - counts
-        upload = self.platform.upload
+        upload = self.device.upload
         totals = hidden.residual.new_zeros(len(rows), hidden.residual.shape[1], dtype=torch.float32)
         for start in range(0, len(tokens), TOKENS_AT_A_TIME):
             some = tokens[start : start + TOKENS_AT_A_TIME]

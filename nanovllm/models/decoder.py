@@ -74,6 +74,7 @@ class DecoderModel(Layer):
         self, config: ModelConfig, max_model_len: int, build: Build, build_layer: BuildLayer
     ) -> None:
         super().__init__()
+        self.config, self.dtype = config, build.dtype
         self.model = DecoderBody(config, max_model_len, build, build_layer)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, build, tied)

@@ -16,7 +16,7 @@ from nanovllm.worker.tables import SlotTables
 def make_batch(
     plan: StepPlan, tables: SlotTables, attention: AttentionBackend, caches: list[LayerCache]
 ) -> ForwardBatch:
-    upload = tables.platform.upload
+    upload = tables.device.upload
     slots, positions = (upload(column) for column in tokens_of(plan))
     input_ids, cache_offsets = look_up(tables, slots, positions)
     rows = BatchRows(plan.slots, plan.starts, plan.counts, tables.block_table)

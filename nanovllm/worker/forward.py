@@ -52,11 +52,11 @@ class EagerForward:
         """Return also the hidden states of every token, before the final norm."""
         hidden = self.model.model(replace(self.batch(plan), sampled=None))
         last_tokens = np.cumsum(plan.counts)[plan.num_logits > 0] - 1
-        values = self.model.logits(hidden.select(self.tables.platform.upload(last_tokens)))
+        values = self.model.logits(hidden.select(self.tables.device.upload(last_tokens)))
         return self.step_logits(values, plan), hidden
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        upload = self.tables.platform.upload
+        upload = self.tables.device.upload
         sources = upload(np.array([copy.source for copy in plan.block_copies]))
         targets = upload(np.array([copy.target for copy in plan.block_copies]))
         for cache in self.caches:
@@ -68,5 +68,5 @@ class EagerForward:
         return make_batch(plan, self.tables, self.attention, self.caches)
 
     def step_logits(self, values: Tensor, plan: StepPlan) -> StepLogits:
-        slots, positions = map(self.tables.platform.upload, sampled_rows(plan))
+        slots, positions = map(self.tables.device.upload, sampled_rows(plan))
         return StepLogits(values, slots, positions)

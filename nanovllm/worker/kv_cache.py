@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.base import Device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.fp8 import FP8
 from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.layers.shards import split_kv_heads
-from nanovllm.platforms.base import Platform
 
 
 def kv_cache_spec(
@@ -23,14 +23,14 @@ def kv_cache_spec(
     )
 
 
-def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, platform: Platform) -> int:
+def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
     """As many as the user says, or as all sequences at full length could use, or as fit."""
     if config.num_kvcache_blocks != -1:
-        platform.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
+        device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
         return config.num_kvcache_blocks
     blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
     wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes
-    num_blocks = platform.cache_bytes(wanted) // spec.block_bytes
+    num_blocks = device.cache_bytes(wanted) // spec.block_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "

@@ -20,11 +20,11 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.checkpoint.gguf import BLOCK_TYPES_KEY
 from nanovllm.checkpoint.quantised.modules import widen_all
 from nanovllm.checkpoint.weights import StoredTensor, list_tensors
+from nanovllm.devices.base import Device
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.layers.build import Layer
 from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.shards import ExpectedTensor
-from nanovllm.platforms.base import Platform
 from nanovllm.quantisation import Quantisation
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, platform: Platform, show_progress: bool = True
+    model: nn.Module, checkpoint: Checkpoint, device: Device, show_progress: bool = True
 ) -> None:
     """Fill every parameter and pack every layer; missing and extra tensors and odd shapes raise."""
     start = time.perf_counter()
-    layers, tied = UnpackedLayers(model, platform), tied_tensors(model)
+    layers, tied = UnpackedLayers(model, device), tied_tensors(model)
     expected = layers.expected
     stored, quantisation = list_tensors(checkpoint), checkpoint.quantisation
     if quantisation is not None:
@@ -57,11 +57,11 @@ def load_weights(
     is_hidden = None if show_progress and sys.stderr is not None else True
     options = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": False}
     with tqdm(total=num_bytes, desc="Loading weights", **options) as progress:
-        for name in _fill_all(tensors, expected, platform):
+        for name in _fill_all(tensors, expected, device):
             progress.update(expected[name].nbytes)
             layers.loaded(name)
     layers.pack_rest()
-    platform.release()  # what was read into, and what packing replaced
+    device.release()  # what was read into, and what packing replaced
     for tensor in found:
         if tensor.name in tied:
             _check_copy(tensor, tied[tensor.name])
@@ -70,21 +70,19 @@ def load_weights(
     logger.info("Loaded %.2f GB of weights in %.1f s, %.1f GB/s", num_bytes / 1e9, seconds, speed)
 
 
-def fill_dummy_weights(model: nn.Module, platform: Platform, seed: int) -> None:
+def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
     """Small random matrices and norms of one: shapes and speed of the real thing, no download."""
-    layers = UnpackedLayers(model, platform)
-    generator = torch.Generator(platform.device).manual_seed(seed)
+    layers = UnpackedLayers(model, device)
+    generator = torch.Generator(device.torch_device).manual_seed(seed)
     for name in list(layers.expected):
-        _fill_randomly(layers.expected[name], generator, platform)
+        _fill_randomly(layers.expected[name], generator, device)
         layers.loaded(name)
     layers.pack_rest()
 
 
-def _fill_randomly(
-    expected: ExpectedTensor, generator: torch.Generator, platform: Platform
-) -> None:
+def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device: Device) -> None:
     if expected.codes:  # each rank rounds its own share, by the largest number there
-        whole = torch.empty(expected.shape, device=platform.device)
+        whole = torch.empty(expected.shape, device=device.torch_device)
         whole.normal_(0.0, 0.02, generator=generator)
         for part, rows in zip(expected.parts, expected.codes, strict=True):
             rows.put_floats(whole[part.source], torch.Tensor.copy_)
@@ -107,7 +105,7 @@ class UnpackedLayers:
     What packing replaces is then freed, so that no more than one layer is held twice.
     """
 
-    def __init__(self, model: nn.Module, platform: Platform) -> None:
+    def __init__(self, model: nn.Module, device: Device) -> None:
         self.expected: dict[str, ExpectedTensor] = {}  # what is not in place, by name
         self._layer_of: dict[str, Layer] = {}
         self._num_missing: dict[Layer, int] = {}
@@ -117,7 +115,7 @@ class UnpackedLayers:
             self._layer_of |= dict.fromkeys(tensors, layer)
             self._num_missing[layer] = len(tensors)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self._has_room = platform.has_room_for_copy(num_bytes)
+        self._has_room = device.has_room_for_copy(num_bytes)
 
     def loaded(self, name: str) -> None:
         del self.expected[name]  # which refers to what packing replaces
@@ -220,29 +218,29 @@ def _problem(
 
 
 def _fill_all(
-    tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], platform: Platform
+    tensors: list[StoredTensor], expected: dict[str, ExpectedTensor], device: Device
 ) -> Iterator[str]:
     """Copy all tensors; yield the name of each that is done."""
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        yield from readers.map(partial(_fill, expected=expected, platform=platform), tensors)
+        yield from readers.map(partial(_fill, expected=expected, device=device), tensors)
 
 
 @torch.inference_mode()  # threads do not inherit the mode
-def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], platform: Platform) -> str:
+def _fill(tensor: StoredTensor, expected: dict[str, ExpectedTensor], device: Device) -> str:
     if expected[tensor.name].codes:
-        _fill_codes(tensor, expected[tensor.name], platform)
+        _fill_codes(tensor, expected[tensor.name], device)
         return tensor.name
     for target, rows in _pieces(tensor, expected[tensor.name]):
-        platform.fill(target, rows)
+        device.fill(target, rows)
     return tensor.name
 
 
-def _fill_codes(tensor: StoredTensor, expected: ExpectedTensor, platform: Platform) -> None:
+def _fill_codes(tensor: StoredTensor, expected: ExpectedTensor, device: Device) -> None:
     assert tensor.read_codes is not None, f"{tensor.name} has no codes"
     for part, target in zip(expected.parts, expected.codes, strict=True):
         first = 0
         for piece in tensor.read_codes(part.source):
-            target.put(first, piece.codes, piece.scales, piece.zeros, platform.fill)
+            target.put(first, piece.codes, piece.scales, piece.zeros, device.fill)
             first += len(piece.codes)
         assert first == len(part.target), f"{tensor.name}: {first} of {len(part.target)} rows"
 

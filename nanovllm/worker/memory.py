@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from nanovllm.attention import create_attention
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.distributed.group import TPGroup
+from nanovllm.devices.base import Device
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.shards import check_splits
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms import create_platform
-from nanovllm.platforms.base import Platform
-from nanovllm.platforms.cuda import check_c_compiler
-from nanovllm.platforms.ranks import check_num_ranks, is_cuda
 from nanovllm.quantisation import choose_quantisation
-from nanovllm.worker.backend import choose_dtype
 from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import named_layers
 from nanovllm.worker.stored_weights import choose_weight_format
@@ -62,50 +55,29 @@ class Needs:
         return REMEDIES[max(sizes, key=sizes.__getitem__)]
 
 
-def check_device(config: EngineConfig) -> Platform | None:
-    """Return what one rank runs on; None where only the processes of ranks may touch a device."""
-    if config.distributed_executor_backend == "ray":
-        if find_spec("ray") is None:
-            raise ConfigError(
-                "distributed_executor_backend='ray' needs Ray: pip install 'nanovllm[ray]'"
-            )
-        return None
-    check_num_ranks(config.device, config.tensor_parallel_size)
-    if config.tensor_parallel_size > 1 and is_cuda(config.device):
-        check_c_compiler()
-        return None
-    num_ranks = config.tensor_parallel_size * config.data_parallel_size
-    return create_platform(config.device, config.gpu_memory_utilization, num_ranks)
-
-
 def check_model(
-    config: EngineConfig, platform: Platform | None, checkpoint_config: Mapping[str, Any]
+    config: EngineConfig, device: Device | None, checkpoint_config: Mapping[str, Any]
 ) -> None:
     """Refuse a model that is not supported, cannot be split or does not fit."""
     model = read_config(checkpoint_config)
     choose_quantisation(config.quantization, checkpoint_config.get("quantization_config"))
     check_splits(model, config.tensor_parallel_size)
-    if platform is None:
+    if device is None:
         return  # each rank will look at its own device
     if config.kv_cache_dtype != "auto":
-        platform.check_fp8(model.head_dim)
-    dtype, ops = choose_dtype(config.dtype, model.dtype, platform), TorchOps()
-    attention = create_attention(
-        platform, ops, config.kvcache_block_size, config.attention_backend, dtype
-    )
-    group = TPGroup(0, config.tensor_parallel_size)
-    weight_format = choose_weight_format(config, checkpoint_config, platform, dtype)
-    build = Build(platform.device, dtype, attention, ops, group, weight_format)
-    check_memory(config, model, platform, build)
+        device.check_fp8(model.head_dim)
+    dtype, ops = device.choose_dtype(config.dtype, model.dtype), TorchOps()
+    attention = device.attention(dtype, ops)
+    weight_format = choose_weight_format(config, checkpoint_config, device, dtype)
+    build = Build(device.torch_device, dtype, attention, ops, device.group, weight_format)
+    check_memory(config, model, device, build)
 
 
-def check_memory(
-    config: EngineConfig, model: ModelConfig, platform: Platform, build: Build
-) -> None:
+def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build: Build) -> None:
     needs = count_needs(config, model, build)
-    if platform.has_room_for_copy(needs.weights):  # in a second layout
+    if device.has_room_for_copy(needs.weights):  # in a second layout
         needs = replace(needs, weights=2 * needs.weights)
-    memory = platform.memory()
+    memory = device.memory()
     if needs.total > memory.free:
         each = f" for each of {build.group.size} ranks" if build.group.size > 1 else ""
         raise ConfigError(

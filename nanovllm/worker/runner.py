@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.step import IntColumn, StepPlan, StepResult
-from nanovllm.kernels.torch_sampling import keep_allowed, token_logprobs
 from nanovllm.logits.edits import LogitsEdits
-from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs, TokenScorer
-from nanovllm.logits.masks import MaskedSampler, Replay, TokenMasker
+from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs
+from nanovllm.logits.masks import MaskedSampler
 from nanovllm.logits.pooling import PooledPrompts
 from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
+
+
+class RecordedSteps(Protocol):
+    """A device that replays steps, beside its Forward and its Sampler."""
+
+    def note(self, plan: StepPlan) -> None:
+        """Learn of a plan that runs elsewhere."""
+
+    def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
+        """Sample what masks allow; None, and nothing done, if no recorded step does so."""
+
+    def has_lost_step(self) -> bool:
+        """Whether the device could not finish a step, nor those that followed it."""
+
+    def capture_one(self) -> bool:
+        """See Executor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +56,17 @@ class ModelRunner:
     eager: EagerForward
     forward: Forward  # the same, or what replays steps
     sampler: Sampler
-    check: Callable[[], bool] | None = None  # whether the device could not finish a step
-    note: Callable[[StepPlan], None] | None = None  # tells `forward` of a plan that it does not run
-    score: TokenScorer = token_logprobs
-    mask: TokenMasker = keep_allowed
-    replay_masked: Replay | None = None
-    capture_one: Callable[[], bool] | None = None  # see Executor
+    steps: RecordedSteps | None = None  # what both belong to, where steps are replayed
 
     def __post_init__(self) -> None:
         self.tables = self.eager.tables
         self.edits = LogitsEdits(self.tables)
         self.processors = LogitsProcessors(self.eager.model.lm_head.group)
-        masking = self.tables.platform, self.mask, self.sampler, self.replay_masked
-        self.sample_masked = MaskedSampler(*masking)
+        replay = None if self.steps is None else self.steps.replay_masked
+        self.sample_masked = MaskedSampler(self.tables.device, self.sampler, replay)
         self._unsampled: Unsampled | None = None
-        self.logprobs = Logprobs(self.tables, self.score)
-        self.prompt_logprobs = PromptLogprobs(self.eager, self.score)
+        self.logprobs = Logprobs(self.tables)
+        self.prompt_logprobs = PromptLogprobs(self.eager)
         self.pooled_prompts = PooledPrompts(self.eager)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
@@ -93,7 +103,7 @@ class ModelRunner:
             names = ("logprob_ids", "logprobs", "ranks")
             results |= dict(zip(names, step.kept.of(sampled.tokens), strict=True))
         tokens = sampled.tokens if sampled.host is None else sampled.host
-        fetched, given = self.tables.platform.fetch(tokens, *results.values()), list(results)
+        fetched, given = self.tables.device.fetch(tokens, *results.values()), list(results)
         return Pending(lambda: self._result(fetched, given, step.processed))
 
     def _run_model(self, plan: StepPlan, results: dict[str, Tensor]) -> StepLogits:
@@ -102,8 +112,8 @@ class ModelRunner:
         if not scored and not pooled:
             return self.forward(plan)
         logits, hidden = self.eager.with_states(plan)
-        if self.note is not None:
-            self.note(plan)
+        if self.steps is not None:
+            self.steps.note(plan)
         if scored:
             names = ("prompt_ids", "prompt_logprobs", "prompt_ranks")
             results |= dict(zip(names, self.prompt_logprobs.of(hidden, scored), strict=True))
@@ -119,7 +129,7 @@ class ModelRunner:
         processed: ProcessedRows | None,
     ) -> StepResult:
         tokens, *others = fetched.result()
-        if self.check is not None and self.check():
+        if self.steps is not None and self.steps.has_lost_step():
             return StepResult(tokens[:, None], is_lost=True)
         failures = None
         if processed is not None:

@@ -13,18 +13,18 @@ from nanovllm.checkpoint.quantised.modules import widen_all
 from nanovllm.checkpoint.quantised.round_to_fp8 import is_rounded
 from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.config import EngineConfig
+from nanovllm.devices.base import Device
 from nanovllm.layers.code_format import CodeFormat
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.layers.weight_format import WeightFormat
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.base import Platform
 from nanovllm.quantisation import CodeLayout, choose_quantisation
 
 
 def choose_weight_format(
     config: EngineConfig,
     checkpoint: Checkpoint | Mapping[str, Any],
-    platform: Platform,
+    device: Device,
     dtype: torch.dtype,
 ) -> WeightFormat:
     """Keep quantised weights as they are stored where kernels read them.
@@ -33,14 +33,14 @@ def choose_weight_format(
     """
     checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     types = checkpoint_config.get(BLOCK_TYPES_KEY)
-    if types and config.load_format != "dummy" and platform.reads_blocks(dtype):
+    if types and config.load_format != "dummy" and device.reads_blocks(dtype):
         from nanovllm.layers.gguf_format import GGUFFormat  # needs numba
 
         return GGUFFormat(types)
     stored = checkpoint_config.get("quantization_config")
     quantisation = choose_quantisation(config.quantization, stored)
     layout = None if quantisation is None else quantisation.layout
-    if quantisation is None or layout is None or not platform.reads_codes(layout.kind, dtype):
+    if quantisation is None or layout is None or not device.reads_codes(layout.kind, dtype):
         return PLAIN
     if isinstance(checkpoint, Checkpoint) and config.load_format != "dummy":
         return CodeFormat(_stored_layouts(checkpoint).get)

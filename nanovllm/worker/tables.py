@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.devices.base import Device
 from nanovllm.engine.step import NewRow, StepPlan
 from nanovllm.kernels.ops import Sampling
 from nanovllm.kernels.torch_sampling import SamplingColumns
-from nanovllm.platforms.base import Platform
 from nanovllm.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -68,10 +68,8 @@ class SlotTables:
     repetition: Tensor
     sampling_columns: SamplingColumns
 
-    def __init__(
-        self, platform: Platform, num_slots: int, max_model_len: int, block_size: int
-    ) -> None:
-        self.platform = platform
+    def __init__(self, device: Device, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.device = device
         self.num_slots = num_slots
         self.block_size = block_size
         self._columns = slot_columns(max_model_len, block_size)
@@ -79,7 +77,7 @@ class SlotTables:
         for name, column in self._columns.items():
             self._offsets[name] = end
             end += -(-(num_slots + 1) * column.num_words // ALIGNMENT) * ALIGNMENT
-        self.words = torch.zeros(end, dtype=torch.int32, device=platform.device)
+        self.words = torch.zeros(end, dtype=torch.int32, device=device.torch_device)
         for name in self._columns:
             setattr(self, name, self._view(name))
         self.sampling_columns = SamplingColumns(*map(self._view, SamplingColumns.__slots__))
@@ -99,7 +97,7 @@ class SlotTables:
         """Write what a plan changes, before its step and after the step before."""
         changes = self.changes(plan)
         if len(changes):
-            sent = self.platform.upload(changes)
+            sent = self.device.upload(changes)
             self.words.scatter_(0, sent[:, 0].long(), sent[:, 1])
 
     def changes(self, plan: StepPlan) -> np.ndarray:

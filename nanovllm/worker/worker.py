@@ -11,8 +11,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.base import Device
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.kv_layout import KVCacheSpec
@@ -20,7 +22,6 @@ from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.pending import Pending
-from nanovllm.worker.backend import Backend
 from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import fill_dummy_weights, load_weights
@@ -37,17 +38,16 @@ class Worker:
         config: EngineConfig,
         model_config: ModelConfig,
         checkpoint: Checkpoint,
-        backend: Backend,
+        device: Device,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.checkpoint = checkpoint
-        self.backend = backend
-        self.platform, self.group = backend.platform, backend.group
+        self.device, self.group = device, device.group
 
     def start(self) -> ExecutorInfo:
         try:
-            with torch.inference_mode(), self.platform.in_order():
+            with torch.inference_mode(), self.device.in_order():
                 return self._start()
         except (RuntimeError, MemoryError) as error:
             if not is_shortage(error):
@@ -59,47 +59,44 @@ class Worker:
             ) from error
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
-        with torch.inference_mode(), self.platform.in_order():
+        with torch.inference_mode(), self.device.in_order():
             return self.runner.run(plan)
 
     def sample(self, masks: IntColumn) -> None:
-        with torch.inference_mode(), self.platform.in_order():
+        with torch.inference_mode(), self.device.in_order():
             self.runner.sample(masks)
 
     def capture_one(self) -> bool:
-        if self.runner.capture_one is None:
+        if self.runner.steps is None:
             return False
-        with torch.inference_mode(), self.platform.in_order():
-            return self.runner.capture_one()
+        with torch.inference_mode(), self.device.in_order():
+            return self.runner.steps.capture_one()
 
     def _start(self) -> ExecutorInfo:
-        config, platform, group, backend = self.config, self.platform, self.group, self.backend
-        dtype = backend.dtype
-        weight_format = choose_weight_format(config, self.checkpoint, platform, dtype)
-        build = Build(platform.device, dtype, backend.attention, backend.ops, group, weight_format)
-        check_memory(config, self.model_config, platform, build)
+        config, device, group = self.config, self.device, self.group
+        dtype = device.choose_dtype(config.dtype, self.model_config.dtype)
+        ops = device.ops(dtype)
+        attention = device.attention(dtype, ops)
+        weight_format = choose_weight_format(config, self.checkpoint, device, dtype)
+        build = Build(device.torch_device, dtype, attention, ops, group, weight_format)
+        check_memory(config, self.model_config, device, build)
         self._agree(0)  # no rank loads before all have looked at what is free
         model = build_model(self.model_config, config.max_model_len, build)
         if config.load_format == "dummy":
-            fill_dummy_weights(model, platform, config.seed)
+            fill_dummy_weights(model, device, config.seed)
         else:
-            load_weights(model, self.checkpoint, platform, show_progress=group.rank == 0)
+            load_weights(model, self.checkpoint, device, show_progress=group.rank == 0)
         spec = kv_cache_spec(config, self.model_config, dtype, group)
-        largest_step = partial(self._largest_step, model, spec)
-        backend.prepare(model, spec, largest_step)
-        platform.profile(largest_step)
-        num_blocks = self._agree(choose_num_blocks(config, spec, platform))
-        caches = spec.views(platform.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
-        eager = EagerForward(model, self._tables(), backend.attention, caches)
-        self.runner = backend.runner(eager)
+        device.prepare(model, spec, partial(self._largest_step, model, spec, attention))
+        num_blocks = self._agree(choose_num_blocks(config, spec, device))
+        caches = spec.views(device.allocate_cache(num_blocks * spec.block_bytes), num_blocks)
+        self.runner = device.runner(EagerForward(model, self._tables(), attention, caches))
         dtype_name = str(dtype).split(".")[-1]
-        return ExecutorInfo(
-            num_blocks, platform.depth, platform.name, dtype_name, platform.device_name
-        )
+        return ExecutorInfo(num_blocks, device.depth, device.name, dtype_name, device.device_name)
 
     def _agree(self, num_blocks: int) -> int:
         """Return how many blocks every rank has room for."""
-        smallest = self.group.smallest(num_blocks, self.platform.device)
+        smallest = self.group.smallest(num_blocks, self.device.torch_device)
         if smallest < num_blocks:
             logger.info("KV cache: %d blocks, as another rank has no room for more", smallest)
         return smallest
@@ -107,18 +104,20 @@ class Worker:
     def _tables(self) -> SlotTables:
         config = self.config
         return SlotTables(
-            self.platform, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
+            self.device, config.max_num_seqs, config.max_model_len, config.kvcache_block_size
         )
 
-    def _largest_step(self, model: DecoderModel, spec: KVCacheSpec) -> EagerForward:
+    def _largest_step(
+        self, model: DecoderModel, spec: KVCacheSpec, attention: AttentionBackend
+    ) -> EagerForward:
         """Run as many tokens, and sample as many rows, as a step may have; they share blocks."""
-        config, platform = self.config, self.platform
+        config, device = self.config, self.device
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
         num_blocks = -(-row_len // spec.block_size)
-        cache = platform.allocate_cache(num_blocks * spec.block_bytes)
+        cache = device.allocate_cache(num_blocks * spec.block_bytes)
         tables = self._tables()
-        tables.block_table[:, :num_blocks] = torch.arange(num_blocks, device=platform.device)
+        tables.block_table[:, :num_blocks] = torch.arange(num_blocks, device=device.torch_device)
         column = np.ones(num_rows, np.int32)
         plan = StepPlan(
             slots=np.arange(num_rows, dtype=np.int32),
@@ -131,6 +130,6 @@ class Worker:
             num_decode_tokens=0,
         )
         caches = spec.views(cache, num_blocks)
-        eager = EagerForward(model, tables, self.backend.attention, caches)
-        self.backend.sampler(tables)(eager(plan), plan)
+        eager = EagerForward(model, tables, attention, caches)
+        device.sampler(tables, model.config.vocab_size)(eager(plan), plan)
         return eager

@@ -17,11 +17,11 @@ from nanovllm.attention.base import BatchRows
 from nanovllm.attention.cpu import NumbaAttention
 from nanovllm.attention.rows import MAX_WASTE, CpuAttention
 from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.attention.cases import (
     MIXES,
     Backend,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanovllm.attention import create_attention
 from nanovllm.attention.base import (
-    AttentionBackend,
     BatchRows,
     DecodeRows,
     GraphedAttention,
 )
+from nanovllm.config import EngineConfig
+from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.platforms.cuda import CudaPlatform
 from tests.attention.cases import MIXES, Case, make_case
 
 pytestmark = [
@@ -24,15 +23,11 @@ pytestmark = [
 BLOCK_SIZE = 256
 
 
-@pytest.fixture(scope="module")
-def platform() -> CudaPlatform:
-    return CudaPlatform(0.5)
-
-
-def create(platform: CudaPlatform, name: str) -> AttentionBackend:
+def make_device(name: str) -> CudaDevice:
     if name == "flash_attn":
         pytest.importorskip("flash_attn")
-    return create_attention(platform, TorchOps(), BLOCK_SIZE, name, torch.bfloat16)
+    config = EngineConfig("none", attention_backend=name, kvcache_block_size=BLOCK_SIZE)
+    return CudaDevice(config)
 
 
 def on_device(mix: list[tuple[int, int]], window: int | None = None) -> tuple[Case, torch.Tensor]:
@@ -55,10 +50,8 @@ def assert_close(output: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", ["triton", "sdpa", "flash_attn"])
 @pytest.mark.parametrize("mix", list(MIXES))
 @pytest.mark.parametrize("window", [None, 50])
-def test_equals_the_reference(
-    platform: CudaPlatform, name: str, mix: str, window: int | None
-) -> None:
-    attention = create(platform, name)
+def test_equals_the_reference(name: str, mix: str, window: int | None) -> None:
+    attention = make_device(name).attention(torch.bfloat16, TorchOps())
     case, want = on_device(MIXES[mix], window)
     plan = attention.plan(case.rows)
     output = attention.attend(case.queries(), case.cache, plan, case.spec)
@@ -67,8 +60,9 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
-    attention = create(platform, name)
+def test_a_graph_reads_its_rows_anew(name: str) -> None:
+    device = make_device(name)
+    attention = device.attention(torch.bfloat16, TorchOps())
     assert isinstance(attention, GraphedAttention)
     case, want = on_device([(300, 1), (2, 1), (700, 1)])
     slots = torch.tensor([1, 1, 1], dtype=torch.int32, device="cuda")
@@ -81,7 +75,7 @@ def test_a_graph_reads_its_rows_anew(platform: CudaPlatform, name: str) -> None:
         plan = attention.decode_plan(rows)
         return attention.attend(case.queries(), case.cache, plan, case.spec)
 
-    replay, output = platform.record(run)
+    replay, output = device.capture(run)
     slots.copy_(torch.tensor([0, 1, 2]))
     context_lens.copy_(torch.tensor([301, 3, 701]))
     replay()

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention import create_attention
 from nanovllm.attention.base import DecodeRows, GraphedAttention
 from nanovllm.attention.flash import FlashAttention, FlashDecode, FlashMixed
 from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.platforms.base import Platform
-from nanovllm.platforms.cpu import CpuPlatform
 from tests.attention import stand_in_flash
 from tests.attention.cases import MIXES, Backend, check_last_tokens, make_case
+from tests.devices import cpu_device
+
+pytest.importorskip("triton")
+from nanovllm.devices.cuda.device import CudaDevice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class NamedCuda(CpuPlatform):
-    """A CPU under the name of a GPU: choosing a backend touches no device."""
-
-    name = "cuda"
 
 
 @pytest.fixture
@@ -38,11 +35,13 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
 
 def create(
     name: str,
-    platform: Platform | None = None,
+    on_cpu: bool = False,
     block_size: int = 256,
     dtype: torch.dtype = torch.bfloat16,
 ) -> object:
-    return create_attention(platform or NamedCuda(), TorchOps(), block_size, name, dtype)
+    """Choose attention as a device does; none is needed for it."""
+    device: Any = cpu_device(attention_backend=name, kvcache_block_size=block_size)
+    return (CpuDevice if on_cpu else CudaDevice).attention(device, dtype, TorchOps())
 
 
 @pytest.mark.parametrize("mix", list(MIXES))
@@ -98,7 +97,7 @@ def test_graphs_are_for_backends_that_plan_on_the_device(flash: FlashAttention) 
         ({"dtype": torch.float32}, "dtype='bfloat16'"),
         ({"block_size": 32}, "kvcache_block_size=256"),
         ({"block_size": 128}, "multiple of 256, got 128"),
-        ({"platform": CpuPlatform()}, "needs a CUDA device, but the engine runs on the cpu"),
+        ({"on_cpu": True}, "needs a CUDA device, but the engine runs on the cpu"),
     ],
 )
 def test_what_flash_attn_cannot_serve(options: dict[str, object], message: str) -> None:
@@ -114,9 +113,9 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_triton_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="attention_backend='triton' needs a CUDA device"):
-        create("triton", CpuPlatform())
+        create("triton", on_cpu=True)
 
 
-@pytest.mark.parametrize("platform", [CpuPlatform(), NamedCuda()], ids=["cpu", "cuda"])
-def test_sdpa_runs_anywhere(platform: Platform) -> None:
-    assert isinstance(create("sdpa", platform, 16, torch.float32), SdpaAttention)
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "cuda"])
+def test_sdpa_runs_anywhere(on_cpu: bool) -> None:
+    assert isinstance(create("sdpa", on_cpu, 16, torch.float32), SdpaAttention)

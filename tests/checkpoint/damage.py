@@ -26,10 +26,10 @@ from nanovllm.errors import NanovllmError
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.loader import load_weights
 from nanovllm.worker.memory import check_model
 from tests.checkpoint.tiny_gguf import HEAD_DIM, VOCAB, write_gguf
+from tests.devices import cpu_device
 
 MAX_SECONDS = 5.0  # of the processor; most take some milliseconds, imports some seconds
 LETTERS = [chr(ord("a") + i) for i in range(20)]
@@ -71,14 +71,14 @@ def load(path: Path, *, has_tokenizer: bool = False) -> None:
     """Do all that an engine does with a checkpoint before it runs."""
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     config = EngineConfig(str(path), **sizes, dtype="float32", device="cpu")  # type: ignore[arg-type]
-    checkpoint = find_checkpoint(str(path), check=partial(check_model, config, CpuPlatform()))
+    checkpoint = find_checkpoint(str(path), check=partial(check_model, config, cpu_device()))
     eos_token_ids(checkpoint)
     if has_tokenizer:
         load_tokenizer(checkpoint)
     build = Build(torch.device("cpu"), torch.float32, SdpaAttention(16), TorchOps())
     with torch.inference_mode():
         model = build_model(read_config(checkpoint.config), 64, build)
-        load_weights(model, checkpoint, CpuPlatform(), show_progress=False)
+        load_weights(model, checkpoint, cpu_device(), show_progress=False)
 
 
 def write_gguf_files(folder: Path) -> list[Path]:

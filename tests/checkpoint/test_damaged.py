@@ -26,11 +26,11 @@ from nanovllm.checkpoint.weights import list_tensors
 from nanovllm.config import EngineConfig
 from nanovllm.errors import CheckpointError
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.memory import check_model
 from tests.checkpoint.damage import ODD, load, outcome, write_gguf_files
 from tests.checkpoint.tiny_gguf import VOCAB
 from tests.checkpoints import TinyCheckpoint
+from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ def test_random_configs() -> None:
     engine = EngineConfig("odd", max_model_len=64, max_num_seqs=4, dtype="float32", device="cpu")
     for _ in range(400):
         with outcome(outcomes):
-            check_model(engine, CpuPlatform(), odd_config(rng, rng.choice(configs)))
+            check_model(engine, cpu_device(), odd_config(rng, rng.choice(configs)))
     assert outcomes["CheckpointError"] > 150
     assert outcomes["loaded"] > 30
 

@@ -77,7 +77,7 @@ START = """
 import json, sys
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import NanovllmError
-from nanovllm.platforms import cpu
+from nanovllm.devices.cpu import device as cpu
 cpu.available_memory = cpu.total_memory = lambda: 8 << 30
 for options in json.loads(sys.argv[1]):
     try:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.config import EngineConfig
+from nanovllm.devices.cpu.device import CpuDevice
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -40,6 +42,10 @@ def run_interpreted(*arguments: str) -> str:
     return result.stdout
 
 
+def cpu_device(**options: Any) -> CpuDevice:
+    return CpuDevice(EngineConfig("none", **options))
+
+
 def runner_of(llm: LLM) -> Any:
     """The model runner: tests put something before or after its forward."""
     executor: Any = llm.engine.core.executor
@@ -49,7 +55,7 @@ def runner_of(llm: LLM) -> Any:
 class RunAgain:
     """Graphs without a CUDA device: functions that run again, and write where they wrote before."""
 
-    def record(
+    def capture(
         self, run: Callable[[], Tensor], is_loaded: bool = False
     ) -> tuple[Callable[[], None], Tensor]:
         output = run()
@@ -62,8 +68,11 @@ class RunAgain:
     def send(self, array: np.ndarray, target: Tensor) -> None:
         target[: len(array)].copy_(torch.from_numpy(array))
 
-    def borrow(self, tensor: Tensor) -> Tensor:
+    def weak_ref(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def pinned(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        return True

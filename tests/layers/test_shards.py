@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from nanovllm.config import ExpertsConfig, ModelConfig
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.kernels import create_cpu_ops
 from nanovllm.kernels.ops import Hidden, Ops
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.attention import SelfAttention
@@ -25,10 +24,9 @@ from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.shards import Share, check_splits, split, split_kv_heads, whole
 from nanovllm.layers.weight_format import ExpertNames
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.platforms.cpu_features import find_cpu_features
 from nanovllm.worker.loader import UnpackedLayers
 from tests.checkpoints import VARIANTS
+from tests.devices import cpu_device
 
 MODEL = replace(
     read_config(VARIANTS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}),
@@ -46,11 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(params=["torch", "compiled"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
-    return (
-        TorchOps()
-        if request.param == "torch"
-        else create_cpu_ops(torch.float32, find_cpu_features())
-    )
+    return TorchOps() if request.param == "torch" else cpu_device().ops(torch.float32)
 
 
 def unconnected(size: int) -> list[TPGroup]:
@@ -63,13 +57,13 @@ def build(ops: Ops, group: TPGroup = ALONE) -> Build:
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
-    tensors = UnpackedLayers(module, CpuPlatform()).expected
+    tensors = UnpackedLayers(module, cpu_device()).expected
     return {name: 0.2 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
 
 
 def load(module: nn.Module, stored: dict[str, Tensor]) -> None:
     """As the loader does: each tensor's parts say what is copied where."""
-    layers = UnpackedLayers(module, CpuPlatform())
+    layers = UnpackedLayers(module, cpu_device())
     assert layers.expected.keys() == stored.keys()
     for name, tensor in stored.items():
         assert layers.expected[name].shape == tensor.shape

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from nanovllm.engine.step import StepPlan
-from nanovllm.kernels.torch_sampling import keep_allowed
 from nanovllm.logits.masks import MaskedSampler
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.forward import Sampled, StepLogits
+from tests.devices import cpu_device
 
 
 def greedy(logits: StepLogits, plan: StepPlan) -> Sampled:
@@ -33,6 +32,6 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
         allowed = torch.from_numpy(is_allowed[index, :vocab_size])
         want[[0, 1, None, 2, 3][row]].masked_fill_(~allowed, -torch.inf)
     step = StepLogits(logits, torch.arange(4), torch.arange(4))
-    sampled = MaskedSampler(CpuPlatform(), keep_allowed, greedy)(step, plan, masks)
+    sampled = MaskedSampler(cpu_device(), greedy)(step, plan, masks)
     assert torch.equal(sampled.tokens, want.argmax(-1))
     assert torch.equal(logits, want)

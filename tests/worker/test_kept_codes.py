@@ -14,13 +14,13 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.config import EngineConfig
+from nanovllm.devices.cpu.device import CpuDevice
 from nanovllm.distributed.group import ALONE
 from nanovllm.kernels.ops import Hidden, NormWeights
 from nanovllm.kernels.stored_weights import Fp8Weight, quantised_product
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import memory
 from nanovllm.worker.loader import UnpackedLayers
 from nanovllm.worker.stored_weights import choose_weight_format
@@ -35,7 +35,7 @@ from tests.checkpoint.tiny_quantised import (
     write_twins,
 )
 from tests.checkpoints import make_checkpoint
-from tests.devices import NEEDS_GPU
+from tests.devices import NEEDS_GPU, cpu_device
 from tests.threaded_ranks import engines_of
 from tests.worker.test_quantised_models import EVEN, EXPERTS, SIZE_OPTIONS, source
 
@@ -97,7 +97,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded(self, name)
 
     monkeypatch.setattr(UnpackedLayers, "loaded", note)
-    monkeypatch.setattr(CpuPlatform, "reads_codes", lambda *_: True)
+    monkeypatch.setattr(CpuDevice, "reads_codes", lambda *_: True)
     return names
 
 
@@ -185,7 +185,7 @@ def test_rounding_while_loading_keeps_the_codes(checkpoint_root: Path, kept: lis
     assert len(kept) == 2 * 7 - 1
     assert "model.layers.1.mlp.down_proj.weight" not in kept  # the last one stays
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "reads_codes", lambda *_: False)
+        patch.setattr(CpuDevice, "reads_codes", lambda *_: False)
         assert_equal(got, run(path, quantization="fp8"))
 
 
@@ -202,11 +202,11 @@ def test_needs_are_those_of_the_codes(checkpoint_root: Path, kept: list[str]) ->
     """A model is not refused for the memory that it would take widened."""
     path = twins(checkpoint_root, "llama", "packed").quantised
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
-    model, platform, dtype = read_config(checkpoint.config), CpuPlatform(), torch.bfloat16
+    model, device, dtype = read_config(checkpoint.config), cpu_device(), torch.bfloat16
     needs = []
     for stored in (checkpoint.config, checkpoint):
-        chosen = choose_weight_format(config, stored, platform, dtype)
-        build = Build(platform.device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
+        chosen = choose_weight_format(config, stored, device, dtype)
+        build = Build(device.torch_device, dtype, None, None, ALONE, chosen)  # type: ignore[arg-type]
         needs.append(memory.count_needs(config, model, build).weights)
     words = 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)  # inputs are padded to blocks of 128
     assert needs[1] < words * 2 + 2 * 99 * 64 * 2 + 20_000

@@ -34,17 +34,18 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint import weights
 from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
 from nanovllm.checkpoint.weights import StoredTensor
+from nanovllm.config import EngineConfig
+from nanovllm.devices.choose import create_device
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import CheckpointError, UnsupportedModelError
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build, Layer
 from nanovllm.layers.linear import MergedLinear
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms import create_platform
 from nanovllm.worker import loader, worker
 from tests.checkpoint.tiny_gguf import add_value, permute_rows, stack_experts
 from tests.checkpoints import TinyCheckpoint
-from tests.devices import DEVICES
+from tests.devices import DEVICES, cpu_device
 from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -504,11 +505,11 @@ def test_the_log_says_how_fast(llama: TinyCheckpoint, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_arrive_in_place(device: str, dtype: torch.dtype) -> None:
     """From several threads at once, converted on the way, into rows that need not be contiguous."""
-    platform, rows = create_platform(device), torch.randn(64, 96).bfloat16()
-    whole = torch.zeros(64, 128, dtype=dtype, device=platform.device)
+    place, rows = create_device(EngineConfig("none", device=device)), torch.randn(64, 96).bfloat16()
+    whole = torch.zeros(64, 128, dtype=dtype, device=place.torch_device)
     slot = whole[:, 16:112]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(platform.fill, slot.split(4), rows.split(4)))
+        list(threads.map(place.fill, slot.split(4), rows.split(4)))
     assert torch.equal(slot.cpu(), rows.to(dtype))
     assert not whole[:, :16].any()
     assert not whole[:, 112:].any()
@@ -556,7 +557,7 @@ def test_a_rank_reads_its_share_alone(tiny: Tiny, variant: str) -> None:
         model, reads = build_model(model_config, 64, build), ReadBytes()
         held = sum(parameter.numel() for parameter in model.parameters())
         with mock.patch.object(loader, "list_tensors", reads.list_tensors):
-            loader.load_weights(model, checkpoint, create_platform("cpu"))
+            loader.load_weights(model, checkpoint, cpu_device())
         assert sum(reads.num_bytes.values()) == 4 * held
         shares += reads.num_bytes
     for name, size in whole.items():
@@ -578,7 +579,7 @@ def test_a_layer_is_packed_when_its_last_tensor_is_there(
     model_config = read_config(find_checkpoint(str(tiny(variant).path)).config)
     build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
     model = build_model(model_config, 64, build)
-    layers = loader.UnpackedLayers(model, create_platform("cpu"))
+    layers = loader.UnpackedLayers(model, cpu_device())
     missing = {
         layer: set(names)
         for path, layer in model.named_modules()
@@ -619,7 +620,7 @@ def test_a_bar_at_a_terminal(
     checkpoint = find_checkpoint(str(llama.path), need_tokenizer=False)
     build = Build(CPU, torch.float32, SdpaAttention(16), TorchOps())
     model = build_model(read_config(checkpoint.config), 64, build)
-    loader.load_weights(model, checkpoint, create_platform("cpu"), show_progress=show_progress)
+    loader.load_weights(model, checkpoint, cpu_device(), show_progress=show_progress)
     assert ("Loading weights" in sys.stderr.getvalue()) == show_progress  # type: ignore[attr-defined]
 
 
@@ -636,9 +637,9 @@ def test_only_the_first_rank_draws_a_bar(
 ) -> None:
     shown: list[tuple[str, bool]] = []
 
-    def load(model: Any, checkpoint: Any, platform: Any, show_progress: bool) -> None:
+    def load(model: Any, checkpoint: Any, device: Any, show_progress: bool) -> None:
         shown.append((threading.current_thread().name, show_progress))
-        loader.load_weights(model, checkpoint, platform, show_progress)
+        loader.load_weights(model, checkpoint, device, show_progress)
 
     monkeypatch.setattr(worker, "load_weights", load)
     with engines_of(2):

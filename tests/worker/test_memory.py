@@ -15,16 +15,18 @@ import torch
 from benchmarks.models import model_path
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
+from nanovllm.devices import choose
+from nanovllm.devices.choose import check_device
+from nanovllm.devices.cpu import memory as cpu
 from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.layers.build import Build
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms import cpu
-from nanovllm.platforms.cpu import CpuPlatform
-from nanovllm.worker import memory, worker
-from nanovllm.worker.memory import check_device, count_needs
+from nanovllm.worker import worker
+from nanovllm.worker.memory import count_needs
 from nanovllm.worker.tables import SlotTables
 from tests.checkpoints import TinyCheckpoint
+from tests.devices import cpu_device
 from tests.models.test_configs import CONFIGS, saved
 from tests.threaded_ranks import engines_of
 
@@ -61,7 +63,7 @@ def test_weights_are_counted_exactly(name: str) -> None:
 def test_tables_are_counted(num_slots: int, max_len: int) -> None:
     config = EngineConfig("m", max_num_seqs=num_slots, max_model_len=max_len)
     model = read_config(saved("llama"))
-    tables = SlotTables(CpuPlatform(), num_slots, max_len, config.kvcache_block_size)
+    tables = SlotTables(cpu_device(), num_slots, max_len, config.kvcache_block_size)
     ropes = build_model(model, max_len, build(TPGroup())).model.ropes
     held = tables.words.nbytes + ropes[0].nbytes
     assert held <= count_needs(config, model, build(TPGroup())).tables + 4 * max_len <= 2 * held
@@ -125,13 +127,13 @@ def test_every_rank_looks_at_its_own_memory(tiny: Tiny, monkeypatch: pytest.Monk
 
 
 def test_workers_of_a_cluster_need_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "find_spec", lambda name: object())  # Ray need not be installed
+    monkeypatch.setattr(choose, "find_spec", lambda name: object())  # Ray need not be installed
     config = EngineConfig("any", tensor_parallel_size=2, device="cpu")
     assert check_device(config) is not None
     assert check_device(replace(config, distributed_executor_backend="ray")) is None
 
 
-def refuse(config: Any, model: Any, platform: Any, build: Build) -> None:
+def refuse(config: Any, model: Any, device: Any, build: Build) -> None:
     raise ConfigError(f"no room for rank {build.group.rank} of {build.group.size}")
 
 

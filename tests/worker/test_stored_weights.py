@@ -22,12 +22,12 @@ from nanovllm.kernels.cpu import block_kernels, cache_kernels, interpreter
 from nanovllm.layers.build import Build
 from nanovllm.layers.plain_format import PLAIN
 from nanovllm.models.registry import read_config
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker import memory, worker
 from nanovllm.worker.loader import UnpackedLayers
 from nanovllm.worker.stored_weights import choose_weight_format
 from tests.checkpoint import tiny_gguf
 from tests.checkpoint.tiny_gguf import hf_tensors, write_gguf
+from tests.devices import cpu_device
 from tests.threaded_ranks import engines_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -188,9 +188,9 @@ def test_needs_are_those_of_the_blocks(tmp_path: Path, kept: list[int]) -> None:
     """A model is not refused for the memory that it would take widened."""
     path = write(tmp_path, "llama", False, "Q4_1")
     checkpoint, config = find_checkpoint(str(path)), EngineConfig(str(path), max_model_len=64)
-    model, platform = read_config(checkpoint.config), CpuPlatform()
-    weight_format = choose_weight_format(config, checkpoint.config, platform, torch.float32)
-    build = Build(platform.device, torch.float32, None, None, ALONE, weight_format)  # type: ignore[arg-type]
+    model, device = read_config(checkpoint.config), cpu_device()
+    weight_format = choose_weight_format(config, checkpoint.config, device, torch.float32)
+    build = Build(device.torch_device, torch.float32, None, None, ALONE, weight_format)  # type: ignore[arg-type]
     run(path)
     norms = (2 * 2 + 1) * 64 * 4
     assert memory.count_needs(config, model, build).weights == sum(kept) + norms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.devices.cpu.features import CpuFeatures
 from nanovllm.kernels import widened
 from nanovllm.kernels.composed_linear import ComposedLinear
 from nanovllm.kernels.cpu import kernels
@@ -26,7 +27,6 @@ from nanovllm.kernels.ops import (
 )
 from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.kernels.torch_ops import compose_code_experts, compose_codes
-from nanovllm.platforms.cpu_features import CpuFeatures
 
 # By the dtype that torch multiplies in. More rows than that and its product, the widening of a
 # weight included, is faster: benchmarks/kernels/cpu_products.py.

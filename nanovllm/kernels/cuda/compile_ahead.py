@@ -49,7 +49,8 @@ def is_first_use() -> bool:
 
 def stamp_path(*facts: object) -> Path:
     """A file in Triton's cache that tells that everything for such work is compiled."""
-    times = [path.stat().st_mtime_ns for path in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = sorted(_PACKAGES.glob("nanovllm/*/cuda/**/*.py"))
+    times = [path.stat().st_mtime_ns for path in sources]
     digest = hashlib.sha256(repr((triton.__version__, times, facts)).encode()).hexdigest()
     return Path(knobs.cache.dir) / f"nanovllm-{digest[:16]}"
 

@@ -16,6 +16,7 @@ import gguf
 import llvmlite.ir as ir
 
 from nanovllm.checkpoint.gguf import BLOCK_TYPES
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels import widened
 from nanovllm.kernels.cpu import block_types
 from nanovllm.kernels.cpu.block_types import TYPES
@@ -24,7 +25,6 @@ from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.ops import Routing
 from nanovllm.kernels.torch_ops import run_experts
-from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.checkpoint.test_gguf_types import random_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

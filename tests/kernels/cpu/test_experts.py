@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("numba")
 
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels.cpu import mixture
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
 from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.platforms.cpu_features import find_cpu_features
 from tests.kernels.expert_layers import LAYERS, Layer
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

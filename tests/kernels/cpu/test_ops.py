@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from nanovllm.config import RopeConfig
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.fp8 import FP8
 from nanovllm.kernels.cpu.ops import MAX_LINEAR_ROWS, NumbaOps
 from nanovllm.kernels.cpu.program import Launcher
@@ -27,7 +28,6 @@ from nanovllm.kernels.ops import (
 )
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.rotary_embedding import rope_table
-from nanovllm.platforms.cpu_features import find_cpu_features
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 pytestmark = pytest.mark.usefixtures("one_thread")

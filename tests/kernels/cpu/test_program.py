@@ -18,13 +18,13 @@ from torch._C import _len_torch_dispatch_stack
 
 pytest.importorskip("numba")
 
-from nanovllm.kernels import create_cpu_ops
+from nanovllm.devices.cpu.features import find_cpu_features
 from nanovllm.kernels.cpu import program as program_module
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import Launcher, NotRecordableError, find_openmp, float_bits
 from nanovllm.kernels.ops import Hidden, NormWeights, PackedLinear
 from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.platforms.cpu_features import find_cpu_features
+from tests.devices import cpu_device
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 DIM, SIZE, VOCAB_SIZE = 40, 56, 30
@@ -323,5 +323,5 @@ def test_fractions_travel_as_bits(value: float) -> None:
 
 def test_kernels_are_chosen_by_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert isinstance(create_cpu_ops(dtype, find_cpu_features()), NumbaOps)
-    assert isinstance(create_cpu_ops(torch.float16, find_cpu_features()), TorchOps)
+        assert isinstance(cpu_device().ops(dtype), NumbaOps)
+    assert isinstance(cpu_device().ops(torch.float16), TorchOps)

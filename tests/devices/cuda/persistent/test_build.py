@@ -28,8 +28,8 @@ from nanovllm.kernels.stored_weights import StoredWeight
 from nanovllm.layers.build import Build
 from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model, read_config
-from nanovllm.platforms.cpu import CpuPlatform
 from nanovllm.worker.loader import fill_dummy_weights
+from tests.devices import cpu_device
 from tests.devices.cuda.persistent.random_steps import make_fp8, make_int4
 
 SIZES = {
@@ -50,7 +50,7 @@ def loaded_model(name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any)
     config = read_config({**json.loads(Path(model_path(name)).read_text()), **SIZES, **changes})
     ops = TritonOps()
     model = build_model(config, 64, Build(torch.device("cpu"), dtype, SdpaAttention(32), ops))
-    fill_dummy_weights(model, CpuPlatform(), 0)
+    fill_dummy_weights(model, cpu_device(), 0)
     return model
 
 

@@ -48,10 +48,10 @@ def generate(llm: LLM) -> None:
 def test_equals_eager_steps(path: Path, limit: int) -> None:
     with LLM(path, **WHOLE) as llm:
         runner = runner_of(llm)
-        steps: Any = runner.forward
-        assert steps.max_whole_context > 0
-        steps.max_whole_context = limit  # beyond it layers run one by one
-        runner.forward = both = BothWays(steps)
+        steps: Any = runner.forward.decode
+        assert steps.max_persistent_context > 0
+        steps.max_persistent_context = limit  # beyond it layers run one by one
+        runner.forward = both = BothWays(runner.forward)
         generate(llm)
     whole, eager = (torch.cat(side).double() for side in zip(*both.pairs, strict=True))
     difference = (whole - eager).square().mean().sqrt() / eager.square().mean().sqrt()
@@ -62,20 +62,21 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
     """The kernel gives up in the middle of an answer, and is not used again."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(path, **WHOLE) as llm:
-        steps: Any = runner_of(llm).forward
-        steps.max_whole_context = 0
+        steps: Any = runner_of(llm).forward.decode
+        steps.max_persistent_context = 0
         want = llm.generate([prompts()[3]], params, use_tqdm=False)
     with LLM(path, **WHOLE) as llm:
-        steps = runner_of(llm).forward
+        steps = runner_of(llm).forward.decode
         llm.engine.add_request(prompts()[3], params)
         for _ in range(10):
             llm.engine.step()
-        attended = steps.persistent._exchanges[3]
-        attended[..., -1] = -1  # a value that nobody will store
+        with torch.inference_mode():
+            attended = steps.persistent._exchanges[3]
+            attended[..., -1] = -1  # a value that nobody will store
         outputs = []
         while not llm.engine.is_finished():
             outputs += llm.engine.step()
-        assert steps.max_whole_context == 0
+        assert steps.max_persistent_context == 0
         assert llm.engine.core.scheduler.num_preemptions == 1
     assert len(outputs[0].token_ids) == len(want[0].token_ids) == 40
     assert outputs[0].token_ids[:5] == want[0].token_ids[:5]
@@ -84,6 +85,6 @@ def test_what_a_lost_step_leaves_is_recomputed(path: Path) -> None:
 @pytest.mark.parametrize("change", [{"dtype": "float16"}, {"kvcache_block_size": 16}], ids=str)
 def test_others_run_layer_by_layer(path: Path, change: dict[str, Any]) -> None:
     with LLM(path, **{**WHOLE, **change}) as llm:
-        steps: Any = runner_of(llm).forward
-        assert steps.max_whole_context == 0
+        steps: Any = runner_of(llm).forward.decode
+        assert steps.max_persistent_context == 0
         generate(llm)

@@ -1,0 +1,240 @@
+"""Graphs of decode steps, which read all they need from the tables, for some numbers of rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.devices.cuda.sampler import GraphKey
+from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
+from nanovllm.engine.step import IntColumn, StepPlan
+from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
+from nanovllm.kernels.cuda.step_inputs import gather_decode
+from nanovllm.layers.build import ForwardBatch
+from nanovllm.worker.forward import EagerForward, StepLogits
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.device import CudaDevice
+    from nanovllm.devices.cuda.persistent.step import PersistentStep
+
+FIRST_SIZES = 8, 4, 2, 1  # rows
+# These have graphs of their own for short contexts, whose attention is not split.
+SHORT_SIZES = range(24, 81)
+DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
+
+Replay = Callable[[], None]
+
+
+def graph_bytes(num_slots: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Return what graphs take beside activations; logits share the memory of the largest one's."""
+    return num_slots * vocab_size * dtype.itemsize + DRIVER_BYTES
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Every size up to 16, then steps of an eighth of the power of two below; always max_rows.
+
+    Those between 208 and 256 are left out: the libraries' products of 256 rows take no longer.
+    """
+    sizes, size = [], 1
+    while size < max_rows:
+        if not 208 < size < 256:
+            sizes.append(size)
+        size += max(1, (1 << size.bit_length()) // 16)
+    return [*sizes, max_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """A decode step of one batch size; its logits are overwritten by the next replay."""
+
+    run_layers: Replay
+    run_persistent: Replay | None  # the same as one kernel
+    logits: Tensor  # [batch size, vocab_size]; other sizes' graphs use the same memory
+
+
+class DecodeGraphs:
+    """Captures the graphs of each size when it is first asked for, and replays them."""
+
+    def __init__(
+        self,
+        eager: EagerForward,
+        attention: GraphedAttention,
+        device: CudaDevice,
+        is_loaded: bool,
+        persistent: PersistentStep | None,
+    ) -> None:
+        self.eager, self.attention, self.device = eager, attention, device
+        self.is_loaded = is_loaded  # whether all kernels ran before the first capture
+        self.tables = tables = eager.tables
+        num_slots, max_blocks = tables.num_slots, tables.block_table.shape[1]
+        self.max_context = max_blocks * tables.block_size
+        self.sizes = graph_sizes(num_slots)
+        self.padding = num_slots  # the tables' last row
+        self._host_slots = np.full(num_slots, self.padding, np.int32)
+        self._slots = device.upload(self._host_slots)
+        self._input_ids, self._context_lens, self._order = torch.zeros(
+            3, num_slots, dtype=torch.int32, device=device.torch_device
+        )
+        self._positions, self._cache_offsets = torch.zeros(
+            2, num_slots, dtype=torch.int64, device=device.torch_device
+        )
+        self.persistent = persistent
+        # The persistent kernel is off beyond it, or for good once it gave up.
+        self.max_persistent_context = 0 if persistent is None else persistent.max_context
+        self.graphs: dict[GraphKey, DecodeGraph] = {}
+        self.shared_graphs: dict[int, tuple[Replay, Tensor]] = {}  # by size: with their logits
+        self.can_share = isinstance(attention, TritonAttention)
+        self.prefixes = SharedPrefixes(device, num_slots, max_blocks, tables.block_size)
+
+    # Ways to run a step; None: it does not suit.
+
+    def run_persistent(self, plan: StepPlan) -> StepLogits | None:
+        is_one = self.persistent is not None and len(plan.slots) in self.persistent.rows
+        if not is_one or plan.starts.max() >= self.max_persistent_context:
+            return None
+        key = self.key(plan)
+        replay = self.graph(key).run_persistent
+        return None if replay is None else self._replay(replay, plan, key)
+
+    def run_shared(self, plan: StepPlan) -> StepLogits | None:
+        """Rows that begin with the same blocks read their keys once."""
+        num_rows = len(plan.slots)
+        size = self.size_of(num_rows)
+        is_captured = size in self.shared_graphs or not self.is_loaded
+        if not (num_rows >= MIN_ROWS and self.can_share and is_captured):
+            return None
+        if not self.prefixes.find(plan.slots):
+            return None
+        self.send_slots(plan.slots)
+        replay, logits = self.shared_graph(size)
+        replay()
+        return self._step_logits(logits[:num_rows], None)
+
+    def run_layers(self, plan: StepPlan) -> StepLogits:
+        key = self.key(plan)
+        return self._replay(self.graph(key).run_layers, plan, key)
+
+    def _replay(self, replay: Replay, plan: StepPlan, key: GraphKey) -> StepLogits:
+        self.send_slots(plan.slots)
+        replay()
+        return self._step_logits(self.graphs[key].logits[: len(plan.slots)], key)
+
+    # Captures.
+
+    def run_every_size(self, run_samplers: Callable[[StepLogits], None]) -> None:
+        """Launch every kernel that a step may have, the largest sizes first: all share memory."""
+        for size in reversed(self.sizes):
+            for max_context in {self.max_context, self.bound_of(size, 1)}:
+                logits = self._run_layers(size, max_context)
+            run_samplers(self._step_logits(logits, None))
+            if self.persistent is not None and size in self.persistent.rows:
+                self._run_persistent(self.persistent, logits)
+            if size >= MIN_ROWS and self.can_share:
+                self._run_layers(size, self.max_context, self.prefixes.rows(size))
+
+    def first_keys(self) -> list[GraphKey]:
+        """The largest size, whose memory the others use, and some that are used most."""
+        sizes = self.sizes[-1], *(size for size in FIRST_SIZES if size in self.sizes)
+        return [(size, self.max_context) for size in sizes]
+
+    def all_keys(self) -> list[GraphKey]:
+        bounds = [(size, (self.max_context, self.bound_of(size, 1))) for size in self.sizes[::-1]]
+        return list(dict.fromkeys((size, bound) for size, both in bounds for bound in both))
+
+    def capture_one_shared(self) -> bool:
+        """Capture a graph for shared prefixes; False if none is left to capture."""
+        for size in self.sizes if self.can_share else ():
+            if size >= MIN_ROWS and size not in self.shared_graphs:
+                self.prefixes.clear()
+                with self.padded():
+                    self.shared_graph(size)
+                return True
+        return False
+
+    def graph(self, key: GraphKey) -> DecodeGraph:
+        if key not in self.graphs:
+            with self.padded():  # a sequence that left may have lost its blocks
+                self.graphs[key] = self._capture(*key)
+        return self.graphs[key]
+
+    def shared_graph(self, size: int) -> tuple[Replay, Tensor]:
+        """Safe to capture in the middle of a step, which then runs twice: it is idempotent."""
+        if size not in self.shared_graphs:
+            rows = self.prefixes.rows(size)
+            run = partial(self._run_layers, size, self.max_context, rows)
+            replay, logits = self.device.capture(run, self.is_loaded)
+            self.shared_graphs[size] = replay, self.device.weak_ref(logits)
+        return self.shared_graphs[size]
+
+    def whole_step(self, key: GraphKey) -> StepLogits:
+        """All rows of a graph, also those that are padding."""
+        return self._step_logits(self.graph(key).logits, key)
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Let all rows be padding meanwhile."""
+        slots = self._host_slots
+        self.send_slots(slots[:0])
+        yield
+        self.send_slots(slots)
+
+    def key(self, plan: StepPlan) -> GraphKey:
+        size = self.size_of(len(plan.slots))
+        return size, self.bound_of(size, int(plan.starts.max()) + 1)
+
+    def size_of(self, num_rows: int) -> int:
+        return self.sizes[bisect_left(self.sizes, num_rows)]
+
+    def bound_of(self, size: int, longest: int) -> int:
+        """The longest context that the graph for a batch is captured for."""
+        is_short = size in SHORT_SIZES and longest <= SHORT_CONTEXT
+        return min(SHORT_CONTEXT, self.max_context) if is_short else self.max_context
+
+    def _capture(self, size: int, max_context: int) -> DecodeGraph:
+        run = partial(self._run_layers, size, max_context)
+        run_layers, logits = self.device.capture(run, self.is_loaded)
+        run_persistent = None
+        if self.persistent is not None and size in self.persistent.rows:
+            run = partial(self._run_persistent, self.persistent, logits)
+            run_persistent, _ = self.device.capture(run, self.is_loaded)
+        # No two sizes' logits are wanted at a time: given up here, their memory serves the next.
+        return DecodeGraph(run_layers, run_persistent, self.device.weak_ref(logits))
+
+    def _step_logits(self, logits: Tensor, key: GraphKey | None) -> StepLogits:
+        rows = slice(len(logits))
+        return StepLogits(logits, self._slots[rows], self._context_lens[rows], key)
+
+    def send_slots(self, slots: IntColumn) -> None:
+        """Tell the device which slots run, if that changed."""
+        host = np.full_like(self._host_slots, self.padding)
+        host[: len(slots)] = slots
+        if not np.array_equal(host, self._host_slots):
+            self.device.send(host, self._slots)
+            self._host_slots = host
+
+    def _run_layers(self, size: int, max_context: int, shared: SharedRows | None = None) -> Tensor:
+        eager, tables, rows = self.eager, self.tables, slice(size)
+        slots, context_lens, order = self._slots[rows], self._context_lens[rows], self._order[rows]
+        inputs = self._input_ids[rows], self._positions[rows], self._cache_offsets[rows]
+        state = tables.lengths, tables.tokens, tables.block_table
+        gather_decode(slots, *state, tables.block_size, (*inputs, context_lens, order))
+        decode = DecodeRows(tables.block_table, slots, context_lens, order, max_context, shared)
+        plan = self.attention.decode_plan(decode)
+        return eager.model(ForwardBatch(*inputs, None, plan, eager.caches))
+
+    def _run_persistent(self, step: PersistentStep, logits: Tensor) -> Tensor:
+        """Run the rows as one kernel, which reads the tables itself."""
+        tables, rows = self.tables, slice(len(logits))
+        state = tables.lengths, tables.tokens, tables.block_table
+        step.run(self._slots[rows], *state, self.eager.caches, logits, self._context_lens[rows])
+        return logits

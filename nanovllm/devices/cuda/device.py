@@ -1,0 +1,399 @@
+"""One CUDA device: Triton's kernels, graphs of them, asynchronous copies, KV sizing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention.base import AttentionBackend, GraphedAttention
+from nanovllm.attention.sdpa import SdpaAttention
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.devices.base import Memory
+from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, graph_bytes
+from nanovllm.devices.cuda.memory import GIB, MemoryAccount
+from nanovllm.devices.cuda.persistent import build
+from nanovllm.devices.cuda.prefill_graphs import (
+    Bucket,
+    PrefillGraphs,
+    bucket_sizes,
+    count_many_tokens,
+)
+from nanovllm.devices.cuda.sampler import SamplerGraphs, TritonSampler
+from nanovllm.devices.cuda.steps import CudaSteps
+from nanovllm.distributed.group import ALONE, TPGroup
+from nanovllm.errors import ConfigError
+from nanovllm.kernels.cuda import logprobs, masks
+from nanovllm.kernels.cuda.compile_ahead import compile_ahead, is_first_use, stamp_path
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.kv_layout import KVCacheSpec
+from nanovllm.kernels.ops import Ops
+from nanovllm.models.decoder import DecoderBody, DecoderModel
+from nanovllm.pending import Pending
+from nanovllm.quantisation import CodeKind
+from nanovllm.worker.forward import EagerForward
+from nanovllm.worker.runner import ModelRunner
+from nanovllm.worker.tables import SlotTables
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.persistent.step import PersistentStep
+
+logger = logging.getLogger(__name__)
+
+KERNEL_OPTIONS = (  # which kernels there are depends on
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kvcache_block_size",
+    "attention_backend",
+    "enforce_eager",
+    "model",  # whose weights may be quantised
+    "quantization",
+    "kv_cache_dtype",
+)
+MIN_PROCESSES, MAX_PROCESSES = 4, 12  # that compile; each takes a while to import what it needs
+
+
+class CudaDevice:
+    """All work is queued on one stream, in order: that is what makes reuse of blocks safe."""
+
+    depth = 1
+    name = "cuda"
+    token_logprobs = staticmethod(logprobs.token_logprobs)
+    keep_allowed = staticmethod(masks.keep_allowed)
+    persistent: PersistentStep | None = None  # once a model is loaded
+
+    def __init__(self, config: EngineConfig, group: TPGroup = ALONE) -> None:
+        self.config, self.group = config, group
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.device_name = torch.cuda.get_device_name(self.torch_device)
+        self._stream = torch.cuda.default_stream(self.torch_device)
+        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._capture_stream = torch.cuda.Stream(self.torch_device)
+        self._step_bytes = self._graph_bytes = 0
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """Make the device and its stream current, whatever the calling thread works with."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def choose_dtype(self, asked: str, checkpoint_dtype: str) -> torch.dtype:
+        is_auto = asked == "auto"
+        dtype: torch.dtype = getattr(torch, checkpoint_dtype if is_auto else asked)
+        if is_auto and dtype == torch.bfloat16:
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            return torch.bfloat16 if has_bf16 else torch.float16
+        return dtype
+
+    def check_fp8(self, head_dim: int) -> None:
+        if head_dim <= 16:
+            raise ConfigError(
+                f"kv_cache_dtype='fp8' is not there on GPUs for heads of {head_dim}; leave it out"
+            )
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if (major, minor) < (8, 9):
+            raise ConfigError(
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later, and "
+                f"{self.device_name} has {major}.{minor}; leave it out"
+            )
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def reads_codes(self, kind: CodeKind, dtype: torch.dtype) -> bool:
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        has_kernel = capability >= ((8, 9) if kind == "fp8" else (8, 0))
+        return has_kernel and dtype in (torch.bfloat16, torch.float16)
+
+    def ops(self, dtype: torch.dtype) -> Ops:
+        return TritonOps()
+
+    def attention(self, dtype: torch.dtype, ops: Ops) -> AttentionBackend:
+        block_size, name = self.config.kvcache_block_size, self.config.attention_backend
+        if name == "sdpa":
+            return SdpaAttention(block_size)
+        if name == "flash_attn":
+            from nanovllm.attention.flash import load_flash_attention
+
+            return load_flash_attention(self, block_size, dtype)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return TritonAttention(self, properties.multi_processor_count, properties.major == 9)
+
+    def memory(self) -> Memory:
+        device = self.torch_device
+        free, total = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Memory(free + unused, total)
+
+    def has_room_for_copy(self, num_bytes: int) -> bool:
+        return False
+
+    def cache_bytes(self, wanted: int) -> int:
+        account = self._account()
+        granted = account.grant(wanted)
+        logger.info("KV cache: %.2f GiB (%s)", granted / GIB, account)
+        return granted
+
+    def check_cache_bytes(self, num_bytes: int) -> None:
+        self._account().check(num_bytes)
+
+    def allocate_cache(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        torch._C._cuda_clearCublasWorkspaces()  # one per stream, and the capture stream is gone
+        torch.cuda.empty_cache()
+
+    def fill(self, target: Tensor, rows: Tensor) -> None:
+        with self.in_order():
+            pinned = self.pinned(target)
+            # A copy straight from the file's pages would be staged by one thread of the driver.
+            pinned.copy_(rows)
+            target.copy_(pinned, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            copied.synchronize()  # before pinned is freed and handed out again
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return self._pin(array).to(self.torch_device, non_blocking=True)
+
+    def send(self, array: np.ndarray, target: Tensor) -> None:
+        """Copy an array to the beginning of a tensor, without waiting."""
+        target[: len(array)].copy_(self._pin(array), non_blocking=True)
+
+    def host_memory(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        memory: npt.NDArray[np.int32] = pinned.numpy()
+        return memory
+
+    def is_pinned(self, array: np.ndarray) -> bool:
+        return torch.from_numpy(array).is_pinned()
+
+    def readable(self, array: np.ndarray) -> Tensor:
+        """Pinned memory as it is: a kernel reads it once, in the time that a copy would take."""
+        return torch.from_numpy(array) if self.is_pinned(array) else self.upload(array)
+
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        """What is not on the device is memory of the host that queued work will have written."""
+        pinned = [self.pinned(t) if t.is_cuda else t for t in tensors]
+        for target, tensor in zip(pinned, tensors, strict=True):
+            if target is not tensor:
+                target.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> list[np.ndarray]:
+            arrived.synchronize()
+            pairs = zip(pinned, tensors, strict=True)
+            return [mine.numpy() if mine is not t else t.numpy().copy() for mine, t in pairs]
+
+        return Pending(wait)
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """Return memory of the host that the device can write to."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def _pin(self, array: np.ndarray) -> Tensor:
+        """Copy an array to memory that is not reused before the copies from it are done."""
+        source = torch.from_numpy(np.ascontiguousarray(array))
+        pinned = self.pinned(source)
+        # Not by torch: its threads would take a large array apart, and spin for milliseconds after.
+        pinned.numpy()[...] = source.numpy()
+        return pinned
+
+    def capture(
+        self, run: Callable[[], Tensor], is_loaded: bool = False
+    ) -> tuple[Callable[[], None], Tensor]:
+        """Capture work that uses fixed buffers; return what repeats it, and its output.
+
+        It runs once before, unless its kernels are loaded. All graphs share a pool: memory that
+        the output gives up when it goes out of use serves the graphs that are captured later. The
+        pool lasts as long as any of its graphs.
+        """
+        if not is_loaded:
+            run()
+        torch.cuda.synchronize(self.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph, which empties the allocator's caches before each of many captures.
+        with torch.cuda.stream(self._capture_stream):
+            # Other threads may use the device meanwhile: an error is theirs only if they capture.
+            graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
+            try:
+                output = run()
+            finally:
+                graph.capture_end()
+        return graph.replay, output
+
+    def weak_ref(self, tensor: Tensor) -> Tensor:
+        """Return the same memory as a tensor that does not keep it from being handed out again."""
+        assert tensor.is_contiguous()
+        place = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.itemsize}",  # the interface has no bfloat16
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+        return torch.as_tensor(DeviceMemory(place), device=self.torch_device).view(tensor.dtype)
+
+    def sampler(self, tables: SlotTables, vocab_size: int) -> TritonSampler:
+        return TritonSampler(tables, vocab_size, self.group)
+
+    def prepare(
+        self, model: DecoderModel, cache: KVCacheSpec, largest_step: Callable[[], EagerForward]
+    ) -> None:
+        if self.uses_graphs:
+            self.persistent = build(model, cache)
+        self.compile_ahead(model, largest_step)
+        self.profile(largest_step)
+        if self.uses_graphs:
+            self._graph_bytes = self._count_graph_bytes(model)
+
+    def runner(self, eager: EagerForward) -> ModelRunner:
+        if not self.uses_graphs:
+            sampler = self.sampler(eager.tables, eager.model.config.vocab_size)
+            return ModelRunner(eager, eager, sampler)
+        steps = self.steps(eager)
+        if self.config.is_for_streams:
+            self.capture_all(steps)
+        else:
+            steps.capture_first()
+        return ModelRunner(eager, steps, steps.sample, steps)
+
+    @property
+    def uses_graphs(self) -> bool:
+        return not self.config.enforce_eager and self.config.attention_backend != "sdpa"
+
+    def compile_ahead(self, model: DecoderModel, largest_step: Callable[[], EagerForward]) -> None:
+        """Compile the kernels of all steps at once, if that is not done yet and pays.
+
+        It does not with few cores, or in a group, whose ranks would compile the same.
+        """
+        num_processes = min(MAX_PROCESSES, os.cpu_count() or 1)
+        if num_processes < MIN_PROCESSES or not self.group.is_alone or not is_first_use():
+            return
+        options = [getattr(self.config, name) for name in KERNEL_OPTIONS]
+        stamp = stamp_path(options, model.config, self.device_name, model.dtype)
+        if stamp.exists():
+            return
+        logger.warning("Compiling the CUDA kernels: 10 to 30 seconds, once on this machine")
+        compile_ahead(lambda: self.run_every_step(largest_step()), num_processes)
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+
+    def run_every_step(self, eager: EagerForward) -> None:
+        """Launch every kernel that steps may have."""
+        if self.uses_graphs:
+            with one_of_each_layer(eager.model.model, eager.model.config):
+                self.steps(eager).run_every_size()
+
+    def profile(self, largest_step: Callable[[], object]) -> None:
+        """Measure what the largest step takes of memory."""
+        device = self.torch_device
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        largest_step()
+        torch.cuda.synchronize(device)
+        self._step_bytes = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+
+    def capture_all(self, steps: CudaSteps) -> None:
+        """Compile and load every kernel and capture the graphs, so that no request waits for it."""
+        logger.info("Capturing CUDA graphs, so that no request waits for one")
+        begin = time.perf_counter()
+        with one_of_each_layer(steps.eager.model.model, steps.eager.model.config):
+            steps.run_every_size()
+        loaded = time.perf_counter()
+        steps.capture_all()
+        seconds = time.perf_counter() - loaded
+        logger.info("Kernels took %.1f s, CUDA graphs %.1f s", loaded - begin, seconds)
+
+    def steps(self, eager: EagerForward) -> CudaSteps:
+        attention, is_loaded, prefill = eager.attention, self.config.is_for_streams, None
+        assert isinstance(attention, GraphedAttention)
+        if isinstance(attention, TritonAttention):
+            sizes = self.prefill_sizes(eager.model.config)
+            prefill = PrefillGraphs(eager, attention, self, sizes)
+        persistent = self.persistent
+        if persistent is not None and not persistent.suits(eager.caches):
+            persistent = None
+        decode = DecodeGraphs(eager, attention, self, is_loaded, persistent)
+        sampler = self.sampler(eager.tables, eager.model.config.vocab_size)
+        samplers = SamplerGraphs(sampler, self, is_loaded)
+        return CudaSteps(eager, self, decode, prefill, samplers, is_loaded)
+
+    def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
+        most = count_many_tokens(model)
+        return bucket_sizes(self._max_tokens, self.config.max_num_seqs, most)
+
+    @property
+    def _max_tokens(self) -> int:
+        """Of a step."""
+        config = self.config
+        return min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+
+    def _count_graph_bytes(self, model: DecoderModel) -> int:
+        """Keep the KV cache from taking what graphs need: logits, and a share of a step's memory.
+
+        A group's logits exist three times while they are put side by side.
+        """
+        num_rows = self.config.max_num_seqs * (1 if self.group.is_alone else 3)
+        num_bytes = graph_bytes(num_rows, model.config.vocab_size, model.dtype)
+        if self.config.attention_backend == "flash_attn":
+            return num_bytes
+        share = self.prefill_sizes(model.config)[-1].num_tokens / self._max_tokens
+        return num_bytes + int(share * self._step_bytes)
+
+    def _account(self) -> MemoryAccount:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        utilization = self.config.gpu_memory_utilization
+        return MemoryAccount(total, utilization, total - free, self._step_bytes, self._graph_bytes)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A place on a CUDA device, in the form that libraries exchange."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+@contextmanager
+def one_of_each_layer(body: DecoderBody, config: ModelConfig) -> Iterator[None]:
+    """Let a model run its last layer and one of each kind: the others launch the same kernels."""
+    layers, ropes = body.layers, body.ropes
+    kinds = [
+        (config.layers[i], _kind_of(layer), i + 1 == config.num_layers)
+        for i, layer in enumerate(layers)
+    ]
+    chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    body.layers = nn.ModuleList(layers[i] for i in chosen)
+    body.ropes = [ropes[i] for i in chosen]
+    try:
+        yield
+    finally:
+        body.layers, body.ropes = layers, ropes
+
+
+def _kind_of(layer: nn.Module) -> object:
+    """What a layer consists of, and how its weights are packed: some may stay quantised."""
+    packed = [getattr(module, "packed", None) for module in layer.modules()]
+    return repr(layer), [_described(each) for each in packed]
+
+
+def _described(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    if is_dataclass(value):
+        return type(value), [_described(getattr(value, each.name)) for each in fields(value)]
+    return type(value)

@@ -1,0 +1,87 @@
+"""Which GPUs there are, and what of their memory a KV cache may take."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanovllm.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def has_cuda() -> bool:
+    """Whether there is an NVIDIA device and what compiles kernels for it."""
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return is_nvidia and importlib.util.find_spec("triton") is not None
+
+
+def check_c_compiler() -> None:
+    """Raise ConfigError where Triton could not build the launchers of its kernels."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(
+            f"a GPU needs a C compiler for Triton, but {' or '.join(compilers)} is not "
+            "on the path; install gcc (apt-get install gcc libc6-dev), set CC, or set device='cpu'"
+        )
+
+
+def num_devices() -> int:
+    return torch.cuda.device_count()
+
+
+def use_device(index: int) -> None:
+    """Make a GPU the one that devices made later work on."""
+    torch.cuda.set_device(index)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """What a device's bytes are spoken for, and what is left for the KV cache."""
+
+    total: int
+    utilization: float
+    held: int  # by weights and other processes
+    step: int  # the largest step
+    graphs: int
+
+    @property
+    def room(self) -> int:
+        return int(self.total * self.utilization) - self.held - self.step - self.graphs
+
+    def grant(self, wanted: int) -> int:
+        """Return as many of the `wanted` bytes as there are; none at all is an error."""
+        if self.room <= 0:
+            raise ConfigError(
+                f"no GPU memory is left for the KV cache: {self}; raise "
+                "gpu_memory_utilization, stop other processes, or lower max_num_batched_tokens"
+            )
+        return min(wanted, self.room)
+
+    def check(self, num_bytes: int) -> None:
+        """Refuse a KV cache that was asked for by number, whatever the share, and does not fit."""
+        whole = replace(self, utilization=1.0)
+        if num_bytes > whole.room:
+            raise ConfigError(
+                f"num_kvcache_blocks asks for {num_bytes / GIB:.2f} GiB, but "
+                f"{max(whole.room, 0) / GIB:.2f} are left: {whole}; lower num_kvcache_blocks or "
+                "max_num_batched_tokens, or stop other processes"
+            )
+
+    def __str__(self) -> str:
+        total, held, step, graphs = (
+            f"{num_bytes / GIB:.1f}"
+            for num_bytes in (self.total, self.held, self.step, self.graphs)
+        )
+        share = ""
+        if self.utilization < 1:
+            budget = self.total * self.utilization / GIB
+            share = f" x gpu_memory_utilization {self.utilization} = {budget:.1f}"
+        return (
+            f"{total} GiB{share}, of which weights and other processes hold {held}, "
+            f"a step needs {step}, graphs {graphs}"
+        )

@@ -1,0 +1,228 @@
+"""Steps with prompts in them, on CUDA: a few graphs per number of tokens, padded up to it.
+
+Launching a layer's kernels one by one takes the host longer than a few thousand tokens take the
+device, so the first token of a short prompt, and every answer that runs beside it, would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import DecodeRows
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.config import ModelConfig
+from nanovllm.engine.step import StepPlan
+from nanovllm.kernels.cuda.pdl import MAX_ROWS as OVERLAP_ROWS
+from nanovllm.kernels.cuda.step_inputs import gather_tokens, write_words
+from nanovllm.layers.build import ForwardBatch, SampledTokens
+from nanovllm.worker.forward import EagerForward, StepLogits
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.device import CudaDevice
+
+MAX_TOKENS = 4096  # more keep the device busy for longer than the host takes
+MAX_ROWS = 256  # each one's logits are computed, used or not
+MAX_PROMPTS = 16  # rows of more than one token
+# Many short prompts have graphs of their own. Attention has as many programs as if every prompt
+# were as long as one may be, and programs without queries take time too: so none may be long.
+MANY_PROMPTS, MANY_LEN = 64, 512  # how many, and the tokens of each
+MIN_MANY_TOKENS, MAX_MANY_TOKENS = 1024, 8192  # of these prompts together
+LAYER_PRODUCTS = 3 << 36  # multiplications that take about as long as the launches of a layer
+MAX_ALONE = 4  # prompts that have graphs of their own if no answers run beside them
+MAX_ALONE_TOKENS = 1024  # of these prompts together
+MAX_CHANGES = 16384  # of the tables, that a graph writes before it runs a step
+# Answers beside prompts in a step that no graph has room for: how many there are decides on the
+# kernel that attends for them.
+FEW_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
+HEIGHTS = 2, 3, 4, 3  # of the columns: see Bucket.lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a graph has room for, or a plan needs."""
+
+    num_tokens: int
+    num_singles: int  # rows of one token
+    num_prompts: int  # rows of more
+    num_rows: int
+    longest: int  # tokens of one row
+
+    def fits(self, needed: Bucket) -> bool:
+        return (
+            needed.num_tokens <= self.num_tokens
+            and needed.num_singles <= self.num_singles
+            and needed.num_prompts <= self.num_prompts
+            and needed.num_rows <= self.num_rows
+            and needed.longest <= self.longest
+        )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the columns: two per token, three per single token, four per prompt, three sampled."""
+        widths = self.num_tokens, self.num_singles, self.num_prompts, self.num_rows
+        return tuple(height * width for height, width in zip(HEIGHTS, widths, strict=True))
+
+
+def needed_size(plan: StepPlan) -> Bucket:
+    num_rows, num_singles = len(plan.counts), int((plan.counts == 1).sum())
+    num_tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
+    return Bucket(num_tokens, num_singles, num_rows - num_singles, num_rows, longest)
+
+
+def count_many_tokens(config: ModelConfig) -> int:
+    """Of many prompts in one graph, at most: with more the device takes longer than the host.
+
+    The head counts as a part of every layer.
+    """
+    num_weights = config.num_weights_per_token // config.num_layers
+    return min(LAYER_PRODUCTS // num_weights, MAX_MANY_TOKENS)
+
+
+def bucket_sizes(max_tokens: int, max_rows: int, max_many_tokens: int) -> list[Bucket]:
+    """Powers of two and the middle between them, up to what the largest step of a kind needs."""
+    sizes, num_tokens = [], 16
+    if max_rows <= MAX_PROMPTS:
+        max_many_tokens = 0
+    while num_tokens <= max(MAX_TOKENS, max_many_tokens):
+        if num_tokens <= MAX_ALONE_TOKENS:
+            num_rows = min(max_rows, MAX_ALONE)
+            sizes.append(Bucket(num_tokens, 0, num_rows, num_rows, num_tokens))
+        num_rows = min(max_rows, max(16, num_tokens // 4), MAX_ROWS)
+        if num_tokens <= MAX_TOKENS:
+            sizes.append(Bucket(num_tokens, num_rows, MAX_PROMPTS, num_rows, num_tokens))
+        if MIN_MANY_TOKENS <= num_tokens <= max_many_tokens:
+            num_prompts = min(num_rows, MANY_PROMPTS)
+            sizes.append(Bucket(num_tokens, num_rows, num_prompts, num_rows, MANY_LEN))
+        if num_tokens >= max_tokens:
+            break
+        num_tokens += (1 << num_tokens.bit_length()) // 4
+    return sizes
+
+
+class PrefillGraphs:
+    """Replays steps that fit a size."""
+
+    def __init__(
+        self,
+        eager: EagerForward,
+        attention: TritonAttention,
+        device: CudaDevice,
+        sizes: list[Bucket],
+    ) -> None:
+        self.eager = eager
+        self.attention = attention
+        self.device = device
+        self.num_slots = eager.tables.num_slots
+        self.sizes = sizes
+        num_words = max(sum(size.lengths) for size in self.sizes) + 1 + 2 * MAX_CHANGES
+        self._columns = torch.zeros(num_words, dtype=torch.int32, device=device.torch_device)
+        # Zeros, which name a token and a place even while kernels are compiled and not launched.
+        most, place = self.sizes[-1].num_tokens, device.torch_device
+        self._input_ids = torch.zeros(most, dtype=torch.int32, device=place)
+        self._places = torch.zeros(2, most, dtype=torch.int64, device=place)  # positions, offsets
+        self._graphs: dict[Bucket, tuple[Callable[[], None], Tensor]] = {}
+
+    def run_every_size(self) -> None:
+        """Launch every kernel that a step with prompts has, also one that is too large for us."""
+        for size in reversed(self.sizes):
+            self._run_model(size)
+        most = self.sizes[-1]
+        for num_tokens in {min(most.num_tokens, OVERLAP_ROWS), most.num_tokens}:
+            for num_rows in FEW_ROWS:
+                if num_rows <= min(most.num_rows, num_tokens):
+                    self._run_model(Bucket(num_tokens, num_rows, 1, num_rows, num_tokens))
+
+    def graph(self, size: Bucket, is_loaded: bool = False) -> tuple[Callable[[], None], Tensor]:
+        """Return the graph of a size and its logits; it is recorded when it is first asked for.
+
+        Recording runs what the columns say: a step, which may run twice, or, before any sequence is
+        there, zeros, which harm none.
+        """
+        if size not in self._graphs:
+            replay, logits = self.device.capture(partial(self._run_model, size), is_loaded)
+            self._graphs[size] = replay, self.device.weak_ref(logits)
+        return self._graphs[size]
+
+    def __call__(self, plan: StepPlan) -> StepLogits | None:
+        """Run a step, or return None if it is too large."""
+        needed = needed_size(plan)
+        size = next((size for size in self.sizes if size.fits(needed)), None)
+        if size is None:
+            return None
+        changes = self.eager.tables.changes(plan)
+        if len(changes) > MAX_CHANGES:
+            self.eager.tables.update(plan)
+            changes = changes[:0]
+        columns = chunk_columns(size, plan, self.num_slots)
+        columns = np.concatenate((columns, [len(changes)], changes.ravel()), dtype=np.int32)
+        self.device.send(columns, self._columns)
+        replay, logits = self.graph(size)
+        replay()
+        num_sampled = int(np.count_nonzero(plan.num_logits))
+        slots, _, positions = self._split(size)[3].view(3, -1)[:, :num_sampled]
+        return StepLogits(logits[:num_sampled], slots, positions)
+
+    def _split(self, size: Bucket) -> tuple[Tensor, ...]:
+        return self._columns[: sum(size.lengths)].split(size.lengths)
+
+    def _write_changes(self, begin: int) -> None:
+        """Do what `SlotTables.update` does, with what was sent behind the columns."""
+        pairs = self._columns[begin + 1 :][: 2 * MAX_CHANGES].view(-1, 2)
+        write_words(self.eager.tables.words, pairs, self._columns[begin : begin + 1])
+
+    def _run_model(self, size: Bucket) -> Tensor:
+        eager, tables = self.eager, self.eager.tables
+        self._write_changes(sum(size.lengths))
+        parts = self._split(size)
+        slots, places = parts[0].view(2, -1)
+        positions, cache_offsets = self._places[:, : size.num_tokens]
+        inputs = self._input_ids[: size.num_tokens], positions, cache_offsets
+        state = tables.tokens, tables.block_table, tables.block_size
+        gather_tokens(slots, places, *state, inputs)
+        plan = self.attention.chunk_plan(
+            tables.block_table, parts[1].view(3, -1), parts[2].view(4, -1), size.longest
+        )
+        sampled_slots, index, context_lens = parts[3].view(3, -1)
+        last = self.attention.decode_plan(
+            DecodeRows(tables.block_table, sampled_slots, context_lens, None)
+        )
+        sampled = SampledTokens(index.long(), last)
+        return eager.model(ForwardBatch(*inputs, sampled, plan, eager.caches))
+
+
+def chunk_columns(size: Bucket, plan: StepPlan, padding: int) -> npt.NDArray[np.int32]:
+    """Lay a plan out as `Bucket.lengths` says; padding is the slot that no sequence has.
+
+    Single rows that are padding write zeros to a prompt's token, before its own attention does, or
+    to the last one: without prompts there are as many tokens as rows, so it is padding too.
+    """
+    laid_out = np.zeros(sum(size.lengths), np.int32)
+    tokens, singles, prompts, sampled = (
+        laid_out[end - length : end].reshape(height, -1)
+        for length, end, height in zip(size.lengths, accumulate(size.lengths), HEIGHTS, strict=True)
+    )
+    tokens[0] = singles[0] = sampled[0] = padding
+    slots, starts, counts = plan.slots, plan.starts, plan.counts
+    ends = counts.cumsum()
+    firsts, num_tokens = ends - counts, int(ends[-1])
+    tokens[0, :num_tokens] = np.repeat(slots, counts)
+    tokens[1, :num_tokens] = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
+    is_single = counts == 1
+    longer = np.array((slots, firsts, counts, starts + counts))[:, ~is_single]
+    prompts[:, : longer.shape[1]] = longer
+    last = np.array((slots, ends - 1, starts + counts))
+    if size.num_singles:
+        singles[1] = longer[1, 0] if longer.size else size.num_tokens - 1
+        singles[:, : len(counts) - longer.shape[1]] = last[:, is_single]
+    last = last[:, plan.num_logits > 0]
+    sampled[:, : last.shape[1]] = last
+    return laid_out

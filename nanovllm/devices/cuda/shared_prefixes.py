@@ -1,0 +1,99 @@
+"""Which rows of a decode step begin with the same blocks, so that these keys are read once for all.
+
+Sequences share a block if they were admitted with it, from the prefix cache. Rows are grouped by
+their first block; a group shares the blocks that all its rows have in common.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanovllm.attention.base import SharedRows
+from nanovllm.engine.step import NewRow
+
+if TYPE_CHECKING:
+    from nanovllm.devices.cuda.device import CudaDevice
+
+NUM_GROUPS = 4  # the largest ones
+MIN_ROWS = 32  # of a batch that has a graph for it
+MIN_SAVED = 1 << 15  # keys that need not be read: less does not pay for another kernel a layer
+NO_BLOCK = -1
+
+IntColumn = npt.NDArray[np.int32]
+
+
+class SharedPrefixes:
+    """Keeps the blocks that each slot's sequence was admitted with, and tables for the kernels."""
+
+    def __init__(
+        self, device: CudaDevice, num_slots: int, max_blocks: int, block_size: int
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self._blocks = np.full((num_slots, max_blocks), NO_BLOCK, np.int32)
+        self._slots: IntColumn | None = None  # of the latest batch that was looked at
+        self._is_worth_it = False
+        self._tables = torch.zeros(
+            4 * NUM_GROUPS + 2 * num_slots, dtype=torch.int32, device=device.torch_device
+        )
+
+    def enter(self, new_rows: list[NewRow]) -> None:
+        for row in new_rows:
+            self._blocks[row.slot] = NO_BLOCK
+            self._blocks[row.slot, : len(row.block_ids)] = row.block_ids
+        if new_rows:
+            self._slots = None
+
+    def find(self, slots: IntColumn) -> bool:
+        """Whether it pays to run these slots by `rows`, which then says what they share."""
+        if self._slots is None or not np.array_equal(slots, self._slots):
+            self._slots = slots
+            groups, members, lens = find_groups(self._blocks, slots, self.block_size)
+            saved = int((groups[1] * (groups[3] - 1)).sum())
+            self._is_worth_it = saved >= MIN_SAVED
+            if self._is_worth_it:
+                padding = np.zeros(len(self._blocks) - len(slots), np.int32)
+                columns = groups.ravel(), members, padding, lens, padding
+                self.device.send(np.concatenate(columns), self._tables)
+        return self._is_worth_it
+
+    def clear(self) -> None:
+        """Forget the latest batch: a graph for fewer rows is about to be captured."""
+        self._slots = None
+        self._tables.zero_()
+
+    def rows(self, size: int) -> SharedRows:
+        """What a graph of some batch size reads."""
+        groups, tables = self._tables[: 4 * NUM_GROUPS], self._tables[4 * NUM_GROUPS :]
+        members, lens = tables.view(2, -1)[:, :size]
+        return SharedRows(groups.view(4, NUM_GROUPS), members, lens)
+
+
+def find_groups(
+    blocks: IntColumn, slots: IntColumn, block_size: int
+) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """Group the rows in some slots that begin alike; blocks [slots, max_blocks] are the slots'.
+
+    Returns what SharedRows holds: groups, members, and how many keys each row shares.
+    """
+    groups = np.zeros((4, NUM_GROUPS), np.int32)
+    members, lens = np.zeros((2, len(slots)), np.int32)
+    _, owners, counts = np.unique(blocks[slots, 0], return_inverse=True, return_counts=True)
+    end = 0
+    for i, group in enumerate(np.argsort(-counts, kind="stable")[:NUM_GROUPS]):
+        if counts[group] == 1:
+            break
+        rows = np.flatnonzero(owners == group)
+        leader = blocks[slots[rows[0]]]
+        leader = leader[leader != NO_BLOCK]
+        is_common = (blocks[slots[rows], : len(leader)] == leader).all(0)
+        num_keys = int(is_common.cumprod().sum()) * block_size
+        groups[:, i] = slots[rows[0]], num_keys, end, len(rows)
+        members[end : end + len(rows)] = rows
+        lens[rows] = num_keys
+        end += len(rows)
+    return groups, members, lens

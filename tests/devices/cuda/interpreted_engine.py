@@ -1,0 +1,391 @@
+"""The whole CUDA path on a CPU: an engine of interpreted kernels, whose graphs are functions.
+
+    TRITON_INTERPRET=1 python -m tests.devices.cuda.interpreted_engine
+
+Tokens in float32 equal those of transformers, logits in float16 are near: through graphs
+of decode steps, padded prompts, every way of sampling and every number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cuda import decode_graphs, device, sampler, shared_prefixes
+from nanovllm.devices.cuda.device import CudaDevice
+from nanovllm.devices.cuda.persistent.weights import (
+    step_constants,
+    step_layers,
+    step_tensors,
+)
+from nanovllm.engine import start
+from nanovllm.grammar.matching import Grammar
+from nanovllm.kernels.cuda.ops import TritonOps
+from nanovllm.kernels.ops import LayerCache, Ops, Sampling
+from nanovllm.models.decoder import DecoderModel
+from nanovllm.pending import Pending
+from tests.checkpoints import SIZES, VARIANTS, make_checkpoint
+from tests.devices import RunAgain, runner_of
+from tests.devices.cuda.persistent.reference import reference_step
+from tests.forced_tokens import Ids, forced_logits
+from tests.test_fp8_kv_cache import answer
+from tests.threaded_ranks import engines_of
+
+OPTIONS = {"max_model_len": 64, "kvcache_block_size": 16, "skip_tokenizer_init": True}
+NUM_PROCESSORS = 8
+SPLIT = Qwen3Config(  # the last projection of a layer has enough inputs to be split
+    **{**SIZES, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=32
+)
+WHOLE = Qwen3Config(**{**SIZES, "num_hidden_layers": 2}, head_dim=32)
+# Other ways to ask for the likeliest token, so that the samplers of every kind have one answer.
+GREEDY_WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1e-4},
+    {"temperature": 0.5, "min_p": 1.0},
+    {"temperature": 0.5, "top_k": 1},
+]
+
+
+class InterpretedDevice(RunAgain, CpuDevice):
+    """A CPU that runs CUDA's kernels, and has what graphs need of a CUDA device."""
+
+    persistent = None
+    sampler, prepare, runner = CudaDevice.sampler, CudaDevice.prepare, CudaDevice.runner
+    steps, prefill_sizes = CudaDevice.steps, CudaDevice.prefill_sizes
+    run_every_step, capture_all = CudaDevice.run_every_step, CudaDevice.capture_all
+    compile_ahead, uses_graphs = CudaDevice.compile_ahead, CudaDevice.uses_graphs
+    token_logprobs = staticmethod(CudaDevice.token_logprobs)
+    keep_allowed = staticmethod(CudaDevice.keep_allowed)
+    _max_tokens, _step_bytes = CudaDevice._max_tokens, 0
+    _count_graph_bytes = CudaDevice._count_graph_bytes
+
+    def ops(self, dtype: torch.dtype) -> Ops:
+        return TritonOps()
+
+    def attention(self, dtype: torch.dtype, ops: Ops) -> TritonAttention:
+        device: Any = self
+        return TritonAttention(device, NUM_PROCESSORS)
+
+    def profile(self, largest_step: Callable[[], object]) -> None:
+        largest_step()
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(array, order="C"))
+
+    def fetch(self, *tensors: Tensor) -> Pending[list[np.ndarray]]:
+        return super().fetch(*(t.clone() for t in tensors))  # the next replay overwrites them
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Make engines run CUDA's kernels."""
+    with mock.patch.object(start, "create_device", InterpretedDevice):
+        yield
+
+
+def check_tokens(root: Path) -> None:
+    """Prompts enter while others decode; a graph of every size runs, full and padded.
+
+    Two rows have graphs for short contexts and for longer ones.
+    """
+    checkpoint = make_checkpoint(root / "qwen3", VARIANTS["qwen3"])
+    rng = random.Random(0)
+    prompts = [rng.choices(range(160), k=length) for length in (1, 17, 33, 3, 16)]
+    lens = [2, 4, 3, 2, 3]
+    want = [checkpoint.generate(p, n) for p, n in zip(prompts, lens, strict=True)]
+    with (
+        mock.patch.object(decode_graphs, "SHORT_SIZES", (2,)),
+        mock.patch.object(decode_graphs, "SHORT_CONTEXT", 18),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=20, depth=1, **OPTIONS) as llm,
+    ):
+        graphed = runner_of(llm).forward.decode
+        assert graphed.sizes == [1, 2, 3]
+        for way, num_prompts in zip(GREEDY_WAYS, (5, 2, 2, 2), strict=True):
+            params = [SamplingParams(max_tokens=n, ignore_eos=True, **way) for n in lens]
+            outputs = llm.generate(prompts[:num_prompts], params[:num_prompts], use_tqdm=False)
+            assert [output.token_ids for output in outputs] == want[:num_prompts], way
+        assert {(2, 18), (2, 64)} <= set(graphed.graphs)
+
+
+def check_shared_prefixes(root: Path) -> None:
+    """Rows that begin with the same block, beside one that does not, read it once for both."""
+    checkpoint = make_checkpoint(root / "shared", VARIANTS["qwen3"])
+    rng = random.Random(0)
+    prefix = rng.choices(range(160), k=18)
+    prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
+    with (
+        mock.patch.object(decode_graphs, "MIN_ROWS", 3),
+        mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
+    ):
+        graphed = runner_of(llm).forward.decode
+        counter = mock.Mock(side_effect=graphed.shared_graph)
+        graphed.shared_graph = counter
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [checkpoint.generate(p, 4) for p in prompts]
+    assert counter.call_count == 3
+
+
+class OneToken:
+    """Grammars of which each allows one token, another for every answer."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def compile(self, asked: Any) -> Grammar:
+        return Grammar(asked["regex"])
+
+    def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Any:
+        token_id = int(grammar.text)
+        return SimpleNamespace(finishes=lambda _: False, is_ready=True, token_id=token_id)
+
+    def masks(self, matchers: list[Any], allocate: Any) -> tuple[np.ndarray, list[int]]:
+        masks: np.ndarray = allocate(len(matchers), -(-self.vocab_size // 32))
+        bits = np.zeros((len(masks), masks.shape[1] * 32), np.uint8)
+        for row, matcher in enumerate(matchers):
+            bits[row, matcher.token_id if matcher is not None else 0] = 1
+        masks[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return masks, []
+
+    def close(self) -> None: ...
+
+
+def check_masks(root: Path) -> None:
+    """Decode steps are masked and sampled by one graph, which reads masks wherever they are."""
+    path = make_checkpoint(root / "masks", VARIANTS["qwen3"]).path
+    with (
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
+    ):
+        engine, graphed = llm.engine, runner_of(llm).forward
+        grammars: Any = OneToken(160)
+        engine.front.grammars = engine.core.grammars = grammars
+        replay = mock.Mock(side_effect=graphed.samplers.replay)
+        graphed.samplers.replay = replay
+        tokens, lens = [7, 31, 96], [4, 2, 3]
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, structured_outputs={"regex": str(token)})
+            for token, n in zip(tokens, lens, strict=True)
+        ]
+        outputs = llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [[t] * n for t, n in zip(tokens, lens, strict=True)]
+    # The first of four steps reads prompts, and has no graph.
+    assert [call.args[2:] for call in replay.mock_calls] == [(True, 3), (True, 2), (True, 1)]
+
+
+def check_captures_ahead(root: Path) -> None:
+    """Where streams have a target, a step captures nothing; rarer graphs follow while idle."""
+    checkpoint = make_checkpoint(root / "ahead", VARIANTS["qwen3"])
+    prefix = random.Random(0).choices(range(160), k=18)
+    prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
+    plain = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    masked = [
+        SamplingParams(temperature=0, max_tokens=3, structured_outputs={"regex": str(token)})
+        for token in (7, 31, 96)
+    ]
+    options = {**OPTIONS, "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    with (
+        mock.patch.object(decode_graphs, "MIN_ROWS", 3),
+        mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(
+            RunAgain, "capture", autospec=True, side_effect=RunAgain.capture
+        ) as record,
+        LLM(checkpoint.path, target_inter_token_ms=25.0, **options) as llm,
+    ):
+        engine, graphed = llm.engine, runner_of(llm).forward
+        masks = np.zeros((3, 160 // 32), np.int32)  # one place, as long as rows fit
+        grammars: Any = OneToken(160)
+        engine.front.grammars = engine.core.grammars = grammars
+        engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
+        replay = mock.Mock(side_effect=graphed.samplers.replay)
+        shared = mock.Mock(side_effect=graphed.decode.shared_graph)
+        graphed.samplers.replay, graphed.decode.shared_graph = replay, shared
+        for num_rare in (0, 1 + 3):  # rows that share, and masks for each number of rows
+            record.reset_mock()
+            replay.reset_mock()
+            shared.reset_mock()
+            outputs = llm.generate(prompts, plain, use_tqdm=False)
+            want = [checkpoint.generate(prompt, 3) for prompt in prompts]
+            assert [output.token_ids for output in outputs] == want
+            outputs = llm.generate([[1, 2], [3], [4, 5, 6]], masked, use_tqdm=False)
+            assert [output.token_ids for output in outputs] == [[7] * 3, [31] * 3, [96] * 3]
+            assert record.call_count == 0
+            assert (shared.call_count > 0) == (num_rare > 0)
+            assert any(call.args[2] for call in replay.mock_calls) == (num_rare > 0)
+            captured = [engine.core.executor.capture_one() for _ in range(6)]
+            if num_rare == 0:
+                assert captured == [True] * 4 + [False] * 2
+            else:
+                assert captured == [False] * 6
+
+
+def check_cache_of_eight_bits(root: Path) -> None:
+    """Prompts in chunks, alone and beside answers, and rows that share a block."""
+    checkpoint = make_checkpoint(root / "fp8", VARIANTS["qwen3"])
+    rng = random.Random(0)
+    prefix = rng.choices(range(160), k=18)
+    prompts = [[*prefix, 1], [5, 6, 7], [*prefix, 2, 3]]
+    answers = [answer(checkpoint.model, prompt) for prompt in prompts]
+    options = {**OPTIONS, "kv_cache_dtype": "fp8", "dtype": "float32"}
+    with (
+        mock.patch.object(decode_graphs, "MIN_ROWS", 3),
+        mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=12, **options) as llm,
+    ):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert runner_of(llm).forward.decode.persistent is None  # whole steps read no codes
+    for output, want in zip(outputs, answers, strict=True):
+        count = min(want.num_clear, 4)
+        assert output.token_ids[:count] == want.token_ids[:count]
+
+
+def check_logits(root: Path) -> None:
+    """One row, a few and more; the norm adds the partial sums of a projection, also of one row.
+
+    A group of one rank, which adds up, gathers and broadcasts for itself, gives the same.
+    """
+    path = make_checkpoint(root / "split", SPLIT, seed=3).path
+    rng = random.Random(1)
+    prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 20)]
+    answers: Ids = [rng.choices(range(160), k=count) for count in (2, 1, 1)]
+    options = {**OPTIONS, "max_num_batched_tokens": 24}
+    with LLM(path, dtype="float32", **options) as llm:
+        exact = forced_logits(llm, prompts, answers)
+    of_one_rank = engines_of(1, make_device=InterpretedDevice)
+    for max_num_seqs, engines in ((1, interpreted()), (3, interpreted()), (3, of_one_rank)):
+        with (
+            engines,
+            mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+            LLM(path, dtype="float16", max_num_seqs=max_num_seqs, **options) as llm,
+        ):
+            ours = forced_logits(llm, prompts, answers)
+        for a, b in zip(ours, exact, strict=True):
+            assert (a - b).abs().max() < 0.01 * b.abs().max()
+
+
+class ReferenceStep:
+    """A persistent step in plain torch, for short contexts."""
+
+    max_context, rows = 9, (1,)
+
+    def __init__(self, model: DecoderModel, lost: int | None) -> None:
+        layers = step_layers(model)
+        self.tensors, self.constants = step_tensors(model, layers), step_constants(model, layers)
+        self.contexts: list[int] = []
+        self.lost = lost  # the step with which it gives up
+        self.is_lost = False
+
+    def suits(self, caches: list[LayerCache]) -> bool:
+        return True
+
+    def gave_up(self) -> bool:
+        is_lost, self.is_lost = self.is_lost, False
+        return is_lost
+
+    def run(
+        self,
+        slots: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        block_table: Tensor,
+        caches: list[LayerCache],
+        logits: Tensor,
+        context_lens: Tensor,
+    ) -> None:
+        row, block_size = int(slots[0]), caches[0].k.shape[1]
+        length = int(lengths[row])
+        context_lens.fill_(length)
+        if length == 0:
+            return
+        if len(self.contexts) == self.lost:
+            self.is_lost, self.lost = True, None
+            return
+        positions = torch.arange(length)
+        blocks = block_table[row, positions // block_size].long()
+        places = blocks * block_size + positions % block_size
+        k, v = [cache.k.flatten(0, 1) for cache in caches], [c.v.flatten(0, 1) for c in caches]
+        token = int(tokens[row, length - 1])
+        logits[0] = reference_step(
+            self.tensors, self.constants, token, places, k, v, torch.float32
+        ).to(logits.dtype)
+        self.contexts.append(length)
+
+
+def check_whole_step(root: Path) -> None:
+    """A sequence alone runs by the packed step while it is short; the cache serves both ways."""
+    path = make_checkpoint(root / "whole", WHOLE, seed=3).path
+    rng = random.Random(1)
+    prompts: Ids = [rng.choices(range(160), k=length) for length in (5, 1, 8)]
+    answers: Ids = [rng.choices(range(160), k=count) for count in (4, 3, 4)]
+    with LLM(path, dtype="float32", **OPTIONS) as llm:
+        exact = forced_logits(llm, prompts, answers)
+    with (
+        interpreted(),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, None)),
+        LLM(path, dtype="float16", max_num_seqs=1, **OPTIONS) as llm,
+    ):
+        ours = forced_logits(llm, prompts, answers)
+        step: Any = runner_of(llm).forward.decode.persistent
+    for a, b in zip(ours, exact, strict=True):
+        assert (a - b).abs().max() < 0.02 * b.abs().max()
+    assert sorted(step.contexts) == [1, 2, 3, 6, 7, 8, 9]  # a prompt of one token decodes, too
+
+
+def check_lost_step(root: Path) -> None:
+    """The packed step gives up once: the sequence is recomputed, then runs layer by layer."""
+    path = make_checkpoint(root / "lost", WHOLE, seed=3).path
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(path, dtype="float32", **OPTIONS) as llm:
+        want = llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids
+    with (
+        interpreted(),
+        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, 3)),
+        LLM(path, dtype="float16", max_num_seqs=1, depth=1, **OPTIONS) as llm,
+    ):
+        assert llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids == want
+        step: Any = runner_of(llm).forward.decode.persistent
+        assert llm.engine.core.scheduler.num_preemptions == 1
+    assert step.contexts[:3] == [3, 4, 5]
+    assert len(step.contexts) <= 4  # one more may have been in flight
+
+
+def main() -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        # No graph but the largest is there before a step needs it.
+        with interpreted(), mock.patch.object(decode_graphs, "FIRST_SIZES", ()):
+            check_tokens(Path(folder))
+            check_shared_prefixes(Path(folder))
+            check_masks(Path(folder))
+            check_captures_ahead(Path(folder))
+            check_cache_of_eight_bits(Path(folder))
+        check_logits(Path(folder))
+        check_whole_step(Path(folder))
+        check_lost_step(Path(folder))
+
+
+if __name__ == "__main__":
+    main()

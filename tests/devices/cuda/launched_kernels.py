@@ -1,0 +1,133 @@
+"""What engines would launch, on a CPU: nothing that was not to be compiled ahead.
+
+    python -m tests.devices.cuda.launched_kernels
+
+Every launch is noted and left out, so the answers are garbage; what is launched does not depend on
+them. A process of its own, since Triton keeps what it was told of the device.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.devices.cpu.device import CpuDevice
+from nanovllm.devices.cuda import device
+from tests.checkpoint.tiny_quantised import float_kind, write_twins
+from tests.checkpoints import make_checkpoint, shared_checkpoint
+from tests.devices.cuda.interpreted_engine import InterpretedDevice, interpreted
+from tests.worker.test_quantised_models import EVEN
+
+OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 1024}
+
+
+class NoDevice:
+    """As much of a driver as Triton needs to know what it would compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Launches:
+    """Notes kernels, those of the steps that are to be compiled ahead apart."""
+
+    def __init__(self) -> None:
+        self.ahead: set[tuple[str, str]] = set()
+        self.own: set[tuple[str, str]] = set()
+        self.noted = self.own
+
+    def note(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        self.noted.add((fn.name, compile["specialization_data"]))
+        return True
+
+    def compile_ahead(self, on: Any, model: object, largest_step: Callable[[], Any]) -> None:
+        self.noted = self.ahead
+        on.run_every_step(largest_step())
+        self.noted = self.own
+
+
+def check(path: Path, **options: Any) -> None:
+    """Many short prompts, and prompts of all lengths, some beside answers."""
+    launches, rng = Launches(), random.Random(0)
+    with (
+        interpreted(),
+        mock.patch.object(knobs.runtime, "jit_cache_hook", launches.note),
+        mock.patch.object(
+            InterpretedDevice, "compile_ahead", lambda *args: launches.compile_ahead(*args)
+        ),
+        mock.patch.object(device, "build", return_value=None),
+        # The library's products launch nothing of ours, and take minutes on CPUs without bfloat16.
+        mock.patch.object(functional, "linear", lambda x, weight, bias=None: zeros(x, weight)),
+        mock.patch.object(torch.Tensor, "addmm_", lambda total, *_, **__: total),
+        LLM(path, **OPTIONS, **options) as llm,
+    ):
+        for longest in (3, 9, 100, 500):
+            prompts = [[1] * rng.randint(1, longest) for _ in range(45)]
+            kinds = [
+                {"max_tokens": rng.randint(1, 5), "top_p": rng.choice((1.0, 0.9))} for _ in prompts
+            ]
+            params = [SamplingParams(ignore_eos=True, **kind) for kind in kinds]
+            llm.generate(prompts, params, use_tqdm=False)
+        for num_answers in (1, 3, 9):
+            run_beside_answers(llm, num_answers)
+    assert len(launches.own) > 20
+    assert sorted(name for name, _ in launches.own - launches.ahead) == []
+
+
+def zeros(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(*x.shape[:-1], len(weight))
+
+
+def run_beside_answers(llm: LLM, num_answers: int) -> None:
+    """Some answers, then more prompts at once than a graph has room for."""
+    params = SamplingParams(ignore_eos=True, max_tokens=4)
+    for _ in range(num_answers):
+        llm.engine.add_request([1] * 5, params)
+    for _ in range(2):
+        llm.engine.step()
+    for index in range(11):
+        prompt = [num_answers, index] * 250  # nobody else's, or it would be in the cache
+        llm.engine.add_request(prompt, params)
+    while not llm.engine.is_finished():
+        llm.engine.step()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    driver.set_active(NoDevice())
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in ("qwen3", "qwen3-moe", "gemma3"):
+            path = shared_checkpoint(Path(folder), variant).path
+            check(path, max_num_seqs=20, max_num_batched_tokens=8192, num_kvcache_blocks=99)
+        check(path, max_num_seqs=7, max_num_batched_tokens=300, kvcache_block_size=32)
+        path = shared_checkpoint(Path(folder), "qwen3").path
+        check(path, max_num_seqs=20, num_kvcache_blocks=99, kv_cache_dtype="fp8")
+        config = LlamaConfig(**{**EVEN, "num_hidden_layers": 3, "max_position_embeddings": 1024})
+        plain = make_checkpoint(Path(folder) / "plain", config).path
+        ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer stays plain
+        kind = float_kind("channel", "channel")
+        path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantised
+        with mock.patch.object(CpuDevice, "reads_codes", return_value=True):
+            check(path, max_num_seqs=20, num_kvcache_blocks=99)
+
+
+if __name__ == "__main__":
+    main()

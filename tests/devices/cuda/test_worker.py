@@ -1,0 +1,406 @@
+"""The worker on CUDA: decode steps are two replays, logits share memory, one stream takes all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton import knobs
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.devices.cuda.decode_graphs import graph_bytes
+from nanovllm.devices.cuda.steps import CudaSteps
+from nanovllm.engine import start
+from nanovllm.engine.step import StepPlan
+from nanovllm.errors import ConfigError
+from nanovllm.executor.multiproc import MultiprocExecutor
+from nanovllm.kernels.ops import Sampling
+from nanovllm.worker.batch import is_decode
+from nanovllm.worker.forward import StepLogits
+from nanovllm.worker.tables import sampling_of
+from tests.bench.test_steps import CONFIG
+from tests.devices import NEEDS_GPU, runner_of
+from tests.executor.leftovers import is_alive
+from tests.executor.workers import process_ids
+from tests.test_architecture import ROOT
+from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts
+from tests.test_sampled_requests import mixed_params
+from tests.threaded_ranks import engines_of
+
+pytestmark = NEEDS_GPU
+
+GIB = 1 << 30
+VOCAB_SIZE = 151936
+OPTIONS: dict[str, Any] = {
+    "kvcache_block_size": 16,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+    "num_kvcache_blocks": 9000,  # by number: other processes may hold any share of the device
+    "device": "cuda",
+    "skip_tokenizer_init": True,
+}
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 0.9},
+    "min_p": {"temperature": 0.9, "min_p": 0.05},
+    "full": {"temperature": 0.9, "top_k": 9, "top_p": 0.8},
+}
+
+# Runs many short prompts, then a few of many lengths; prints the kernels it compiled by itself.
+START = """
+import sys
+from triton import knobs
+from nanovllm import LLM, SamplingParams
+
+misses = []
+def listener(*, src, cache_hit, **_):
+    if not cache_hit:
+        misses.append(src.name)
+knobs.compilation.listener = listener
+# The pool is given by number: what other processes hold of the device must not matter.
+with LLM(sys.argv[1], device="cuda", num_kvcache_blocks=64, skip_tokenizer_init=True,
+         max_num_seqs=20, max_model_len=128, dtype=sys.argv[2]) as llm:
+    llm.generate([[1, 2, 3]] * 20, SamplingParams(max_tokens=5), use_tqdm=False)
+    prompts = [[1] * length for length in range(1, 120, 9)]
+    llm.generate(prompts, SamplingParams(max_tokens=5, top_p=0.9), use_tqdm=False)
+print("compiled:", misses)
+"""
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def record_every_size(llm: LLM) -> None:
+    """Record the graphs that would otherwise be when a step first needs them."""
+    runner = runner_of(llm)
+    with torch.inference_mode(), runner.tables.device.in_order():
+        steps = runner.forward
+        for key in steps.decode.all_keys():
+            for _, sampling in steps.samplers.missing([key], is_masked=False):
+                steps._capture_sampler(key, sampling, is_masked=False)
+        for size in steps.prefill.sizes:
+            steps.prefill.graph(size)
+
+
+class NoEagerDecode:
+    """Passes steps on to the graphs, and lets a decode step do nothing but replay them."""
+
+    def __init__(self, graphed: CudaSteps) -> None:
+        self.graphed = graphed
+        self.eager, self.sampler = graphed.eager, graphed.samplers.sampler
+        self.asked: set[Sampling] = set()
+        self.num_rows: set[int] = set()
+
+    def __call__(self, plan: StepPlan) -> StepLogits:
+        graphed: Any = self.graphed
+        if is_decode(plan):
+            self.asked.add(self.eager.tables.sampling(plan))
+            self.num_rows.add(len(plan.slots))
+            graphed.samplers.sampler = SimpleNamespace(
+                tables=self.eager.tables, group=self.sampler.group
+            )
+            graphed.decode.eager = None
+        else:
+            graphed.decode.eager, graphed.samplers.sampler = self.eager, self.sampler
+        logits: StepLogits = graphed(plan)
+        assert (logits.graph is not None) == is_decode(plan)
+        return logits
+
+
+@pytest.mark.parametrize("kind", list(SAMPLED))
+def test_a_decode_step_is_two_replays(tiny: Any, kind: str) -> None:
+    """And gives what eager steps give."""
+    path, prompts = tiny("qwen3").path, make_prompts()
+    params = [
+        SamplingParams(**SAMPLED[kind], seed=i, max_tokens=2 + i % 19, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with LLM(path, **OPTIONS, enforce_eager=True) as llm:
+        want = generate(llm, prompts, params)
+    with LLM(path, **OPTIONS) as llm:
+        runner = runner_of(llm)
+        record_every_size(llm)
+        runner.forward = replayed = NoEagerDecode(runner.forward)
+        assert generate(llm, prompts, params) == want
+    assert replayed.asked == {sampling_of(SamplingParams(**SAMPLED[kind]))}
+    assert len(replayed.num_rows) > 3
+
+
+def test_eager_and_graphed_steps_alternate(tiny: Any) -> None:
+    """Prompts in small chunks, every kind of sampling, stop tokens masked between the replays."""
+    path, prompts = tiny("qwen3").path, make_prompts()
+    params = mixed_params(len(prompts))
+    outputs = []
+    for options in ({"enforce_eager": True}, {}, {"depth": 0}, {"max_num_batched_tokens": 11}):
+        with LLM(path, **OPTIONS, **options) as llm:
+            outputs.append(generate(llm, prompts, params))
+    assert outputs[1:] == outputs[:1] * 3
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "llama-mha-bias", "gemma3", "qwen3-moe"])
+def test_nccl_runs_inside_graphs(tiny: Any, name: str) -> None:
+    """A group of one rank, which is what one device can have, gives what no group gives."""
+    path, prompts = tiny(name).path, make_prompts()
+    params = mixed_params(len(prompts))
+    with LLM(path, **OPTIONS) as llm:
+        want = generate(llm, prompts, params)
+    with engines_of(1, "nccl"), LLM(path, **OPTIONS) as llm:
+        assert isinstance(runner_of(llm).forward, CudaSteps)
+        assert generate(llm, prompts, params) == want
+
+
+def test_a_worker_process_gives_what_this_process_gives(tiny: Any) -> None:
+    """A rank with a device, a group and a process of its own: all that one GPU can have of many."""
+    path, prompts = tiny("qwen3").path, make_prompts()
+    params = mixed_params(len(prompts))
+    with LLM(path, **OPTIONS) as llm:
+        want = [generate(llm, prompts, params) for _ in range(2)]  # then from the cache
+        info = llm.engine.info
+    in_a_process = mock.patch.object(start, "create_executor", MultiprocExecutor)
+    with in_a_process, LLM(path, **OPTIONS) as llm:
+        assert llm.engine.info == info
+        assert [generate(llm, prompts, params) for _ in range(2)] == want
+        executor = llm.engine.core.executor
+        assert isinstance(executor, MultiprocExecutor)
+        (pid,) = process_ids(executor)
+    assert not is_alive(pid)
+
+
+def test_requests_wait_for_no_graph_and_no_kernel(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where streams have a target, all that requests need is there before they come.
+
+    Rarer graphs are captured one by one while the engine is idle.
+    """
+    path, prompts = tiny("qwen3").path, make_prompts()
+    params = [*mixed_params(len(prompts) - 1), SamplingParams(logprobs=2, max_tokens=9)]
+    many = [[1 + i % 3] * length for i, length in enumerate(range(1, 120, 3))]
+    shared = [[*range(48), i] for i in range(40)]
+    options = {**OPTIONS, "max_num_seqs": 40, "num_kvcache_blocks": 400}
+
+    def answers(llm: LLM) -> list[list[list[int]]]:
+        batches = ((prompts, params), (many, GREEDY), (shared, GREEDY))
+        return [generate(llm, batch, asked) for batch, asked in batches]
+
+    monkeypatch.setattr("nanovllm.devices.cuda.shared_prefixes.MIN_SAVED", 32 * 16)
+    with LLM(path, **options) as llm:
+        want = answers(llm)
+    loaded: list[str] = []
+    with LLM(path, **options, target_inter_token_ms=25.0) as llm:
+        monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: loaded.append(src))
+        graphed, executor = runner_of(llm).forward, llm.engine.core.executor
+        record = mock.Mock(side_effect=graphed.device.capture)
+        monkeypatch.setattr(graphed.device, "capture", record)
+        assert answers(llm) == want
+        assert record.call_count == 0
+        num_captured = 0
+        while executor.capture_one():
+            num_captured += 1
+        assert num_captured == record.call_count == len(graphed.decode.shared_graphs) == 3
+        assert answers(llm)[2] == want[2]
+        assert record.call_count == num_captured
+    assert [src.name for src in loaded] == []
+
+
+def test_short_prompts_are_graphs_too(tiny: Any) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+
+    def fail(plan: StepPlan) -> StepLogits:
+        raise AssertionError(f"eager step of {plan.counts.sum()} tokens")
+
+    with LLM(checkpoint.path, **OPTIONS) as llm:
+        record_every_size(llm)
+        steps = runner_of(llm).forward
+        steps.prompt_ways = (steps.prefill, fail)
+        for batch in (prompts[:1], prompts):
+            assert generate(llm, batch, GREEDY) == want[: len(batch)]
+
+
+def test_more_rows_than_a_thousand(tiny: Any) -> None:
+    checkpoint, prompts = tiny("qwen3"), make_prompts()[:5]
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    with LLM(checkpoint.path, **{**OPTIONS, "max_num_seqs": 1100}) as llm:
+        assert generate(llm, prompts * 220, GREEDY) == want * 220
+
+
+@pytest.fixture
+def many_logits(tmp_path: Path) -> dict[str, Any]:
+    """A small model with a large vocabulary and a large batch: its logits are what takes memory."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    config = {**CONFIG, **heads, "vocab_size": VOCAB_SIZE, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {**OPTIONS, "max_num_seqs": 512, "num_kvcache_blocks": 2048}
+    return {**options, "model": tmp_path, "load_format": "dummy"}
+
+
+def used_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_graphs_take_no_more_than_is_reserved_for_them(many_logits: dict[str, Any]) -> None:
+    """The sum over all sizes would be ten times the logits of the largest."""
+    used = {}
+    for enforce_eager in (False, True, False):  # the first compiles and loads what the others share
+        with LLM(**many_logits, enforce_eager=enforce_eager) as llm:
+            if not enforce_eager:
+                record_every_size(llm)
+            used[enforce_eager] = used_bytes()
+            if not enforce_eager:
+                assert logits_bytes(llm) > 1.4 * GIB
+                reserved = runner_of(llm).tables.device._account().graphs
+    taken = used[False] - used[True]
+    print(f"graphs take {taken / GIB:.2f} GiB of {reserved / GIB:.2f}")
+    assert taken <= reserved
+
+
+def logits_bytes(llm: LLM) -> int:
+    return sum(graphs.logits.nbytes for graphs in runner_of(llm).forward.decode.graphs.values())
+
+
+def test_logits_of_every_size_are_tensors_of_the_graph(many_logits: dict[str, Any]) -> None:
+    """What is written into them between the replays is what is sampled from."""
+    with LLM(**{**many_logits, "max_num_seqs": 24}) as llm:
+        runner, seen = runner_of(llm), []
+        graphed = runner.forward
+
+        def forced(plan: StepPlan) -> StepLogits:
+            step: StepLogits = graphed(plan)
+            if is_decode(plan):
+                seen.append(step.values.shape)
+                step.values.fill_(-torch.inf)
+                step.values[:, 77] = 1.0
+            return step
+
+        runner.forward = forced
+        params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(24)]
+        outputs = generate(llm, [[i + 1] for i in range(24)], params)
+    assert {tokens for ids in outputs for tokens in ids[1:]} == {77}
+    assert set(seen) == {(rows, VOCAB_SIZE) for rows in range(1, 25)}
+
+
+def own_mem_get_info(device: object = None) -> tuple[int, int]:
+    """What `torch.cuda.mem_get_info` would say if no other process used the device."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    return total - torch.cuda.memory_reserved(), total
+
+
+def test_eager_engines_reserve_nothing_for_graphs(
+    many_logits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", own_mem_get_info)
+    options = {**many_logits, "num_kvcache_blocks": -1, "max_model_len": 2048}
+    share = (used_bytes() + 4 * GIB) / own_mem_get_info()[1]  # less than a pool could use
+    num_blocks, reserved = {}, {}
+    for enforce_eager in (True, False, True):  # again, when both have compiled all they need
+        options |= {"enforce_eager": enforce_eager, "gpu_memory_utilization": share}
+        with LLM(**options) as llm:
+            num_blocks[enforce_eager] = llm.engine.info.num_blocks
+            reserved[enforce_eager] = runner_of(llm).tables.device._account().graphs
+    block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # keys and values: layers, tokens, heads, dim, bf16
+    saved = (num_blocks[True] - num_blocks[False]) * block_bytes
+    assert reserved[True] == 0
+    assert reserved[False] >= graph_bytes(512, VOCAB_SIZE, torch.bfloat16)
+    assert saved == pytest.approx(reserved[False], rel=0.15)
+
+
+def test_blocks_that_cannot_fit_are_refused(many_logits: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"cache [\d,.]+, .* are free; lower num_kvcache_blocks"):
+        LLM(**{**many_logits, "num_kvcache_blocks": 1 << 26})
+
+
+class Watched:
+    """Notes which stream and device a step is queued on."""
+
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+        self.streams: set[torch.cuda.Stream] = set()
+
+    def __call__(self, plan: StepPlan) -> StepLogits:
+        self.streams.add(torch.cuda.current_stream())
+        logits: StepLogits = self.forward(plan)
+        return logits
+
+
+@pytest.fixture
+def side_stream() -> Iterator[torch.cuda.Stream]:
+    yield torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_every_caller_queues_on_one_stream(
+    tiny: Any, side_stream: torch.cuda.Stream, enforce_eager: bool
+) -> None:
+    """From the main thread, from another, and under a stream of the caller's."""
+    checkpoint, prompts = tiny("qwen3"), make_prompts()
+    want = [checkpoint.generate(prompt, MAX_TOKENS) for prompt in prompts]
+    with torch.cuda.stream(side_stream):  # also when the engine is built
+        llm = LLM(checkpoint.path, **OPTIONS, enforce_eager=enforce_eager)
+    runner = runner_of(llm)
+    runner.forward = watched = Watched(runner.forward)
+    for prompt in prompts:
+        llm.add_request(prompt, GREEDY)
+    finished: dict[int, list[int]] = {}
+
+    def step(context: Any) -> None:
+        with context:
+            finished.update((output.seq_id, output.token_ids) for output in llm.step().finished)
+
+    contexts = [nullcontext(), torch.cuda.stream(side_stream)]
+    for turn in range(10_000):
+        if llm.is_finished():
+            break
+        if turn % 3 < 2:
+            step(contexts[turn % 3])
+        else:
+            thread = threading.Thread(target=step, args=(contexts[turn % 2],))
+            thread.start()
+            thread.join()
+    llm.close()
+    assert [finished[i] for i in range(len(prompts))] == want
+    assert watched.streams == {torch.cuda.default_stream()}
+
+
+def test_a_dropped_engine_frees_its_memory(tiny: Any) -> None:
+    """Without close and without the collector: nothing refers back to what holds the tensors."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(tiny("qwen3").path, **{**OPTIONS, "num_kvcache_blocks": 1 << 15})
+    assert torch.cuda.memory_allocated() > before + GIB // 2
+    del llm
+    assert torch.cuda.memory_allocated() < before + GIB // 8
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3", "bfloat16"), ("qwen3-moe", "bfloat16"), ("gemma3", "float32")],
+)
+def test_an_engine_finds_all_its_kernels_compiled(
+    tiny: Any, name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first engine on a machine by processes beside it, the second one's by those."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-c", START, str(tiny(name).path), dtype]
+    for _ in range(2):
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == "compiled: []"
+    assert len(list(tmp_path.rglob("*.cubin"))) > 10
