@@ -6,22 +6,22 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import SERVING_TARGET_MS, EngineConfig
-from nanovllm.conversations import prompts_of, template_options
+from nanovllm.conversations import ChatOptions, prompts_of, template_options
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
-from nanovllm.outputs import EmbeddingOutput, RequestOutput, StreamPiece
+from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
@@ -29,12 +29,14 @@ from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreStats, EngineState, Finish, total
 from nanovllm.serving.replica import Replica
 from nanovllm.serving.routing import PrefixRouter
+from nanovllm.serving.viewers import Unread, copy_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
+Pieces = Unread[StreamPiece]
 
 
 class AsyncLLM:
@@ -98,7 +100,7 @@ class AsyncLLM:
             self.close()
             raise
 
-    async def generate(
+    def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams | None = None,
@@ -114,18 +116,7 @@ class AsyncLLM:
         others.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        live = await self._prepare(prompt, params, cache_salt, is_streaming, request_id=request_id)
-        stream = Stream(asyncio.get_running_loop())
-        self._begin(live, stream)
-        is_over = False
-        try:
-            while not is_over:
-                for piece in await stream.next():
-                    is_over = piece.output is not None
-                    yield piece
-        finally:
-            if not is_over:
-                self._drop(live.seq_id)
+        return self._generate(prompt, params, cache_salt, is_streaming, request_id=request_id)
 
     async def chat(
         self,
@@ -135,19 +126,11 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         is_streaming: bool = True,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[StreamPiece, None]:
         """Answer one conversation as `generate` does, formatted by the model's chat template."""
-        options = template_options(
-            chat_template_kwargs,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        prompts = await asyncio.to_thread(prompts_of, self.front, messages, **options)
+        given = template_options(options)
+        prompts = await asyncio.to_thread(prompts_of, self.front, messages, **given)
         if len(prompts) > 1:
             raise RequestError(f"chat answers one conversation, got {len(prompts)}")
         answer = self.generate(
@@ -171,24 +154,15 @@ class AsyncLLM:
         """Return the embedding of a prompt, as `LLM.embed` does."""
         check_pooling(pooling)
         params = SamplingParams(max_tokens=1)
-        live = await self._prepare(prompt, params, None, False, pooling)
-        stream = Stream(asyncio.get_running_loop())
-        self._begin(live, stream)
-        output: RequestOutput | None = None
-        try:
-            (piece,) = await stream.next()
-            output = piece.output
-        finally:
-            if output is None:
-                self._drop(live.seq_id)
-        assert output is not None
-        return embedding_of(output, normalize)
+        (piece,) = [each async for each in self._generate(prompt, params, None, False, pooling)]
+        assert piece.output is not None
+        return embedding_of(piece.output, normalize)
 
     async def watch(self, engine: int = 0) -> AsyncGenerator[EngineState, None]:
         """Yield snapshots of one replica as it changes, until the caller leaves."""
         replica = self.replicas[engine]
         if replica.error is not None:
-            raise _copy(replica.error)
+            raise copy_error(replica.error)
         async with contextlib.aclosing(replica.viewers.look()) as states:
             async for state in states:
                 yield state
@@ -246,7 +220,7 @@ class AsyncLLM:
 
         return Replica(number, config, self._lock, *calls, serve)
 
-    async def _prepare(
+    async def _generate(
         self,
         prompt: Any,
         params: SamplingParams,
@@ -254,26 +228,40 @@ class AsyncLLM:
         is_streaming: bool,
         pooling: Pooling | None = None,
         request_id: str | None = None,
-    ) -> Live:
-        """Check and tokenise a prompt, in another thread if that may take a while."""
+    ) -> AsyncGenerator[StreamPiece, None]:
         self._raise_if_failed()
         one = as_prompt(prompt, cache_salt)
         given = one.content, params, one.cache_salt, is_streaming, pooling, request_id
-        prepare = partial(self.front.prepare, *given)
-        if _is_quick(one.content, params):
-            live = prepare()
-        elif self._must_compile(params):
-            live = await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)
-        else:
-            live = await asyncio.to_thread(prepare)
+        live = await self._prepare(partial(self.front.prepare, *given), one.content, params)
         check_length(live.samples[0].request, self.max_len)
-        return live
+        stream = self._begin(live)
+        is_over = False
+        try:
+            while not is_over:
+                for piece in joined(await stream.unread.take()):
+                    is_over = piece.output is not None
+                    yield piece
+        finally:
+            if not is_over:
+                self._drop(live.seq_id)
 
-    def _must_compile(self, params: SamplingParams) -> bool:
+    async def _prepare(
+        self, prepare: Callable[[], Live], prompt: str | list[int], params: SamplingParams
+    ) -> Live:
+        """Check and tokenise a prompt, in another thread if that may take a while.
+
+        Another thread could only begin once the event loop's gives up Python's lock: of many
+        callers in one turn of the loop, the first would be served after the last had called.
+        """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
-        return asked is not None and not self.front.grammars.is_compiled(asked)
+        if asked is not None:
+            pool = None if self.front.grammars.is_compiled(asked) else self._compiling
+            return await asyncio.get_running_loop().run_in_executor(pool, prepare)
+        if isinstance(prompt, list) and not getattr(params, "bad_words", ()):
+            return prepare()
+        return await asyncio.to_thread(prepare)
 
-    def _begin(self, live: Live, stream: Stream) -> None:
+    def _begin(self, live: Live) -> Stream:
         """Send a request to the replica that has its prefix, or the least to do."""
         requests = [sample.request for sample in live.samples]
         first = requests[0]
@@ -282,14 +270,15 @@ class AsyncLLM:
         ids = first.token_ids if is_of_use else ()
         with self._lock:
             self._raise_if_failed()
-            stream.replica = self._router.choose(ids, first.cache_salt)
-            stream.num_tokens = len(first.token_ids) + sum(lengths)
-            self._router.started(stream.replica, stream.num_tokens)
+            replica = self._router.choose(ids, first.cache_salt)
+            stream = Stream(Unread(), replica, len(first.token_ids) + sum(lengths))
+            self._router.started(replica, stream.num_tokens)
             core = self._core_of(stream)
             self._streams[live.seq_id] = stream
             self.front.submit(live)
         core.add(requests)
-        stream.loop.call_soon(core.flush)  # with those of callers who wait their turn
+        stream.unread.loop.call_soon(core.flush)  # with those of callers who wait their turn
+        return stream
 
     def _end(self, seq_id: int) -> Stream | None:
         """With the lock: expect no more for a stream, unless its replica failed before."""
@@ -328,19 +317,19 @@ class AsyncLLM:
                 for each in output.finished
                 if each.seq_id not in streamed
             ]
-            news: dict[asyncio.AbstractEventLoop, list[tuple[Stream, StreamPiece]]] = {}
+            news: dict[asyncio.AbstractEventLoop, list[tuple[Pieces, StreamPiece]]] = {}
             for piece in (*output.pieces, *whole):
-                stream = self._streams[piece.seq_id]
-                news.setdefault(stream.loop, []).append((stream, piece))
+                unread = self._streams[piece.seq_id].unread
+                news.setdefault(unread.loop, []).append((unread, piece))
                 if piece.output is not None:
                     self._end(piece.seq_id)
-        for loop, pieces in news.items():
-            _call(loop, _push_all, pieces)
+        for pairs in news.values():  # one call for each loop
+            pairs[0][0].call(_push_all, pairs)
 
     def _raise_if_failed(self) -> None:
         error = self.error
         if error is not None:
-            raise _copy(error)
+            raise copy_error(error)
 
     def _lost(self, replica: Replica, error: NanovllmError) -> None:
         """With the lock: tell whoever waits for a replica; the others go on."""
@@ -348,57 +337,28 @@ class AsyncLLM:
         for seq_id in ids:
             stream = self._streams.pop(seq_id)
             self.front.forget(seq_id)  # what it sent before may still come
-            _call(stream.loop, stream.fail, error)
+            stream.unread.call(stream.unread.end, error)
         self._router.lost(replica.number)
 
     def _back(self, replica: Replica) -> None:
         self._router.joined(replica.number)
 
 
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """What came for one request and was not read yet; used in its event loop alone."""
+    """A request that is under way."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.replica = self.num_tokens = 0  # where it is answered, and what that counts for it
-        self._pieces: dict[int, list[StreamPiece]] = {}  # by sample
-        self._error: NanovllmError | None = None
-        self._has_news = asyncio.Event()
-
-    async def next(self) -> list[StreamPiece]:
-        """Wait for news: a piece for each sample that has some, the last one of all last."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        if self._error is not None:
-            self._has_news.set()
-            raise _copy(self._error)
-        pieces, self._pieces = [_join(each) for each in self._pieces.values()], {}
-        return sorted(pieces, key=lambda piece: piece.output is not None)
-
-    def push(self, piece: StreamPiece) -> None:
-        self._pieces.setdefault(piece.sample, []).append(piece)
-        self._has_news.set()
-
-    def fail(self, error: NanovllmError) -> None:
-        self._error = error
-        self._has_news.set()
+    unread: Pieces
+    replica: int  # where it is answered
+    num_tokens: int  # that the router counts for it
 
 
-def _is_quick(prompt: str | list[int], params: SamplingParams) -> bool:
-    """Whether there is nothing to tokenise or to compile.
-
-    Another thread could only begin once the event loop's gives up Python's lock: of many callers
-    in one turn of the loop, the first would be served after the last had called.
-    """
-    is_plain = isinstance(params, SamplingParams) and params.structured_outputs is None
-    return isinstance(prompt, list) and is_plain and not params.bad_words
-
-
-def _copy(error: NanovllmError) -> NanovllmError:
-    """One for each who raises it, with a traceback of its own."""
-    copy = type(error)(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy
+def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
+    """Join what came for each sample; the last piece of all stays last."""
+    by_sample: dict[int, list[StreamPiece]] = {}
+    for piece in pieces:
+        by_sample.setdefault(piece.sample, []).append(piece)
+    return sorted(map(_join, by_sample.values()), key=lambda piece: piece.output is not None)
 
 
 def _join(pieces: list[StreamPiece]) -> StreamPiece:
@@ -415,15 +375,6 @@ def _join(pieces: list[StreamPiece]) -> StreamPiece:
     )
 
 
-def _push_all(pieces: list[tuple[Stream, StreamPiece]]) -> None:
-    for stream, piece in pieces:
-        stream.push(piece)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Any, *arguments: Any) -> None:
-    """Have a loop call a function; nobody waits any more in one that is closed."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+def _push_all(pairs: list[tuple[Pieces, StreamPiece]]) -> None:
+    for unread, piece in pairs:
+        unread.push(piece)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
+from jinja2 import TemplateError, ext, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanovllm.errors import RequestError
+from nanovllm.validation import require
 
 # Options of transformers' apply_chat_template that take effect after rendering.
 AFTERWARDS = frozenset((
@@ -39,13 +40,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **options: Any,
     ) -> None:
-        if continue_final_message and options.get("add_generation_prompt"):
-            raise RequestError(
-                "the last message is either continued or answered; leave out one of "
-                "continue_final_message and add_generation_prompt"
-            )
+        is_either = not (continue_final_message and options.get("add_generation_prompt"))
+        expected = "left out with add_generation_prompt: a message is continued or answered"
+        require(is_either, "continue_final_message", expected, continue_final_message)
         if refused := sorted(AFTERWARDS.intersection(options)):
-            raise RequestError(f"a chat template has no option {refused[0]}: its text becomes ids")
+            message = f"a chat template has no option {refused[0]}: its text becomes ids"
+            raise RequestError(message, param=refused[0])
         self._is_continuing = continue_final_message
         schemas = None if tools is None else _tool_schemas(tools)
         defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
@@ -61,7 +61,8 @@ class ChatTemplate:
         text = self._program.run(marked, self._variables)
         start = text.rfind(_MARK.strip())
         if start < 0:
-            raise RequestError("the chat template does not show the message to be continued")
+            message = "the chat template does not show the message to be continued"
+            raise RequestError(message, param="messages")
         is_trimmed = not text.startswith(_MARK, start)
         return text[:start].rstrip() if is_trimmed else text[:start]
 
@@ -70,44 +71,36 @@ class Program:
     """A compiled template; several threads may run it at once."""
 
     def __init__(self, source: str) -> None:
-        with _request_errors("cannot be read"):
+        with _request_errors():
             self._template = _sandbox().from_string(source)
 
     def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        with _request_errors("failed on the messages"):
+        with _request_errors():
             return self._template.render(messages=messages, **variables)
 
 
 def _choose(template: str | Mapping[str, str], asked: str | None, has_tools: bool) -> str:
     """A template that was asked for, by its name or as a text; else the model's for the purpose."""
     templates = {"default": template} if isinstance(template, str) else template
-    if not isinstance(templates, Mapping):
-        raise RequestError(f"the model's chat template is no text: {template!r:.80}")
+    is_valid = isinstance(templates, Mapping) and isinstance(asked, str | None)
+    require(is_valid, "chat_template", "a text, or one of several by name", asked or template)
     if asked is not None:
-        if not isinstance(asked, str):
-            raise RequestError(f"chat_template is a name or a template, got {asked!r:.80}")
         return templates.get(asked, asked)
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
-    if name not in templates:
-        names = ", ".join(templates)
-        raise RequestError(f"the model has chat templates {names}; choose with chat_template=")
+    require(name in templates, "chat_template", f"one of {', '.join(templates)}", asked)
     return templates[name]
 
 
 @contextlib.contextmanager
-def _request_errors(what: str) -> Iterator[None]:
+def _request_errors() -> Iterator[None]:
     try:
         yield
-    except TemplateSyntaxError as error:
-        where = f"line {error.lineno}: {error.message}"
-        raise RequestError(f"the chat template cannot be read, {where}") from error
-    except TemplateError as error:
-        raise RequestError(f"the chat template refused the messages: {error}") from error
     except Exception as error:  # a template is a program and may raise anything
-        raise RequestError(
-            f"the chat template {what} ({type(error).__name__}: {error!s:.200}); check what the "
-            "messages hold, or pass another chat_template"
-        ) from error
+        line = getattr(error, "lineno", None)  # of a syntax error
+        what = "refused the messages" if line is None else f"cannot be read, line {line}"
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        message = f"the chat template {what}: {kind}{error!s:.200}"
+        raise RequestError(message, param="messages") from error
 
 
 class _Generation(ext.Extension):
@@ -133,8 +126,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
 
 
 def _tool_schemas(tools: Sequence[Any]) -> list[Any]:
-    if not isinstance(tools, (list, tuple)):
-        raise RequestError(f"tools are a list of schemas or functions, got {tools!r:.80}")
+    require(isinstance(tools, (list, tuple)), "tools", "a list of schemas or functions", tools)
     return [_tool_schema(tool) for tool in tools]
 
 
@@ -147,7 +139,8 @@ def _tool_schema(tool: Any) -> Any:
     try:
         return get_json_schema(tool)
     except Exception as error:  # a docstring that says too little has an error type of its own
-        raise RequestError(f"the tool {tool!r:.80} cannot be described: {error}") from error
+        message = f"the tool {tool!r:.80} cannot be described: {error}"
+        raise RequestError(message, param="tools") from error
 
 
 def _to_json(

@@ -118,7 +118,8 @@ class EngineConfig:
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            raise ConfigError(f"{name} must be {expected}, got {value!r}", param=name)
 
 
 @dataclass(frozen=True, slots=True)

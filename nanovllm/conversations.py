@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
-from nanovllm.engine.front import Front, check_text
+from nanovllm.engine.front import Front
 from nanovllm.errors import RequestError
 from nanovllm.prompts import Messages, as_conversations, at_index
+from nanovllm.validation import require_text
 
 
-def template_options(kwargs: Mapping[str, Any] | None, **given: Any) -> dict[str, Any]:
+class ChatOptions(TypedDict, total=False):
+    """How a conversation is formatted; None is the template's own choice."""
+
+    tools: Sequence[Any] | None  # schemas, or functions with docstrings
+    add_generation_prompt: bool | None  # False: no new message begins
+    continue_final_message: bool | None  # the model goes on from where the last message ends
+    chat_template_kwargs: dict[str, Any] | None  # more options of the template
+
+
+def template_options(options: ChatOptions) -> dict[str, Any]:
     """Options of a chat template; what a call gives by name overrides its chat_template_kwargs."""
-    return {**(kwargs or {}), **{name: each for name, each in given.items() if each is not None}}
+    for name in options:
+        if name not in ChatOptions.__annotations__:
+            raise TypeError(f"chat got an unexpected keyword argument {name!r}")
+    given: dict[str, Any] = {name: each for name, each in options.items() if each is not None}
+    return {**given.pop("chat_template_kwargs", {}), **given}
 
 
 def prompts_of(front: Front, messages: Messages, **template_options: Any) -> list[list[int]]:
@@ -34,7 +48,7 @@ def prompts_of(front: Front, messages: Messages, **template_options: Any) -> lis
     for index, conversation in enumerate(conversations):
         try:
             text = template.render(conversation)
-            check_text("a message", text)
+            require_text("messages", text)
         except RequestError as error:
             raise at_index(error, "messages", index, len(conversations)) from error
         prompts.append(front.encode(text, add_special_tokens=False))

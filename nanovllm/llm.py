@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from nanovllm.conversations import prompts_of, template_options
+from nanovllm.conversations import ChatOptions, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live
 from nanovllm.engine.step import Pooling
@@ -115,24 +115,13 @@ class LLM:
         use_tqdm: bool = True,
         *,
         cache_salt: str | None = None,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, formatted by the model's chat template.
 
-        `tools` are schemas, or functions with docstrings. `continue_final_message` has the model
-        go on from where the last message ends; otherwise a new message begins, unless
-        `add_generation_prompt` is False.
+        Options are the fields of `nanovllm.conversations.ChatOptions`.
         """
-        options = template_options(
-            chat_template_kwargs,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        prompts = self.apply_chat_template(messages, **options)
+        prompts = self.apply_chat_template(messages, **template_options(options))
         return self.generate(prompts, sampling_params, use_tqdm, cache_salt=cache_salt)
 
     def stream_chat(
@@ -141,19 +130,10 @@ class LLM:
         sampling_params: Params = None,
         *,
         cache_salt: str | None = None,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Generator[StreamPiece, None, None]:
         """Like `chat`, but yield text as it comes, as `stream` does."""
-        options = template_options(
-            chat_template_kwargs,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        prompts = self.apply_chat_template(messages, **options)
+        prompts = self.apply_chat_template(messages, **template_options(options))
         return self.stream(prompts, sampling_params, cache_salt=cache_salt)
 
     def embed(

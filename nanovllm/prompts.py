@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import require
 
 # One prompt: a text, token ids (a list, a tuple, an array), or a dict with "prompt" or
 # "prompt_token_ids" and perhaps a "cache_salt". Several: a list, a tuple or an array of them.
@@ -20,9 +21,9 @@ Messages = Sequence[Message] | Sequence[Sequence[Message]]
 
 _CONTENT_KEYS = ("prompt", "prompt_token_ids")
 _CALL_KEYS = ("tool_calls", "function_call")  # beside which a message may have no content
-_PROMPT_FORMS = (
-    "a prompt is a string, token ids (a list, a tuple or an array of integers), or a dict with "
-    '"prompt" or "prompt_token_ids"'
+_PROMPT_FORM = (
+    "a string, token ids (a list, a tuple or an array of integers), or a dict with one of "
+    '"prompt" (a string) and "prompt_token_ids" (ids), and perhaps a "cache_salt"'
 )
 
 
@@ -42,52 +43,46 @@ def split_prompts(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items = _from_array(prompts)
-    if not isinstance(items, (list, tuple)):
-        raise RequestError(f"{_PROMPT_FORMS}; or several of them, got {prompts!r:.80}")
+    is_valid = isinstance(items, (list, tuple))
+    require(is_valid, "prompts", f"{_PROMPT_FORM}; or several of them", prompts)
     return [items] if items and isinstance(items[0], Number) else list(items)
 
 
 def as_prompt(prompt: Any, cache_salt: str | None = None) -> Prompt:
     """Read one prompt; a `cache_salt` of its own comes before the call's."""
+    content = prompt
     if isinstance(prompt, Mapping):
-        unknown = [key for key in prompt if key not in (*_CONTENT_KEYS, "cache_salt")]
         given = [key for key in _CONTENT_KEYS if prompt.get(key) is not None]
-        if unknown or len(given) != 1:
-            raise RequestError(
-                'a prompt dict has one of "prompt" and "prompt_token_ids", and may have a '
-                f'"cache_salt"; got {", ".join(map(repr, prompt)) or "none of them"}'
-            )
+        is_valid = len(given) == 1 and {*prompt} <= {*_CONTENT_KEYS, "cache_salt"}
+        require(is_valid, "prompt", _PROMPT_FORM, prompt)
         own_salt = prompt.get("cache_salt")
         cache_salt = cache_salt if own_salt is None else own_salt
-        prompt = prompt[given[0]]
-        if isinstance(prompt, str) != (given[0] == "prompt"):
-            raise RequestError(f'"prompt" is a text and "prompt_token_ids" ids, got {prompt!r:.80}')
-    if isinstance(prompt, str):
-        return Prompt(str(prompt), cache_salt)
-    ids = _from_array(prompt)
-    if not isinstance(ids, (list, tuple)):
-        raise RequestError(f"{_PROMPT_FORMS}, got {prompt!r:.80}")
+        content = prompt[given[0]]
+        require(isinstance(content, str) == (given[0] == "prompt"), "prompt", _PROMPT_FORM, prompt)
+    if isinstance(content, str):
+        return Prompt(str(content), cache_salt)
+    ids = _from_array(content)
+    require(isinstance(ids, (list, tuple)), "prompt", _PROMPT_FORM, prompt)
     return Prompt(list(ids), cache_salt)
 
 
 def at_index(error: RequestError, name: str, index: int, count: int) -> RequestError:
     """Say which one of several an error is about."""
-    return error if count == 1 else RequestError(f"{name}[{index}]: {error}")
+    return (
+        error
+        if count == 1
+        else RequestError(f"{name}[{index}]: {error}", param=name, code=error.code)
+    )
 
 
 def as_conversations(messages: Messages) -> list[list[Message]]:
     """One conversation or a list of them becomes a list; every content becomes a text."""
-    if not isinstance(messages, (list, tuple)):
-        raise RequestError(
-            f"messages must be a list of dicts with a role and content, got {messages!r:.80}"
-        )
-    if not messages:
-        raise RequestError("the conversation is empty; give it at least one message")
-    conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-    return [
-        _as_conversation(conversation, f"conversation {index}, " if len(conversations) > 1 else "")
-        for index, conversation in enumerate(conversations)
-    ]
+    is_valid = isinstance(messages, (list, tuple)) and messages
+    require(is_valid, "messages", "a list of at least one message", messages)
+    if isinstance(messages[0], Mapping):
+        return [_as_conversation(messages, "messages")]
+    names = (f"messages[{index}]" for index in range(len(messages)))
+    return list(map(_as_conversation, messages, names))
 
 
 def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
@@ -96,14 +91,11 @@ def as_params(params: Params, num_prompts: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if not isinstance(params, Sequence):
-        raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")
-    params = list(params)
-    if not all(isinstance(param, SamplingParams) for param in params):
-        raise RequestError(f"sampling_params must be SamplingParams or a list, got {params!r:.80}")
-    if len(params) != num_prompts:
-        raise RequestError(f"got {len(params)} SamplingParams for {num_prompts} prompts")
-    return params
+    is_valid = isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)
+    require(is_valid, "sampling_params", "SamplingParams or a list of them", params)
+    expected = f"one for each of {num_prompts} prompts"
+    require(len(params) == num_prompts, "sampling_params", expected, len(params))
+    return list(params)
 
 
 def _from_array(value: Any) -> Any:
@@ -111,64 +103,52 @@ def _from_array(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _as_conversation(conversation: Any, where: str) -> list[Message]:
-    if not isinstance(conversation, (list, tuple)) or not conversation:
-        raise RequestError(f"{where}not a list of messages, or an empty one: {conversation!r:.80}")
-    return [
-        _as_message(message, f"{where}message {index}: ")
-        for index, message in enumerate(conversation)
-    ]
+def _as_conversation(conversation: Any, name: str) -> list[Message]:
+    is_valid = isinstance(conversation, (list, tuple)) and conversation
+    require(is_valid, name, "a list of at least one message", conversation)
+    return [_as_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
 
 
-def _as_message(message: Any, where: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise RequestError(f"{where}a message is a dict, got {message!r:.80}")
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}a message needs a role, got {message!r:.80}")
+def _as_message(message: Any, name: str) -> Message:
+    is_valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+    require(is_valid, name, "a dict with a role and content", message)
     content = message.get("content")
     if content is None and any(message.get(key) for key in _CALL_KEYS):
         content = ""
-    written = {**message, "content": text_of(content, where)}
+    written = {**message, "content": text_of(content, f"{name}.content")}
     if isinstance(message.get("tool_calls"), (list, tuple)):
-        written["tool_calls"] = [_as_call(call, where) for call in message["tool_calls"]]
+        calls = f"{name}.tool_calls"
+        written["tool_calls"] = [_as_call(call, calls) for call in message["tool_calls"]]
     return written
 
 
-def _as_call(call: Any, where: str) -> Any:
+def _as_call(call: Any, name: str) -> Any:
     """Parse a tool call's arguments, which OpenAI's API has as a text: templates write the JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where}a tool call's arguments are not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise RequestError(
-            f"{where}a tool call's arguments must be a JSON object, got {arguments!r:.80}"
-        )
+    except (ValueError, RecursionError):
+        arguments = None
+    expected = "calls whose arguments are a JSON object"
+    require(isinstance(arguments, dict), name, expected, function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def text_of(content: Any, where: str = "") -> str:
+def text_of(content: Any, name: str = "content") -> str:
     """A text, or text parts, one per line, as vLLM hands them to templates."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, (list, tuple)):
-        raise RequestError(
-            f"{where}content is a text or a list of text parts, got {content!r:.80} (nothing at "
-            "all only where the message calls tools)"
-        )
-    return "\n".join(_as_part(part, where) for part in content)
+    expected = 'a string or a list of text parts, {"type": "text", "text": "..."}'
+    require(isinstance(content, (list, tuple)), name, expected, content)
+    texts = [_part_text(part) for part in content]
+    for part, text in zip(content, texts, strict=True):
+        require(isinstance(text, str), name, expected, part)
+    return "\n".join(texts)
 
 
-def _as_part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
+def _part_text(part: Any) -> Any:
     if isinstance(part, Mapping) and part.get("type", "text") == "text":
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    raise RequestError(
-        f'{where}only text parts are supported, {{"type": "text", "text": "..."}}, got {part!r:.80}'
-    )
+        return part.get("text")
+    return part

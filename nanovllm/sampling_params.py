@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.structured_outputs import as_structured
-from nanovllm.validation import as_python, check_types, is_bool, option, suggest_fields
+from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
+RANGES = {
+    "temperature": (0, 100),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
 NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
+
+
+STRUCTURED = "structured_outputs"
+# Kinds of grammars for `structured_outputs`.
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+BEFORE = ("after", "opened_by")  # what may come before an answer
+EXPECTED = {
+    "json": "a JSON schema: a dictionary, true or false, or one of them as text",
+    "regex": "a non-empty string",
+    "choice": "a list of at least one string, none empty",
+    "grammar": "a Lark grammar: a non-empty string",
+    "json_object": "True",
+    "after": "a non-empty string",
+    "opened_by": "a non-empty string",
+}
 
 
 @suggest_fields
@@ -68,7 +92,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
-        object.__setattr__(self, "structured_outputs", as_structured(self.structured_outputs))
+        object.__setattr__(self, "structured_outputs", _as_structured(self.structured_outputs))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
 
@@ -77,10 +101,22 @@ class SamplingParams:
         """`max_tokens` as a number; without a limit, more than any context holds."""
         return NO_LIMIT if self.max_tokens is None else self.max_tokens
 
+    @property
+    def can_exclude_tokens(self) -> bool:
+        """Whether these options, and not only the model's logits, may leave no token to sample."""
+        return bool(
+            self.allowed_token_ids
+            or self.bad_words
+            or self.min_tokens
+            or self.logits_processors
+            or self.structured_outputs
+        )
+
     def _check_ranges(self) -> None:
-        self._require("temperature", 0 <= self.temperature <= 100, "in [0, 100]")
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            self._require(name, value is None or low <= value <= high, f"in [{low}, {high}]")
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]; for greedy use temperature=0")
-        self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._require("top_k", self.top_k >= 0, "at least 1, or 0 or -1 for no limit")
         fits = self.max_new_tokens >= (1 if self.prompt_logprobs is None else 0)
         self._require("max_tokens", fits, "at least 1, or 0 with prompt_logprobs")
@@ -88,56 +124,42 @@ class SamplingParams:
         self._require("min_tokens", fits, f"in [0, max_tokens={self.max_tokens}]")
         is_64_bit = self.seed is None or -(2**63) <= self.seed < 2**64
         self._require("seed", is_64_bit, "an integer of at most 64 bits")
-        self._require("stop", all(self.stop), "non-empty strings")
+        for name in ("stop", "bad_words"):
+            self._require(name, all(getattr(self, name)), "non-empty strings")
         self._require("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "at least 0")
-        self._check_edits()
-
-    def _check_edits(self) -> None:
-        """Check what edits the logits."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        fits = 0.01 <= self.repetition_penalty <= 100
-        self._require("repetition_penalty", fits, "in [0.01, 100]")
         bias: Mapping[int, float] = self.logit_bias or {}
         is_valid = all(key >= 0 and -100 <= value <= 100 for key, value in bias.items())
         self._require("logit_bias", is_valid, "numbers in [-100, 100] by token id")
         allowed = self.allowed_token_ids
         is_valid = allowed is None or min(allowed, default=-1) >= 0
         self._require("allowed_token_ids", is_valid, "at least one id, none below 0")
-        self._require("bad_words", all(self.bad_words), "non-empty strings")
-        for name in ("logprobs", "prompt_logprobs"):
-            is_valid = getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS
-            self._require(name, is_valid, f"in [0, {MAX_LOGPROBS}]")
         most = MAX_SAMPLES if self.max_tokens != 0 else 1
         self._require("n", 1 <= self.n <= most, f"in [1, {MAX_SAMPLES}], and 1 with max_tokens=0")
         length = self.truncate_prompt_tokens
         self._require("truncate_prompt_tokens", length is None or length >= 1, "at least 1")
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        require(is_valid, name, expected, getattr(self, name), ConfigError)
 
 
 def _as_bias(value: Any) -> dict[int, float] | None:
     """Token ids may be strings of digits, as JSON has them for keys."""
     if value is None:
         return None
-    items = list(value.items()) if isinstance(value, Mapping) else [(None, None)]
+    items = value.items() if isinstance(value, Mapping) else [(None, None)]
     pairs = [(as_python(key), as_python(bias)) for key, bias in items]
     bias = {int(key): float(bias) for key, bias in pairs if _is_id(key) and _is_number(bias)}
-    if len(bias) < len(pairs):
-        raise ConfigError(f"logit_bias must map token ids to numbers, got {value!r:.80}")
+    is_valid = len(bias) == len(pairs)
+    require(is_valid, "logit_bias", "numbers in [-100, 100] by token id", value, ConfigError)
     return bias
 
 
 def _as_processors(value: Any) -> tuple[Any, ...]:
     items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
-    if all(callable(each) or _is_path(each) for each in items):
-        return items
-    raise ConfigError(
-        "logits_processors must be a list of functions or of their names as "
-        f"'module:function', got {value!r:.80}"
-    )
+    is_valid = all(callable(each) or _is_path(each) for each in items)
+    expected = "a list of functions or of their names as 'module:function'"
+    require(is_valid, "logits_processors", expected, value, ConfigError)
+    return items
 
 
 def _is_path(value: object) -> bool:
@@ -147,11 +169,11 @@ def _is_path(value: object) -> bool:
 def _is_id(key: object) -> bool:
     if isinstance(key, str):
         return key.isascii() and key.isdigit() and len(key) <= 20  # int() refuses long ones
-    return isinstance(key, int) and not is_bool(key)
+    return isinstance(key, int) and not isinstance(key, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not is_bool(value) and abs(value) < 1e300
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
@@ -159,8 +181,45 @@ def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     if type(value) is tuple and not value:  # as it mostly is
         return ()
     items = (value,) if isinstance(value, str) else () if value is None else value
-    if isinstance(items, Iterable):
-        items = tuple(map(as_python, items))
-        if all(isinstance(item, item_type) and not is_bool(item) for item in items):
-            return items
-    raise ConfigError(f"{name} must hold items of type {item_type.__name__}, got {value!r}")
+    items = tuple(map(as_python, items)) if isinstance(items, Iterable) else (None,)
+    is_valid = all(isinstance(item, item_type) and not isinstance(item, bool) for item in items)
+    require(is_valid, name, f"items of type {item_type.__name__}", value, ConfigError)
+    return items
+
+
+def _as_structured(value: object) -> dict[str, Any] | None:
+    """Check the shape, and detach it from what the caller holds."""
+    if value is None:
+        return None
+    fields = value if isinstance(value, Mapping) else {}
+    kinds = [key for key in fields if key in KINDS]
+    expected = f"a dict with one of {', '.join(KINDS)}, and optionally 'after' and 'opened_by'"
+    is_valid = len(kinds) == 1 and {*fields} <= {*kinds, *BEFORE}
+    require(is_valid, STRUCTURED, expected, value, ConfigError)
+    has_end = "opened_by" not in fields or "after" in fields
+    require(has_end, STRUCTURED, "a dict with 'after' where it has 'opened_by'", value, ConfigError)
+    return {key: _checked_grammar(key, item) for key, item in fields.items()}
+
+
+def _checked_grammar(key: str, value: Any) -> Any:
+    try:
+        if key == "json":
+            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+            value = json.loads(text)
+        elif key == "choice" and not isinstance(value, str):
+            value = list(value)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{STRUCTURED}[{key!r}]: {error}", param=STRUCTURED) from error
+    is_valid = {
+        "json": isinstance(value, dict | bool),
+        "choice": isinstance(value, list) and value and all(map(_is_text, value)),
+        "json_object": value is True,
+    }.get(key, _is_text(value))
+    require(is_valid, STRUCTURED, f"a dict whose {key!r} is {EXPECTED[key]}", value, ConfigError)
+    return value
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""

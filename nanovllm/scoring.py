@@ -10,17 +10,17 @@ from typing import Any, get_args
 import numpy as np
 
 from nanovllm.engine.step import Pooling
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score
 from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import require
 
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 def check_pooling(pooling: object) -> None:
-    if pooling not in get_args(Pooling):
-        raise RequestError(f'pooling must be "last" or "mean", got {pooling!r}')
+    require(pooling in get_args(Pooling), "pooling", '"last" or "mean"', pooling)
 
 
 def embedding_of(output: RequestOutput, normalize: bool) -> EmbeddingOutput:
@@ -49,8 +49,8 @@ def continue_prompt(
 
     Tokens may reach across the border: then the continuation begins with the first of them.
     """
-    if isinstance(continuations, str):
-        raise RequestError("continuations are a list, of texts or of lists of token ids")
+    is_list = not isinstance(continuations, str)
+    require(is_list, "continuations", "a list of texts or of token ids", continuations)
     ids = encode(prompt).tolist()
     continued = []
     for index, item in enumerate(continuations):
@@ -61,10 +61,8 @@ def continue_prompt(
             whole = ids + encode(continuation, add_special_tokens=False).tolist()
         pairs = enumerate(zip(ids, whole, strict=False))
         start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(whole)))
-        if start == len(whole):
-            raise RequestError(f"continuations[{index}] adds no token to the prompt")
-        if start == 0:
-            raise RequestError(f"continuations[{index}] leaves no token of the prompt as it is")
+        name, expected = f"continuations[{index}]", "one that adds tokens behind the prompt's own"
+        require(0 < start < len(whole), name, expected, item)
         continued.append(Continued(start, whole))
     return continued
 

@@ -1,14 +1,15 @@
-"""Check the fields of an options record: their names, and their values against annotations."""
+"""Validation of options and requests: every error names the parameter that is wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, NanovllmError, RequestError
 
 T = TypeVar("T")
 
@@ -21,6 +22,37 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int | None": (int, type(None)),
     "str | None": (str, type(None)),
 }
+
+
+def require(
+    is_valid: object,
+    param: str,
+    expected: str,
+    value: object,
+    kind: type[NanovllmError] = RequestError,
+) -> None:
+    if not is_valid:
+        raise kind(f"{param} must be {expected}, got {value!r:.80}", param=param)
+
+
+def require_text(param: str, value: object) -> None:
+    """Raise RequestError for anything that a tokenizer or a hash could not encode."""
+    require(isinstance(value, str), param, "a string", value)
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        message = f"{param} must be valid Unicode ({error}); clean it first"
+        raise RequestError(message, param=param) from error
+
+
+@contextlib.contextmanager
+def errors_about(param: str, kind: type[RequestError] = RequestError) -> Iterator[None]:
+    """Name the parameter in errors of one kind, in place of what these name themselves."""
+    try:
+        yield
+    except kind as error:
+        error.param = param
+        raise
 
 
 def check_types(record: Any) -> None:
@@ -37,9 +69,10 @@ def check_types(record: Any) -> None:
             continue
         value = as_python(value)
         object.__setattr__(record, field.name, value)
-        is_simple = isinstance(value, expected) and is_bool(value) == (bool in expected)
+        is_simple = isinstance(value, expected) and isinstance(value, bool) == (bool in expected)
         if expected and not is_simple:
-            raise ConfigError(f"{field.name} must be of type {field.type}, got {value!r}")
+            message = f"{field.name} must be of type {field.type}, got {value!r}"
+            raise ConfigError(message, param=field.name)
 
 
 def suggest_fields(record: type[T]) -> type[T]:
@@ -77,7 +110,8 @@ def check_choices(record: Any) -> None:
         value, choices = getattr(record, name), choices_of(hint)
         is_none = value is None and type(None) in get_args(hint)
         if choices and value not in choices and not is_none:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+            message = f"{name} must be one of {', '.join(choices)}, got {value!r}"
+            raise ConfigError(message, param=name)
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
@@ -98,7 +132,3 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def as_python(value: Any) -> Any:
     """Python's own number for a scalar of numpy or torch; anything else stays as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def is_bool(value: object) -> bool:
-    return isinstance(value, bool)  # which is an int to isinstance

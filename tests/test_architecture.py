@@ -18,7 +18,7 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors, pending, fp8 < validation, structured_outputs, quantisation < sampling_params, outputs
+    errors, pending, fp8 < validation < quantisation < sampling_params, outputs
     < prompts, chat_template, config
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker
@@ -31,7 +31,6 @@ LEAVES = (
     "errors",
     "pending",
     "validation",
-    "structured_outputs",
     "quantisation",
     "sampling_params",
     "outputs",
@@ -61,7 +60,6 @@ CLIENT = (
     "serving.core_records",
     "serving.viewers",
     "serving.routing",
-    "serving.restarts",
     "serving.replica",
     "engine.found_model",
     "serving.core_client",
@@ -76,7 +74,7 @@ BESIDE = {
     "engine": ((), "worker.tables"),
     "grammar": ((), "worker.tables"),
     "serving": ((), "engine.core"),
-    "server.parsing": (("errors", "engine.detokenizer"), "server"),
+    "server.parsing": (("errors", "validation", "engine.detokenizer"), "server"),
     # Whose __version__ is told.
     "__init__": (("llm", "outputs", "sampling_params", "errors"), "server"),
 }

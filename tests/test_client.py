@@ -188,7 +188,7 @@ NULLS = CHUNKED + chunk(
 def test_what_a_server_leaves_out_may_be_null() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     with sending(NULLS) as client:
-        pieces = list(RemoteLLM(client, "tiny").stream(messages, SamplingParams()))
+        pieces = list(RemoteLLM(client, "tiny").stream([messages], SamplingParams()))
         assert pieces[-1].output is not None
         assert pieces[-1].output.text == "Hello"
     with sending(NULLS) as client:

@@ -168,7 +168,7 @@ def test_vectors_have_length_one_unless_told_otherwise(tiny: Any) -> None:
 
 def test_bad_prompts_are_named(tiny: Any) -> None:
     with LLM(tiny("qwen3").path, device="cpu", **OPTIONS) as llm:
-        with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt is empty"):
+        with pytest.raises(RequestError, match=r"prompts\[1\]: prompt must be at least one token"):
             llm.embed([[1], []], use_tqdm=False)
         with pytest.raises(RequestError, match="has 129 tokens, but only 128 fit; shorten"):
             llm.embed([1] * 129, use_tqdm=False)

@@ -143,7 +143,7 @@ def test_chat_continues_the_last_message_or_begins_none(llm: LLM) -> None:
     assert prompt(add_generation_prompt=False).endswith("What is 2 + 2?<|im_end|>\n")
     assert prompt(BEGUN, continue_final_message=True).endswith("assistant\nIt is")
     both = {"add_generation_prompt": True, "continue_final_message": True}
-    with pytest.raises(RequestError, match="either continued or answered"):
+    with pytest.raises(RequestError, match="is continued or answered"):
         llm.chat(BEGUN, GREEDY, **both)
     # As vLLM's callers spell it, and as it was spelled here before.
     both["add_generation_prompt"] = False
@@ -158,7 +158,7 @@ def test_chat_shows_tools_and_calls_to_them(llm: LLM) -> None:
     assert '{"type": "function", "function": {"name": "add"' in text
     assert '{"name": "add", "arguments": {"a": 2}}' in text
     call["function"]["arguments"] = "{"  # type: ignore[index]
-    with pytest.raises(RequestError, match="message 1: a tool call's arguments are not JSON"):
+    with pytest.raises(RequestError, match="tool_calls must be calls whose arguments"):
         llm.chat(called, GREEDY)
 
 

@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm import __version__
-from nanovllm.cli import (
-    batch,
-    bench_latency,
-    bench_serve,
-    chat,
-    generate,
-    models,
-    serve,
-    trace,
-)
+from nanovllm.cli import batch, bench_latency, bench_serve, chat, generate, models, serve, trace
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import HELP_FORMAT, add_command, dashed
 from nanovllm.cli.start import configure_logging
@@ -26,17 +17,12 @@ EXAMPLES = """\
 examples:
   nanovllm chat                                      talk to the default model
   nanovllm generate "Why is the sky blue?"           answer a question
-  nanovllm generate --raw "The capital of France is" continue a text
   nanovllm serve --port 8000                         answer requests over HTTP
   nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
   nanovllm bench latency                             measure this machine
   nanovllm models                                    list what can be loaded
 
 `nanovllm COMMAND --help` explains every option."""
-BENCH_EXAMPLES = """\
-examples:
-  nanovllm bench latency --batch 1 64
-  nanovllm bench serve --url http://127.0.0.1:8000"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +65,8 @@ def build_parser() -> ArgumentParser:
     for command in (generate, chat, serve, batch, trace, models):
         command.add_parser(commands)
     usage, about = "nanovllm bench NAME [options]", "measure this machine, or a server"
-    bench = add_command(commands, "bench", about, usage, f"{about.capitalize()}.", BENCH_EXAMPLES)
+    texts = f"{about.capitalize()}.", bench_latency.EXAMPLES
+    bench = add_command(commands, "bench", about, usage, *texts)
     names = bench.add_subparsers(metavar="NAME", required=True, prog="nanovllm bench")
     bench_latency.add_parser(names)
     bench_serve.add_parser(names)

@@ -5,6 +5,11 @@ cannot be answered go to OUTPUT.errors.jsonl. Stopped or killed, it goes on when
 again: no row is lost or answered twice. Engine options are those of `nanovllm serve`.
 
 The exit status is 0 if every row was answered, 1 if some rows failed and 2 if all of them did.
+
+examples:
+  nanovllm batch questions.jsonl -o answers.jsonl
+  nanovllm batch Qwen/Qwen3-8B batch.jsonl -o answers.jsonl --max-model-len 8k
+  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.options import Commands, add_command, add_model_argument, at_least
-from nanovllm.cli.serve import add_model_options, engine_config
+from nanovllm.cli.serve import add_model_options, engine_config, server_options
 from nanovllm.cli.start import set_child_threads
 from nanovllm.errors import ConfigError, NanovllmError
 
@@ -26,23 +31,18 @@ if TYPE_CHECKING:
     from nanovllm.jobs.ledger import Ledger
     from nanovllm.ray.jobs import RayEngine
 
-EXAMPLES = """\
-examples:
-  nanovllm batch questions.jsonl -o answers.jsonl
-  nanovllm batch Qwen/Qwen3-8B batch.jsonl -o answers.jsonl --max-model-len 8k
-  nanovllm batch batch.jsonl -o answers.jsonl --model Qwen/Qwen3-8B --ray"""
 SECONDS_BETWEEN_LINES = 30.0  # of progress in a log file
 # Settings that answers depend on; other options may change between one start and the next.
 SETTINGS = (
     *("revision", "dtype", "load_format", "max_model_len", "seed", "max_tokens", "raw"),
     *("quantization", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"),
-    *("generation_config", "override_generation_config"),
+    *("served_model_name", "generation_config", "override_generation_config"),
 )
 
 
 def add_parser(commands: Commands) -> None:
     about, usage = "answer a file of any size", "nanovllm batch [MODEL] INPUT -o OUTPUT [options]"
-    parser = add_command(commands, "batch", about, usage, __doc__ or "", EXAMPLES)
+    parser = add_command(commands, "batch", about, usage, __doc__ or "")
     add = parser.add_argument
     add_model_argument(parser)
     add("input", type=Path, metavar="INPUT", help="a .jsonl or .parquet file")
@@ -63,6 +63,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from nanovllm.jobs.engine import RowOptions
     from nanovllm.jobs.ledger import Ledger
     from nanovllm.jobs.rows import scan
 
@@ -70,16 +71,20 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--ray-replicas needs --ray")
     if args.threads is not None and args.ray is not None:
         raise ConfigError("--threads is for this machine; leave it out with --ray")
-    options, found = _row_options(args), scan(args.input)
+    config = engine_config(args)
+    set_child_threads(args.threads, config)
+    server = server_options(args, config.model, {})  # reads files: an engine may be elsewhere
+    found = scan(args.input)
     for path in (Path(f"{args.output}{suffix}") for suffix in ("", ".errors.jsonl", ".job.json")):
         if path.exists() and path.samefile(args.input):
             raise ConfigError(f"{path} is the input; answers need a file of their own")
     settings = {name: getattr(args, name) for name in SETTINGS}
-    settings |= {"model": options.config.model, "input": found.digest}
-    settings["served_model_name"] = list(args.served_model_name)
     # Files count by their content, not by their path.
-    settings["chat_template"] = options.server.chat_template
-    settings["generation_config"] = options.sampling_defaults or args.generation_config
+    settings |= {"model": config.model, "input": found.digest}
+    settings["chat_template"] = server.chat_template
+    if args.generation_config not in ("auto", "vllm"):
+        settings["generation_config"] = server.sampling_defaults
+    options = RowOptions(config, server, args.max_tokens, args.raw)
     ledger = Ledger(args.output, settings, found.num_rows, args.overwrite)
     try:
         if ledger.num_done < found.num_rows:
@@ -94,25 +99,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"{num_rows - num_errors} of {num_rows} rows answered in {args.output}{errors}",
           file=sys.stderr)  # fmt: skip
     return 0 if not num_errors else 1 if num_errors < num_rows else 2
-
-
-def _row_options(args: argparse.Namespace) -> RowOptions:
-    """Read all files that the options name: an engine may be on another machine."""
-    from nanovllm.jobs.engine import RowOptions
-    from nanovllm.server.options import ServerOptions, read_chat_template, read_sampling_defaults
-
-    config = engine_config(args)
-    set_child_threads(args.threads, config)
-    server = ServerOptions(
-        served_model_name=tuple(args.served_model_name or [config.model]),
-        chat_template=read_chat_template(args.chat_template),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-    )
-    where = args.generation_config
-    defaults = None if where == "auto" else read_sampling_defaults(where, {})
-    override = args.override_generation_config or {}
-    return RowOptions(config, server, defaults, override, args.max_tokens, args.raw)
 
 
 async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Ledger) -> None:
@@ -156,8 +142,7 @@ async def _answer_all(args: argparse.Namespace, options: RowOptions, ledger: Led
 def _ray_engine(args: argparse.Namespace, options: RowOptions) -> tuple[RayEngine, int]:
     try:
         from nanovllm.executor.ray_workers import connect
-        from nanovllm.ray.cluster import find_room
-        from nanovllm.ray.jobs import RayEngine
+        from nanovllm.ray.jobs import RayEngine, find_room
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ray needs Ray ({error}): pip install 'nanovllm[ray]'") from error
     if options.config.distributed_executor_backend == "ray":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.cli import options
@@ -39,7 +38,7 @@ class Sizes:
         128, "tokens to generate", parse=options.at_least(2), alias="--new-tokens"
     )
     repeats: int = option(3, "timed runs, after one to warm up", parse=COUNT)
-    json: str | None = option(None, "file to append a line to for each batch size")
+    json: str | None = option(None, "file to append a line of JSON to for each batch size")
 
 
 def add_parser(names: options.Commands) -> None:
@@ -53,12 +52,13 @@ def add_parser(names: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(**options.fields_in(args, Sizes))
+    options.append_json(sizes.json)
     config = replace(options.engine_config(args), skip_tokenizer_init=True)
     config = replace(config, max_num_seqs=max(config.max_num_seqs, *sizes.batch))
-    options.append_text(sizes.json, "")  # fails now if it cannot be written
     with load_llm(config, args.threads) as llm:
-        about = {"model": config.model, "device": llm.engine.info.device_name}
-        print(", ".join([*about.values(), llm.engine.info.dtype]), flush=True)
+        info = llm.engine.info
+        about = {"model": config.model, "device": info.device_name, "dtype": info.dtype}
+        print(", ".join(about.values()), flush=True)
         for batch in sizes.batch:
             result = measure(llm, batch, sizes)
             print(
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{result['step_ms']:.3f} ms/step, {result['tokens_per_second']:,.1f} tok/s",
                 flush=True,
             )
-            options.append_text(sizes.json, json.dumps(about | asdict(sizes) | result) + "\n")
+            options.append_json(sizes.json, about | result)
     return 0
 
 
@@ -85,4 +85,5 @@ def measure(llm: LLM, batch: int, sizes: Sizes) -> dict[str, float]:
         step = (seconds - first) / (sizes.output_len - 1)
         runs.append((1000 * first, 1000 * step, batch * sizes.output_len / seconds))
     first, step, rate = map(statistics.median, zip(*runs[1:], strict=True))
-    return {"batch": batch, "first_token_ms": first, "step_ms": step, "tokens_per_second": rate}
+    lengths = {"batch": batch, "input_len": sizes.input_len, "output_len": sizes.output_len}
+    return lengths | {"first_token_ms": first, "step_ms": step, "tokens_per_second": rate}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import random
@@ -22,8 +21,7 @@ from nanovllm.validation import option
 
 DESCRIPTION = """\
 Send requests to a server with OpenAI's API and measure what its clients wait for. Requests come at
-random (a Poisson process) with --rate, or as soon as another one ends with --concurrency; with
-both, no more than that many are in flight. Answers are streamed."""
+random times (a Poisson process) with --rate, else as soon as one of --concurrency (16) ends."""
 
 EXAMPLES = """\
 examples:
@@ -31,7 +29,7 @@ examples:
   nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50"""
 
 WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"
-COUNT = options.at_least(1)
+COUNT, RATE = options.at_least(1), options.positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +37,10 @@ class Load:
     """What is sent, and when."""
 
     model: str | None = option(None, "name to ask for", unset="the server's first")
-    rate: float | None = option(
-        None, "requests a second", parse=options.positive, alias="--request-rate", unset="any"
-    )
-    concurrency: int | None = option(
-        None, "most in flight", parse=COUNT, alias="--max-concurrency", unset="16, or --rate"
-    )
+    rate: float | None = option(None, "requests a second", parse=RATE, alias="--request-rate")
+    concurrency: int | None = option(None, "most in flight", parse=COUNT, alias="--max-concurrency")
     num_requests: int | None = option(
-        None, "requests to send", parse=COUNT, alias="--num-prompts", unset="64, or all --prompts"
+        None, "how many to send", parse=COUNT, alias="--num-prompts", unset="all --prompts, or 64"
     )
     max_tokens: int = option(128, "tokens of an answer", parse=COUNT)
     prompt_words: int = option(256, "words of a random prompt", parse=COUNT)
@@ -73,11 +67,9 @@ class Measured:
 
     def is_in_goodput(self, load: Load) -> bool:
         mean_gap = sum(self.gaps) / max(len(self.gaps), 1)
-        return (
-            1000 * self.first_token <= load.goodput_first_token_ms
-            and 1000 * mean_gap <= load.goodput_inter_token_ms
-            and 1000 * self.seconds <= load.goodput_end_to_end_ms
-        )
+        is_early = 1000 * self.first_token <= load.goodput_first_token_ms
+        is_steady = 1000 * mean_gap <= load.goodput_inter_token_ms
+        return is_early and is_steady and 1000 * self.seconds <= load.goodput_end_to_end_ms
 
 
 def add_parser(names: options.Commands) -> None:
@@ -90,7 +82,7 @@ def add_parser(names: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     load = Load(**options.fields_in(args, Load))
-    options.append_text(load.json, "")  # fails now if it cannot be written
+    options.append_json(load.json)
     client = OpenAIClient(args.url, args.api_key, max_connections=None)  # the load decides
     model = load.model or asyncio.run(client.model())
     done: list[Measured] = []
@@ -101,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         for name, value in result.items():
             print(f"{name.replace('_', ' '):<30}{shown(value)}")
         requests = [asdict(one) for one in sorted(done, key=lambda one: one.sent)]
-        options.append_text(load.json, json.dumps(result | {"requests": requests}) + "\n")
+        options.append_json(load.json, result | {"requests": requests})
     return 1 if result["num_failed"] else 0
 
 
@@ -162,23 +154,17 @@ async def measure(
     times: list[float] = []
     usage: dict[str, int] = {}
     try:
-        async with contextlib.aclosing(client.stream(path, body)) as events:
-            async for event in events:
-                usage = event.get("usage") or usage
-                if any(map(has_text, event["choices"])):
-                    times.append(time.perf_counter())
+        async for event in client.stream(path, body):
+            usage = event.get("usage") or usage
+            if any(map(has_text, event["choices"])):
+                times.append(time.perf_counter())
     except NanovllmError as error:
         return Measured(begin - origin, error=str(error))
     if not times:
         return Measured(begin - origin, error="no text came")
-    return Measured(
-        begin - origin,
-        times[0] - begin,
-        tuple(after - before for before, after in pairwise(times)),
-        time.perf_counter() - begin,
-        usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or len(times),
-    )
+    gaps = tuple(after - before for before, after in pairwise(times))
+    counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or len(times)
+    return Measured(begin - origin, times[0] - begin, gaps, time.perf_counter() - begin, *counts)
 
 
 def has_text(choice: dict[str, Any]) -> bool:

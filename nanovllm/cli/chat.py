@@ -1,54 +1,45 @@
-"""Talk to a model; Ctrl-C stops an answer, not the program.
+"""Talk to a model. It remembers the conversation, and its prefix cache remembers the work: later
+turns compute only what is new. Piped input is one turn per line, and only answers are printed.
 
-It remembers the conversation, and its prefix cache remembers the work: later turns compute only
-what is new. Piped input is one turn per line, and only answers are printed."""
+while it runs:
+  /system TEXT      give the model other instructions; without a text show them
+  /set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone show them
+  /save FILE        write the conversation to a file
+  /load FILE        go on with one that was saved
+  /retry            answer the last question again
+  /reset            forget the conversation
+  /stats            show what it took so far
+  /help             show this
+  /bye              leave, like /exit, exit or Ctrl-D
+  \"\"\"               begins and ends a message of several lines
+  Ctrl-C            stop an answer, drop a message of several lines, or else leave
+
+examples:
+  nanovllm chat Qwen/Qwen3-0.6B --system "You answer in one sentence." --max-tokens 2048
+  nanovllm chat --url http://127.0.0.1:8000
+  printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+from nanovllm.cli import options
 from nanovllm.cli.conversation import Conversation
-from nanovllm.cli.options import (
-    Commands,
-    add_command,
-    add_engine_options,
-    add_model_argument,
-    add_sampling_options,
-    add_server_options,
-    model_of,
-    sampling_params,
-)
 from nanovllm.cli.output import TextView, why_empty
 from nanovllm.cli.remote import has_chat_template, open_model
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput
+from nanovllm.prompts import as_conversations
 from nanovllm.sampling_params import SamplingParams
 
-HELP = """\
-/system TEXT      give the model other instructions; without a text show them
-/set NAME VALUE   change a sampling parameter, as in /set temperature 0.8; alone show them
-/save FILE        write the conversation to a file
-/load FILE        go on with one that was saved
-/retry            answer the last question again
-/reset            forget the conversation
-/stats            show what it took so far
-/help             show this
-/bye              leave, like /exit, exit or Ctrl-D
-\"\"\"               begins and ends a message of several lines
-Ctrl-C            stop an answer, drop a message of several lines, or else leave"""
-EXAMPLES = f"""\
-while it runs:
-  {HELP.replace(chr(10), chr(10) + "  ")}
-
-examples:
-  nanovllm chat Qwen/Qwen3-0.6B --system "You answer in one sentence." --max-tokens 2048
-  nanovllm chat --url http://127.0.0.1:8000
-  printf 'My name is Ada.\\nWhat is my name?\\n' | nanovllm chat"""
 QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
@@ -67,24 +58,24 @@ WORDS = {"": None, "none": None, "on": True, "true": True, "off": False, "false"
 ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: options.Commands) -> None:
     usage = "nanovllm chat [MODEL] [options]"
-    parser = add_command(commands, "chat", "talk to a model", usage, __doc__ or "", EXAMPLES)
-    add_model_argument(parser)
+    parser = options.add_command(commands, "chat", "talk to a model", usage, __doc__ or "")
+    options.add_model_argument(parser)
     text = "instructions the model is given first (default: its own)"
     parser.add_argument("--system", "--system-prompt", metavar="TEXT", help=text)
-    add_server_options(parser)
+    options.add_server_options(parser)
     # Short steps: after Ctrl-C the engine ends its step before it takes the next question.
-    add_engine_options(parser, max_num_batched_tokens=1024)
-    add_sampling_options(parser, max_tokens=512, temperature=0.3)
+    options.add_engine_options(parser, max_num_batched_tokens=1024)
+    options.add_sampling_options(parser, max_tokens=512, temperature=0.3)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)
+    params = options.sampling_params(args)
     with open_model(args) as llm:
         if not has_chat_template(llm):
-            raise RequestError(f"{model_of(args)} has no chat template; use nanovllm generate")
+            raise RequestError("this model has no chat template; use nanovllm generate")
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty() and sys.stdout.isatty():
             talk(conversation)
@@ -164,13 +155,11 @@ def run_command(line: str, conversation: Conversation) -> None:
     name, _, argument = line.partition(" ")
     try:
         if name not in _COMMANDS:
-            raise RequestError(
-                f'There is no command {name}; /help lists them (between """ a message may begin '
-                "with a slash)"
-            )
+            text = "there is no such command; /help lists them"
+            raise RequestError(f'{text} (between """ a message may begin with a slash)')
         answer = _COMMANDS[name](conversation, argument.strip())
-    except NanovllmError as error:
-        answer = str(error)
+    except (NanovllmError, OSError, ValueError, RecursionError) as error:
+        answer = f"{name}: {error}"
     if answer:
         print(answer, file=sys.stderr)
 
@@ -188,7 +177,7 @@ def _set(conversation: Conversation, text: str) -> str | None:
     if not text:
         return "\n".join(f"{name:<19} {getattr(params, name)!r}" for name in PARAMETERS)
     if name not in PARAMETERS:
-        raise RequestError(f"There is no parameter {name}; there are {', '.join(PARAMETERS)}.")
+        raise RequestError(f"there is no parameter {name}; there are {', '.join(PARAMETERS)}.")
     conversation.params = replace(params, **{name: _value(name, value.strip())})
     return None
 
@@ -216,12 +205,13 @@ def _retry(conversation: Conversation, _: str) -> None:
 
 
 def _save(conversation: Conversation, path: str) -> str:
-    conversation.save(path)
+    text = json.dumps(conversation.messages, indent=2, ensure_ascii=False)
+    Path(path).write_bytes(text.encode())
     return f"Saved {len(conversation.messages)} messages to {path}."
 
 
 def _load(conversation: Conversation, path: str) -> str:
-    conversation.load(path)
+    [conversation.messages] = as_conversations(json.loads(Path(path).read_text(encoding="utf-8")))
     return f"Loaded {len(conversation.messages)} messages from {path}."
 
 
@@ -233,5 +223,5 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
     "/retry": _retry,
     "/reset": lambda conversation, _: conversation.reset(),
     "/stats": lambda conversation, _: conversation.stats.summary(),
-    "/help": lambda *_: HELP,
+    "/help": lambda *_: __doc__,
 }

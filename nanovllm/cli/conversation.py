@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.output import RunStats
 from nanovllm.cli.remote import RemoteLLM
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import as_conversations
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,11 +74,11 @@ class Conversation:
                 self.messages = before
 
     def _answer(self, messages: list[dict[str, Any]], show: Callable[[str], None]) -> RequestOutput:
-        [prompt] = self._llm.apply_chat_template(messages)
+        [prompt] = self._llm.apply_chat_template([messages])
         if not self._has_room(prompt) and _without_oldest_turn(messages) is not None:
             raise PromptTooLongError("the context has no room for an answer")
         answer, output = "", None
-        pieces = self._llm.stream(prompt, self.params)
+        pieces = self._llm.stream([prompt], self.params)
         try:
             with contextlib.closing(pieces):
                 for piece in self.stats.count(pieces):
@@ -100,19 +97,6 @@ class Conversation:
             return True
         max_len = self._llm.engine.core.max_len
         return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len
-
-    def save(self, path: str) -> None:
-        text = json.dumps(self.messages, indent=2, ensure_ascii=False)
-        try:
-            Path(path).write_bytes(text.encode())
-        except (OSError, ValueError) as error:
-            raise RequestError(f"cannot save to {path!r}: {error}") from error
-
-    def load(self, path: str) -> None:
-        try:
-            [self.messages] = as_conversations(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, RecursionError) as error:
-            raise RequestError(f"cannot load a conversation from {path!r}: {error}") from error
 
 
 def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -1,27 +1,30 @@
-"""`nanovllm generate`: answer prompts from the command line, a file or a pipe, as one batch."""
+"""Answer each prompt; a model without a chat template continues it, as does --raw. All prompts run
+as one continuously batched job; answers come in the order of the prompts, as they are written.
+Text goes to stdout, everything else to stderr.
+
+examples:
+  nanovllm generate "Why is the sky blue?" "Name three primary colors."
+  nanovllm generate "Summarise this:" < report.txt
+  nanovllm generate Qwen/Qwen3-0.6B --system "You are a poet." "Write about the sea."
+  nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
+  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
+  nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli import options
 from nanovllm.cli.exit_code import print_error
-from nanovllm.cli.options import (
-    Commands,
-    add_command,
-    add_engine_options,
-    add_sampling_options,
-    add_server_options,
-    model_of,
-    read_text,
-    sampling_params,
-)
 from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
-from nanovllm.cli.prompt_input import InputPrompt, read_prompts
 from nanovllm.cli.remote import RemoteLLM, has_chat_template, open_model
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
@@ -30,36 +33,14 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-DESCRIPTION = """\
-Answer each prompt; a model without a chat template continues it, as does --raw. All prompts run as
-one continuously batched job; answers come in the order of the prompts, as they are written. Text
-goes to stdout, everything else to stderr."""
 
-EXAMPLES = """\
-examples:
-  nanovllm generate "Why is the sky blue?" "Name three primary colors."
-  nanovllm generate --raw "The capital of France is"
-  nanovllm generate "Summarise this:" < report.txt
-  nanovllm generate --system "You are a poet." --temperature 0.8 --seed 1 "Write about the sea."
-  nanovllm generate Qwen/Qwen3-0.6B "Why is the sky blue?" --max-tokens 512
-  nanovllm generate --json-schema person.json --max-tokens 256 "Invent a person."
-  nanovllm generate --lines --json --keep-going < questions.txt > answers.jsonl
-  nanovllm generate --url http://127.0.0.1:8000 --lines < questions.txt"""
-
-
-def add_parser(commands: Commands) -> None:
-    usage = "nanovllm generate [MODEL] [PROMPT ...] [options]"
-    parser = add_command(
-        commands, "generate", "answer prompts as one batch", usage, DESCRIPTION, EXAMPLES
-    )
+def add_parser(commands: options.Commands) -> None:
+    about, usage = "answer prompts as one batch", "nanovllm generate [MODEL] [PROMPT ...] [options]"
+    parser = options.add_command(commands, "generate", about, usage, __doc__ or "")
     add = parser.add_argument
-    add(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="a text; - is what stdin holds. Text that is piped in is appended to every prompt, or "
-        "is the prompt if there is no other. The first of several is the model if it names one",
-    )
+    text = "a text; - is stdin. Piped text is appended to every prompt, or is the prompt if there"
+    text += " is no other. The first of several is the model if it names one"
+    add("prompts", nargs="*", metavar="PROMPT", help=text)
     add("--file", metavar="PATH", help="one more prompt, from a file (default: none)")
     text = "take each line of the file or of stdin on its own (default: the whole text is one)"
     add("--lines", action="store_true", help=text)
@@ -69,22 +50,20 @@ def add_parser(commands: Commands) -> None:
     add("--raw", action="store_true", help=text)
     text = "answer the others when a prompt cannot be (default: none is answered)"
     add("--keep-going", action="store_true", help=text)
-    text = (
-        "write one JSON object per line: prompt, text, token_ids, finish_reason; or prompt, error"
-    )
+    text = "write a JSON object per line: prompt, text, token_ids, finish_reason; or prompt, error"
     add("--json", action="store_true", help=text)
     text = "a file with a JSON schema that every answer fits (default: none)"
     add("--json-schema", metavar="PATH", help=text)
-    add_server_options(parser)
-    add_engine_options(parser)
-    add_sampling_options(parser, max_tokens=128, temperature=0.0)
+    options.add_server_options(parser)
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser, max_tokens=128, temperature=0.0)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)
+    params = options.sampling_params(args)
     if args.json_schema is not None:
-        params = replace(params, structured_outputs={"json": read_text(args.json_schema)})
+        params = replace(params, structured_outputs={"json": options.read_text(args.json_schema)})
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat, which --raw does without; leave one out")
     if args.model is None and len(args.prompts) + (args.file is not None) > 1:
@@ -94,66 +73,83 @@ def run(args: argparse.Namespace) -> int:
             args.model_tag = args.prompts.pop(0)
     prompts = read_prompts(args.prompts, args.file, args.lines)
     with open_model(args) as llm:
-        outputs = _generate(llm, prompts, params, args)
-    for prompt, output in zip(prompts, outputs, strict=True):
+        is_chat = not args.raw and has_chat_template(llm)
+        if args.system is not None and not is_chat:
+            raise ConfigError("--system needs a chat template, and this model has none")
+        inputs: list[Any] = prompts
+        if is_chat:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+            inputs = list(llm.apply_chat_template(chats))
+        pieces = _stream(llm, inputs, params, args.keep_going)
+        if args.json:  # a server counts tokens without naming them
+            outputs = _print_json(pieces, prompts, has_ids=not isinstance(llm, RemoteLLM))
+        else:
+            outputs = _print_text(pieces, prompts)
+    for number, output in enumerate(outputs, start=1):
         if output.error is not None:
-            print_error(args.parser.prog, _at_place(prompt, prompts, output.error))
+            print_error(args.parser.prog, _numbered(number, len(prompts), output.error))
     return int(any(output.error is not None for output in outputs))
 
 
-def _generate(
-    llm: LLM | RemoteLLM,
-    prompts: list[InputPrompt],
-    params: SamplingParams,
-    args: argparse.Namespace,
-) -> list[RequestOutput]:
-    """Print the answers; returns the outputs in the order of the prompts."""
-    texts = [prompt.text for prompt in prompts]
-    is_chat = not args.raw and has_chat_template(llm)
-    if args.system is not None and not is_chat:
-        raise ConfigError(f"--system needs a chat template, and {model_of(args)} has none")
-    inputs: list[Any] = texts
-    if is_chat:
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        chats = [[*system, {"role": "user", "content": text}] for text in texts]
-        inputs = list(llm.apply_chat_template(chats))
-    stats = RunStats()
-    pieces = _stream(llm, inputs, params, None if args.keep_going else prompts)
-    if args.json:
-        outputs = []
-        for piece in in_order(pieces):
-            if piece.output is not None:
-                print(_json_line(texts[piece.index], piece.output, llm), flush=True)
-                outputs.append(piece.output)
-        return outputs
-    is_bare = len(texts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
-    outputs = print_in_order(pieces, texts, stats, has_headings=not is_bare)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        if output.error is None and not output.text.strip():
-            hint = "" if is_chat else "; a text that ends like a sentence can do that"
-            print(f"{prompt.place}: {why_empty(output)}{hint}", file=sys.stderr)
-    print("\n" + stats.summary(), file=sys.stderr)
-    return outputs
+def read_prompts(arguments: list[str], file: str | None, by_lines: bool) -> list[str]:
+    """Return the prompts in their order: arguments, then the file, or else stdin.
+
+    An argument "-" stands for stdin. Without one, and without a file, piped text is appended to
+    every argument; by lines, every argument is combined with every line.
+    """
+    # Arguments that are not UTF-8 arrive with surrogates, which no tokenizer takes.
+    prompts = [os.fsencode(argument).decode(errors="replace") for argument in arguments]
+    if not all(prompt.strip() for prompt in prompts):
+        raise ConfigError("no prompt: an argument is empty")
+    if not prompts and file is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError("no prompt: pass one or more, or --file PATH, or pipe text to stdin")
+        prompts = ["-"]
+    if "-" in prompts:
+        position = prompts.index("-")
+        prompts[position : position + 1] = _split(_read(0), "stdin", by_lines)
+    elif file is None and _is_piped() and (text := _read(0)).strip():
+        piped = _split(text, "stdin", by_lines)
+        prompts = [f"{prompt}\n\n{each}" for prompt in prompts for each in piped]
+    elif file is None and by_lines:
+        raise ConfigError("--lines needs --file PATH or text on stdin")
+    return prompts + ([] if file is None else _split(_read(file), file, by_lines))
+
+
+def _split(text: str, source: str, by_lines: bool) -> list[str]:
+    """Return one prompt for all the text, or one for each line that is not blank."""
+    if not text.strip():
+        raise ConfigError(f"no prompt: {source} is empty")
+    return [line for line in text.split("\n") if line.strip()] if by_lines else [text]
+
+
+def _is_piped() -> bool:
+    """Whether stdin is a pipe or a file; an inherited stdin of another kind may never end."""
+    mode = 0 if sys.stdin is None else os.fstat(0).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read(file: str | int) -> str:
+    """Read a text to its end; line ends become newlines, and the last ones go."""
+    try:
+        with open(file, encoding="utf-8-sig", errors="replace", closefd=file != 0) as lines:
+            return lines.read().rstrip("\n")
+    except OSError as error:
+        source = "stdin" if file == 0 else file
+        raise ConfigError(f"cannot read prompts from {source}: {error.strerror}") from error
 
 
 def _stream(
-    llm: LLM | RemoteLLM,
-    inputs: list[Any],
-    params: SamplingParams,
-    strict_prompts: list[InputPrompt] | None,
+    llm: LLM | RemoteLLM, inputs: list[Any], params: SamplingParams, keep_going: bool
 ) -> Iterator[StreamPiece]:
-    """Stream all answers.
-
-    A refused prompt raises an error that names its place; without `strict_prompts` it has one
-    piece, with the error in its output.
-    """
+    """Stream all answers; a refused prompt raises, or has one piece with an error."""
     refused: list[StreamPiece] = []
 
     def on_refusal(index: int, error: RequestError) -> None:
-        if strict_prompts is not None:
+        if not keep_going:
             hint = " (--keep-going answers the other prompts)" if len(inputs) > 1 else ""
-            place = _at_place(strict_prompts[index], strict_prompts, str(error))
-            raise RequestError(place + hint) from error
+            raise RequestError(_numbered(index + 1, len(inputs), f"{error}{hint}")) from error
         output = RequestOutput(index, None, [], "", [], "error", 0, 0.0, 0.0, error=str(error))
         refused.append(StreamPiece(index, "", [], output, index=index))
 
@@ -164,17 +160,34 @@ def _stream(
     yield from refused
 
 
-def _json_line(prompt: str, output: RequestOutput, llm: LLM | RemoteLLM) -> str:
-    line: dict[str, Any] = {"prompt": prompt}
-    if output.text or output.error is None:
-        line["text"] = output.text
-        if not isinstance(llm, RemoteLLM):  # servers count tokens without naming them
-            line["token_ids"] = output.token_ids
-        line["finish_reason"] = output.finish_reason
-    if output.error is not None:
-        line["error"] = output.error
-    return json.dumps(line)
+def _print_text(pieces: Iterator[StreamPiece], prompts: list[str]) -> list[RequestOutput]:
+    stats = RunStats()
+    is_bare = len(prompts) == 1 and not sys.stdout.isatty()  # `answer=$(nanovllm generate ...)`
+    outputs = print_in_order(pieces, prompts, stats, has_headings=not is_bare)
+    for number, output in enumerate(outputs, start=1):
+        if output.error is None and not output.text.strip():
+            print(f"prompt {number}: {why_empty(output)}", file=sys.stderr)
+    print("\n" + stats.summary(), file=sys.stderr)
+    return outputs
 
 
-def _at_place(prompt: InputPrompt, prompts: list[InputPrompt], error: str) -> str:
-    return error if len(prompts) == 1 else f"{prompt.place}: {error}"
+def _print_json(
+    pieces: Iterator[StreamPiece], prompts: list[str], has_ids: bool
+) -> list[RequestOutput]:
+    outputs = []
+    for piece in in_order(pieces):
+        if (output := piece.output) is None:
+            continue
+        outputs.append(output)
+        line: dict[str, Any] = {"prompt": prompts[piece.index]}
+        if output.text or output.error is None:
+            ids = {"token_ids": output.token_ids} if has_ids else {}
+            line |= {"text": output.text, **ids, "finish_reason": output.finish_reason}
+        if output.error is not None:
+            line["error"] = output.error
+        print(json.dumps(line), flush=True)
+    return outputs
+
+
+def _numbered(number: int, num_prompts: int, error: str) -> str:
+    return error if num_prompts == 1 else f"prompt {number}: {error}"

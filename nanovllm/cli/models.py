@@ -1,4 +1,11 @@
-"""`nanovllm models`: what can be loaded, by architecture."""
+"""List the supported architectures, each with some models of its kind on the Hugging Face hub, and
+the short names of those that have one. A model of the same architecture that is not named here
+loads as well: config.json says which it is, under "architectures".
+
+examples:
+  nanovllm models
+  nanovllm models --json
+"""
 
 from __future__ import annotations
 
@@ -7,22 +14,10 @@ import json
 
 from nanovllm.cli.options import Commands, add_command
 
-DESCRIPTION = """\
-List the supported architectures, each with some models of its kind on the Hugging Face hub, and the
-short names of those that have one. A model of the same architecture that is not named here loads as
-well: config.json says which it is, under "architectures"."""
-
-EXAMPLES = """\
-examples:
-  nanovllm models
-  nanovllm models --json"""
-
 
 def add_parser(commands: Commands) -> None:
-    usage = "nanovllm models [options]"
-    parser = add_command(
-        commands, "models", "list what can be loaded", usage, DESCRIPTION, EXAMPLES
-    )
+    about, usage = "list what can be loaded", "nanovllm models [options]"
+    parser = add_command(commands, "models", about, usage, __doc__ or "")
     text = "write one JSON object per line: architecture, examples, short_names"
     parser.add_argument("--json", action="store_true", help=text)
     parser.set_defaults(run=run, parser=parser, verbose=False)
@@ -33,15 +28,15 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.checkpoint.find import ALIASES
     from nanovllm.models.registry import FAMILIES
 
-    short_names = {hub_id: alias for alias, (hub_id, _) in ALIASES.items()}
     for architecture, family in FAMILIES.items():
-        own = {short_names[hub_id]: hub_id for hub_id in family.examples if hub_id in short_names}
+        names = {alias: hub_id for alias, (hub_id, _) in ALIASES.items()
+                 if hub_id in family.examples}  # fmt: skip
         if args.json:
-            record = {"architecture": architecture, "examples": family.examples, "short_names": own}
-            print(json.dumps(record))
+            fields = {"architecture": architecture, "examples": family.examples}
+            print(json.dumps({**fields, "short_names": names}))
             continue
         print(architecture)
+        shown = {hub_id: f", short: {alias}" for alias, hub_id in names.items()}
         for hub_id in family.examples:
-            short = f", short: {short_names[hub_id]}" if hub_id in short_names else ""
-            print(f"  {hub_id}{short}")
+            print(f"  {hub_id}{shown.get(hub_id, '')}")
     return 0

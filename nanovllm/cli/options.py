@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import os
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
@@ -17,8 +19,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import read_text as read_text
 from nanovllm.validation import choices_of
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Record: TypeAlias = type[Any]  # a dataclass
+Commands: TypeAlias = "argparse._SubParsersAction[ArgumentParser]"
+Names: TypeAlias = Iterable[str] | None
 
 # Examples keep their lines, and the longest option still has its explanation beside it.
 HELP_FORMAT = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=31)
@@ -29,11 +31,7 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ign
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
-    title: str,
-    record: Record,
-    names: Iterable[str] | None = None,
-    **defaults: Any,
+    parser: ArgumentParser, title: str, record: type, names: Names = None, **defaults: Any
 ) -> None:
     """Add a flag for each field of a record, or some; `defaults` replace the fields' own."""
     add, hints = parser.add_argument_group(title).add_argument, get_type_hints(record)
@@ -44,22 +42,18 @@ def add_options(
 
 
 def default_text(field: Field[Any], default: Any) -> str:
-    if default is None or default in ((), ""):
-        text = str(field.metadata.get("unset", "none"))
-    elif default == WHOLE_CONTEXT:
-        text = "the model's own"
-    elif isinstance(default, bool):
-        text = "on" if default else "off"
-    else:
-        text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    env = field.metadata.get("env")
+    """Return what --help and docs/reference.md show as the default."""
+    unset = field.metadata.get("unset", "none")
+    texts = {"None": unset, "()": unset, "": unset, "True": "on", "False": "off"}
+    texts[str(WHOLE_CONTEXT)] = "the model's own"
+    text, env = texts.get(str(default), str(default)), field.metadata.get("env")
     return text if env is None else f"${env} or {text}"
 
 
 def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: Any) -> None:
     options: dict[str, Any] = {}
     if hint is bool:
-        options["action"] = argparse.BooleanOptionalAction
+        options["action"] = BooleanOptionalAction
     elif choices := choices_of(hint):
         options["choices"] = choices
     else:
@@ -107,35 +101,26 @@ def positive(text: str) -> float:
 
 def add_command(
     commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
-) -> argparse.ArgumentParser:
+) -> ArgumentParser:
     """Add the parser of a command."""
-    return commands.add_parser(
-        name,
-        help=about,
-        usage=usage,
-        description=description,
-        epilog=epilog,
-        formatter_class=HELP_FORMAT,
-        allow_abbrev=False,
-    )
+    texts: Any = {"help": about, "usage": usage, "description": description, "epilog": epilog}
+    return commands.add_parser(name, formatter_class=HELP_FORMAT, allow_abbrev=False, **texts)
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
+def add_model_argument(parser: ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
 
 
 def add_engine_options(
-    parser: argparse.ArgumentParser, default_model: str = "smollm2", **defaults: Any
+    parser: ArgumentParser, default_model: str = "smollm2", **defaults: Any
 ) -> None:
     """Add the options of EngineConfig, and what concerns the process that it runs in."""
     parser.set_defaults(model_tag=None, default_model=default_model)
     add = parser.add_argument
     text = "log what the engine does, and a server's requests (default: at a terminal)"
-    add("-v", "--verbose", action=argparse.BooleanOptionalAction, help=text)
-    text = (
-        "a folder, a .gguf file, a Hugging Face id (org/name or org/name/file.gguf), or the short"
-    )
-    add("--model", help=f"{text} name smollm2 or qwen3 (default: {default_model})")
+    add("-v", "--verbose", action=BooleanOptionalAction, help=text)
+    text = "a folder, a .gguf file, a hub id (org/name or org/name/file.gguf), smollm2 or qwen3"
+    add("--model", help=f"{text} (default: {default_model})")
     text = "CPU threads to compute with (default: torch's choice, one per core)"
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
@@ -143,7 +128,7 @@ def add_engine_options(
     add_foreign_flags(parser)
 
 
-def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) -> None:
+def add_server_options(parser: ArgumentParser, url: str | None = None) -> None:
     """Which server to ask, and how to get in; without a default for it the engine runs here."""
     add = parser.add_argument_group("server").add_argument
     text = "%(default)s" if url else "none: the model runs here"
@@ -151,28 +136,39 @@ def add_server_options(parser: argparse.ArgumentParser, url: str | None = None) 
     add("--api-key", metavar="KEY", help="that the server asks for (default: none)")
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_options(parser: ArgumentParser, **defaults: Any) -> None:
     add_options(parser, "sampling", SamplingParams, SAMPLING, **defaults)
     text = "end an answer before this text; may be given more than once (default: none)"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
 
 
-def model_of(args: argparse.Namespace) -> str:
+def append_json(path: str | None, *results: dict[str, Any]) -> None:
+    """Append lines to a file, if there is one; without results, check that it can be written."""
+    if path is not None:
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(each) + "\n" for each in results)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def model_of(args: Namespace) -> str:
     """Return the model that MODEL or --model names, or else the command's default."""
     if args.model_tag is not None and args.model is not None:
         raise ConfigError(f"give the model once, not as {args.model_tag} and {args.model}")
     return str(args.model_tag or args.model or args.default_model)
 
 
-def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
+def engine_config(args: Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
     check_foreign_flags(args)
     options = fields_in(args, EngineConfig) | {"model": model_of(args)}
-    options.pop("seed", None)  # that of sampling, unless a command says otherwise
-    return EngineConfig(**options | others)
+    if "temperature" in args:  # a command whose --seed is that of sampling
+        options.pop("seed")
+    return EngineConfig(**options)
 
 
-def check_no_engine_options(args: argparse.Namespace) -> None:
+def check_no_engine_options(args: Namespace) -> None:
     """Refuse options of an engine: with a URL it runs elsewhere."""
     check_foreign_flags(args)
     names = fields_in(args, EngineConfig).keys() - {"model", "seed"}
@@ -182,28 +178,11 @@ def check_no_engine_options(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} is for an engine here, and --url asks another")
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
+def sampling_params(args: Namespace) -> SamplingParams:
     return SamplingParams(**fields_in(args, SamplingParams))
 
 
-def fields_in(args: argparse.Namespace, record: Record) -> dict[str, Any]:
+def fields_in(args: Namespace, record: type) -> dict[str, Any]:
     """Return the options that are fields of a record."""
-    given = {
-        field.name: getattr(args, field.name)
-        for field in fields(record)
-        if hasattr(args, field.name)
-    }
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
-
-
-def append_text(path: str | None, text: str) -> None:
-    """Append to a file, if one was asked for."""
-    if path is None:
-        return
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    given = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}

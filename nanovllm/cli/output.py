@@ -65,8 +65,8 @@ class RunStats:
 class TextView:
     """Prints text as it is generated.
 
-    On a terminal lines are wrapped at words: complete lines scroll, and the last line is redrawn
-    with a progress bar below it if there are `stats` of several prompts.
+    On a terminal lines are wrapped at words: complete lines scroll, and the last line is redrawn,
+    with a progress bar below it if there are `stats`.
     """
 
     def __init__(self, stats: RunStats | None = None, num_prompts: int = 0) -> None:
@@ -74,11 +74,10 @@ class TextView:
         self._open_line = ""
         self._live = None
         if sys.stdout.isatty():
-            from rich.console import Console
-            from rich.live import Live
+            from rich import console, live
 
-            self._live = Live(
-                console=Console(),
+            self._live = live.Live(
+                console=console.Console(),
                 get_renderable=self._render,
                 refresh_per_second=REFRESHES_PER_SECOND,
                 transient=True,
@@ -110,16 +109,14 @@ class TextView:
         self._open_line = open_line.plain + text[len(body) :]
 
     def _render(self) -> RenderableType:
-        from rich.columns import Columns
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.text import Text
+        from rich import columns, console, progress_bar, text
 
-        line = Text(self._open_line, no_wrap=True, overflow="crop")
+        line = text.Text(self._open_line, no_wrap=True, overflow="crop")
         if self._stats is None:
             return line
-        bar = ProgressBar(self._num_prompts, len(self._stats.outputs), width=20)
-        return Group(line, Columns([bar, self._stats.status(self._num_prompts)]))
+        bar = progress_bar.ProgressBar(self._num_prompts, len(self._stats.outputs), width=20)
+        status = columns.Columns([bar, self._stats.status(self._num_prompts)])
+        return console.Group(line, status)
 
 
 def printable(text: str) -> str:

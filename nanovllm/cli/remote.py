@@ -53,22 +53,21 @@ class RemoteLLM:
 
     def apply_chat_template(self, messages: list[Any]) -> list[Any]:
         """Leave that to the server: a prompt is a conversation."""
-        return [messages] if isinstance(messages[0], dict) else messages
+        return messages
 
     def stream(
         self,
-        prompts: Any,
+        prompts: list[Any],
         params: SamplingParams,
         *,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
         """As `LLM.stream` does; a prompt is a text, or the messages of a chat."""
-        is_one = isinstance(prompts, str) or isinstance(prompts[0], dict)
         queue: asyncio.Queue[StreamPiece | asyncio.Task[None]] = asyncio.Queue()
         loop = asyncio.new_event_loop()
         tasks = [
             loop.create_task(self._answer(index, prompt, params, queue))
-            for index, prompt in enumerate([prompts] if is_one else prompts)
+            for index, prompt in enumerate(prompts)
         ]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)

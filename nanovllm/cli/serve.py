@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from nanovllm.cli import options as shared
-from nanovllm.cli.options import Commands, add_command, add_model_argument, add_options, fields_in
+from nanovllm.cli.options import Commands, add_command, add_options, engine_config, fields_in
 from nanovllm.cli.start import set_child_threads
 from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
@@ -28,7 +28,6 @@ examples:
   nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
   nanovllm serve --config server.yaml"""
 
-
 # The options of a server that batch jobs have, too.
 ANSWERS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
@@ -39,7 +38,7 @@ ANSWERS = (
 def add_parser(commands: Commands) -> None:
     about, usage = "answer requests over HTTP", "nanovllm serve [MODEL] [options]"
     parser = add_command(commands, "serve", about, usage, DESCRIPTION, EXAMPLES)
-    add_model_argument(parser)
+    shared.add_model_argument(parser)
     add_model_options(parser, target_inter_token_ms=SERVING_TARGET_MS)
     names = {field.name for field in fields(ServerOptions)}.difference(ANSWERS)
     add_options(parser, "server", ServerOptions, names)
@@ -83,10 +82,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    return shared.engine_config(args, seed=args.seed)
-
-
 def server_options(
     args: argparse.Namespace, model: str, generation_config: Mapping[str, Any]
 ) -> ServerOptions:
@@ -111,7 +106,7 @@ def set_options(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> 
         if value is None:
             continue
         action = parser._option_string_actions.get(f"--{str(name).replace('_', '-')}")
-        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        is_switch = action is not None and action.nargs == 0
         if action is None or isinstance(value, bool) != is_switch:
             parser.error(f"there is no option {name}: {value}")
         if isinstance(value, dict):

@@ -1,4 +1,11 @@
-"""`nanovllm trace`: what a running server's engine does, as a file for ui.perfetto.dev."""
+"""Record the steps of a `nanovllm serve` for some seconds: on the host (schedule, submit, wait,
+commit), on the device, and every request as a span. Open the file at https://ui.perfetto.dev or
+chrome://tracing.
+
+examples:
+  nanovllm trace --seconds 5 --out trace.json
+  nanovllm trace --url http://127.0.0.1:8001 --api-key secret
+"""
 
 from __future__ import annotations
 
@@ -12,20 +19,10 @@ from nanovllm.cli.options import Commands, add_command, add_server_options, posi
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError
 
-DESCRIPTION = """\
-Record the steps of a `nanovllm serve` for some seconds: on the host (schedule, submit, wait,
-commit), on the device, and every request as a span. Open the file at https://ui.perfetto.dev or
-chrome://tracing."""
-
-EXAMPLES = """\
-examples:
-  nanovllm trace --seconds 5 --out trace.json
-  nanovllm trace --url http://127.0.0.1:8001 --api-key secret"""
-
 
 def add_parser(commands: Commands) -> None:
     about, usage = "record what a server's engine does", "nanovllm trace [options]"
-    parser = add_command(commands, "trace", about, usage, DESCRIPTION, EXAMPLES)
+    parser = add_command(commands, "trace", about, usage, __doc__ or "")
     add = parser.add_argument
     add_server_options(parser, url="http://127.0.0.1:8000")
     text = "to record (default: %(default)s)"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import make_front
@@ -48,7 +48,7 @@ class Job:
         self.is_streaming = is_streaming  # gets every step, and waits for its reader
         self.num_unfinished = 0  # requests whose outputs the caller has not taken; the caller's own
         self.indices: dict[int, int] = {}  # by seq_id of unfinished requests: that of the prompt
-        self.steps: SimpleQueue[StepOutput | BaseException] = SimpleQueue()
+        self.steps: SimpleQueue[Any] = SimpleQueue()  # StepOutputs, or the error that ends the job
 
     @property
     def wants_step(self) -> bool:
@@ -70,9 +70,7 @@ class EngineThread:
         self.core, self.info = started.core, started.info
         self._jobs: dict[Job, None] = {}  # those with unfinished requests
         self._owners: dict[int, Job] = {}  # by seq_id
-        # News of requests that no job owns, for the next call of `step`.
-        self._pieces: list[StreamPiece] = []
-        self._finished: list[RequestOutput] = []
+        self._unowned = Job(is_streaming=False)  # of requests whose outputs `step` returns
         self._is_closed = False
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -172,31 +170,26 @@ class EngineThread:
 
         The outputs may stem from an earlier step that was in flight.
         """
-        step = self._step()
-        pieces, self._pieces = self._pieces, []
-        finished, self._finished = self._finished, []
-        return replace(step, pieces=pieces, finished=finished)
+        step, news = self._step(), []
+        while not self._unowned.steps.empty():
+            news.append(self._unowned.steps.get())
+        pieces = [piece for each in news for piece in each.pieces]
+        return replace(step, pieces=pieces, finished=[o for each in news for o in each.finished])
 
     def is_finished(self) -> bool:
-        return not (self.core.has_unfinished or self._pieces or self._finished)
+        return not self.core.has_unfinished and self._unowned.steps.empty()
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request now, by seq_id or request_id; returns what it had, if it was running."""
         aborted = [self._abort(seq_id) for seq_id in self.front.seq_ids_of(request_id)]
         outputs = [output for output in aborted if output is not None]
-        self._pieces = [
-            each for each in self._pieces if request_id not in (each.seq_id, each.request_id)
-        ]
-        self._finished = [
-            each for each in self._finished if request_id not in (each.seq_id, each.request_id)
-        ]
         self._deliver_aborted(outputs)
         return outputs[0] if outputs else None
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; returns what each had."""
         outputs = [self.abort(seq_id) for seq_id in list(self.front.live)]
-        self._pieces, self._finished = [], []
+        self._unowned = Job(is_streaming=False)
         return [output for output in outputs if output is not None]
 
     def drop(self, seq_id: int) -> None:
@@ -248,26 +241,20 @@ class EngineThread:
 
     def _deliver(self, step: StepOutput) -> None:
         """Hand each result to the job that waits for it."""
-        pieces: dict[Job, list[StreamPiece]] = {job: [] for job in self._jobs}
-        finished: dict[Job, list[RequestOutput]] = {job: [] for job in self._jobs}
+        pieces: dict[Job, list[StreamPiece]] = {job: [] for job in (*self._jobs, self._unowned)}
+        finished: dict[Job, list[RequestOutput]] = {job: [] for job in pieces}
         for piece in step.pieces:
-            owner = self._owners.get(piece.seq_id)
-            if owner is None:
-                self._pieces.append(piece)
-            else:
-                pieces[owner].append(replace(piece, index=owner.indices[piece.seq_id]))
+            owner = self._owners.get(piece.seq_id, self._unowned)
+            pieces[owner].append(replace(piece, index=owner.indices.get(piece.seq_id, 0)))
         for output in step.finished:
-            owner = self._owners.pop(output.seq_id, None)
-            if owner is None:
-                self._finished.append(output)
-            else:
-                finished[owner].append(output)
-                del owner.indices[output.seq_id]
+            owner = self._owners.pop(output.seq_id, self._unowned)
+            owner.indices.pop(output.seq_id, None)
+            finished[owner].append(output)
         for job in pieces:
-            if job.is_streaming or finished[job]:
+            if job.is_streaming or finished[job] or pieces[job]:
                 job.steps.put(replace(step, finished=finished[job], pieces=pieces[job]))
             if not job.indices:
-                del self._jobs[job]
+                self._jobs.pop(job, None)
 
     def _deliver_aborted(self, outputs: list[RequestOutput]) -> None:
         """Hand jobs their aborted requests; of other requests nothing more is due."""

@@ -24,6 +24,7 @@ from nanovllm.errors import RequestError
 from nanovllm.grammar.matching import Grammars, Vocabulary
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.validation import require, require_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,7 @@ class Front:
         self._check_params(params)
         for name, text in (("cache_salt", cache_salt), ("request_id", request_id)):
             if text is not None:
-                check_text(name, text)
+                require_text(name, text)
         token_ids = self.token_ids_of(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
@@ -303,41 +304,38 @@ class Front:
 
     def token_ids_of(self, prompt: str | list[int], **options: Any) -> array[int]:
         """Check a prompt and tokenise it, if it is a text. Safe in any thread."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "text prompts need a tokenizer; skip_tokenizer_init=True takes ids"
-                )
-            check_text("the prompt", prompt)
-            ids = self.encode(prompt, **options)
-        elif isinstance(prompt, list):
+        require(isinstance(prompt, (str, list)), "prompt", "a string or token ids", prompt)
+        if not isinstance(prompt, str):
             ids = prompt
         else:
-            raise RequestError(f"a prompt is a string or a list of token ids, got {prompt!r:.80}")
-        if not ids:
-            raise RequestError("the prompt is empty; give it at least one token")
+            has_tokenizer = self.tokenizer is not None
+            require(has_tokenizer, "prompt", "token ids with skip_tokenizer_init=True", prompt)
+            require_text("prompt", prompt)
+            ids = self.encode(prompt, **options)
+        require(ids, "prompt", "at least one token", prompt)
         return to_token_ids(ids, self._vocab_size)
 
     def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters must be SamplingParams, got {params!r:.80}")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")
-        if params.bad_words and self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer; use logit_bias instead")
-        for word in params.bad_words:
-            check_text("a bad word", word)
-        if self._has_workers and any(map(callable, params.logits_processors)):
-            raise RequestError(
-                "logits_processors must be names, 'module:function', where workers run in "
-                "processes of their own, which cannot be handed a function"
-            )
+        is_params = isinstance(params, SamplingParams)
+        require(is_params, "sampling_params", "SamplingParams", params)
+        for name in ("stop", "bad_words"):
+            words = getattr(params, name)
+            can_tokenize = self.tokenizer is not None or not words
+            expected = "empty without a tokenizer; stop_token_ids and logit_bias need none"
+            require(can_tokenize, name, expected, words)
+            for word in words:
+                require_text(name, word)
+        has_functions = any(map(callable, params.logits_processors))
+        require(
+            not (self._has_workers and has_functions),
+            "logits_processors",
+            "names, 'module:function', where workers run in other processes",
+            params.logits_processors,
+        )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             high = max(getattr(params, name) or (), default=0)
-            if high >= self._vocab_size:
-                raise RequestError(
-                    f"{name} has {high}, outside the vocabulary of {self._vocab_size}"
-                )
+            expected = f"ids inside the vocabulary of {self._vocab_size}"
+            require(high < self._vocab_size, name, expected, high)
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         if params.max_tokens == 0:  # nothing that is sampled counts
@@ -366,11 +364,10 @@ class Front:
 def why_broken(request: Request) -> str:
     if request.pooling is not None:
         return BROKEN.format("hidden states")
-    params, why = request.params, BROKEN.format("logits")
-    edits = (params.allowed_token_ids, params.bad_words, params.min_tokens)
+    why = BROKEN.format("logits")
     if request.grammar is not None:
         return NOTHING_FITS + NOTHING_ALLOWED + why
-    return NOTHING_ALLOWED + why if any(edits) or params.logits_processors else why
+    return NOTHING_ALLOWED + why if request.params.can_exclude_tokens else why
 
 
 def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
@@ -383,16 +380,6 @@ def _stop_reason(sample: Sample, ending: Ending) -> str | int | None:
     return last if last in tuple(sample.request.params.stop_token_ids) else None
 
 
-def check_text(name: str, text: object) -> None:
-    """Refuse what a tokenizer or a hash could not encode."""
-    if not isinstance(text, str):
-        raise RequestError(f"{name} must be a string, got {text!r:.80}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is not valid Unicode ({error}); clean it first") from error
-
-
 def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
     """Check ids without a loop over what may be many thousands, and lay them out side by side."""
     try:
@@ -402,8 +389,9 @@ def to_token_ids(ids: list[int], vocab_size: int) -> array[int]:
             return array("i", values.astype(np.int32).tobytes())
     except (TypeError, OverflowError):
         pass  # what is wrong is said below
-    types = set(map(type, ids))
-    if bool in types or not all(issubclass(each, (int, np.integer)) for each in types):
-        raise RequestError(f"a prompt's token ids are integers, got {ids!r:.80}")
+    is_integer = all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids)
+    require(is_integer, "prompt", "a text or integers, the ids of tokens", ids)
     wrong = min(ids) if min(ids) < 0 else max(ids)
-    raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
+    raise RequestError(
+        f"token id {wrong} is outside the model's vocabulary of {vocab_size}", param="prompt"
+    )

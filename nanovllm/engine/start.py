@@ -15,11 +15,11 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.found_model import FoundModel, clamp_model_len
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step import Executor, ExecutorInfo
-from nanovllm.executor.local import LocalExecutor
+from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.multiproc import MultiprocExecutor
 from nanovllm.grammar.matching import Grammars
 from nanovllm.models.registry import read_config
+from nanovllm.pending import Pending
 from nanovllm.worker.memory import check_model
 from nanovllm.worker.worker import Worker
 
@@ -91,3 +91,35 @@ def make_core(
     scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
     depth = info.depth if config.depth is None else config.depth
     return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
+
+
+class LocalExecutor:
+    """One worker in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker: Worker | None = worker  # None: closed
+
+    def start(self) -> ExecutorInfo:
+        assert self.worker is not None
+        return self.worker.start()
+
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        assert self.worker is not None, "submit after close"
+        return self.worker.run(plan)
+
+    def sample(self, masks: IntColumn) -> None:
+        assert self.worker is not None, "sample after close"
+        self.worker.sample(masks)
+
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        assert self.worker is not None, "mask_memory after close"
+        return self.worker.device.host_memory((num_rows, num_words))
+
+    def capture_one(self) -> bool:
+        assert self.worker is not None, "capture_one after close"
+        return self.worker.capture_one()
+
+    def close(self) -> None:
+        if self.worker is not None:
+            device, self.worker = self.worker.device, None
+            device.release()

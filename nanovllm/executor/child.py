@@ -6,12 +6,11 @@ Importing this file must stay quick: until it is done, nobody notices that the p
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
+import pickle
 import select
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -19,10 +18,34 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from logging.handlers import QueueHandler
+from multiprocessing.connection import Connection
 
+from nanovllm import errors
+from nanovllm.errors import NanovllmError, WorkerError
 from nanovllm.executor.channel import Channel, Kind, Link, pack
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why children can do no more, as text: an exception would keep the frames it passed alive."""
+
+    message: str
+    type_name: str = "WorkerError"
+    traceback: str = ""
+    time: float = 0.0  # of an error: a death comes before the errors that it causes
+
+    def error(self) -> NanovllmError:
+        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
+        kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
+        if kind is None:
+            return WorkerError(f"{self.message}\n{self.traceback}")
+        error = kind(self.message)
+        error.__cause__ = WorkerError(self.traceback) if self.traceback else None
+        return error
 
 
 class StepTimer:
@@ -40,7 +63,7 @@ class StepTimer:
     def heartbeat(self) -> bytes:
         """Return a message with the seconds since the oldest step began."""
         now = time.monotonic()
-        return pack(Kind.HEARTBEAT, [struct.pack("<d", now - min([now, *self._starts.values()]))])
+        return pack(Kind.HEARTBEAT, struct.pack("<d", now - min([now, *self._starts.values()])))
 
 
 Serve = Callable[[Link, StepTimer], None]
@@ -50,7 +73,7 @@ def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     """Serve the parent at the other end of a socket, and end."""
     os.set_inheritable(fd, False)  # or a child of this process could hide its death
     _continue_without_parent()
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(Connection(fd))
     timer = StepTimer()
     args = channel, parent_pid, timer
     threading.Thread(target=_send_heartbeats, args=args, daemon=True).start()
@@ -72,7 +95,7 @@ def _continue_without_parent() -> None:
 def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> None:
     """Send a heartbeat every second; end the process when the parent closes its end or dies."""
     poll = select.poll()
-    poll.register(channel.fileno(), 0)  # only a hang-up
+    poll.register(channel.connection.fileno(), 0)  # only a hang-up
     # A process forked from the parent may keep that end open, hence the check of the parent's id.
     with suppress(OSError):
         while os.getppid() == parent_pid and not poll.poll(1000):
@@ -93,31 +116,19 @@ def reporting(link: Link) -> Iterator[None]:
 
 
 def report(link: Link, error: BaseException) -> None:
-    fields = {
-        "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.monotonic(),  # the same clock for all processes
-    }
-    link.send(pack(Kind.ERROR, [json.dumps(fields).encode()]))
+    text = "".join(traceback.format_exception(error))
+    # The clock is the same for all processes of a machine.
+    failure = Failure(str(error), type(error).__name__, text, time.monotonic())
+    link.send(pack(Kind.ERROR, pickle.dumps(failure)))
 
 
-def forward_logs(channel: Link, level: int) -> None:
+def forward_logs(link: Link, level: int) -> None:
     """Log where the parent does."""
     logger = logging.getLogger("nanovllm")
     logger.setLevel(level)
-    logger.addHandler(_ChannelHandler(channel))
+    logger.addHandler(LinkHandler(link))  # type: ignore[arg-type]
 
 
-class _ChannelHandler(logging.Handler):
-    def __init__(self, channel: Link) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            message = self.format(record)
-            entry = {"name": record.name, "level": record.levelno, "message": message}
-            self._channel.send(pack(Kind.LOG, [json.dumps(entry).encode()]))
-        except Exception:  # what is logged never stops a program
-            self.handleError(record)
+class LinkHandler(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self.queue.send(pack(Kind.LOG, pickle.dumps(record)))  # type: ignore[attr-defined]

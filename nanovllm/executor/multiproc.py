@@ -7,21 +7,18 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.choose import check_num_ranks
-from nanovllm.distributed.store import HOST, host_store
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, pack
-from nanovllm.executor.codec import Section, encode_plan
-from nanovllm.executor.supervisor import ChildProcesses, Children, Failure, Supervisor
+from nanovllm.executor.child import Failure
+from nanovllm.executor.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.executor.worker_main import RankWorker, Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
 
@@ -39,16 +36,24 @@ class Workers:
 
 def start_processes(config: EngineConfig) -> Workers:
     """Start workers on this machine."""
+    import torch
+
+    from nanovllm.devices.choose import check_num_ranks
+    from nanovllm.distributed.store import HOST, host_store
+
     num_ranks = config.tensor_parallel_size
     check_num_ranks(config.device, num_ranks)
     store = host_store()
-    children = ChildProcesses(
+    num_threads = max(torch.get_num_threads() // num_ranks, 1)
+    return Workers(start_children(num_ranks), Site(HOST, store.port, num_threads), store)
+
+
+def start_children(num_ranks: int) -> ChildProcesses:
+    return ChildProcesses(
         "nanovllm.executor.worker_main",
         [worker_name(rank, num_ranks) for rank in range(num_ranks)],
         [(log_level(rank), rank) for rank in range(num_ranks)],
     )
-    num_threads = max(torch.get_num_threads() // num_ranks, 1)
-    return Workers(children, Site(HOST, store.port, num_threads), store)
 
 
 def worker_name(rank: int, num_ranks: int) -> str:
@@ -95,7 +100,7 @@ class MultiprocExecutor:
                 self._workers.site,
                 self._build_worker,
             )
-            awaited = self._send([pickle.dumps(task)], self._config.tensor_parallel_size)
+            awaited = self._send(pickle.dumps(task), self._config.tensor_parallel_size)
             infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in awaited]
         except BaseException:  # Ctrl-C while the model loads
             self.close()
@@ -104,11 +109,11 @@ class MultiprocExecutor:
         return infos[0]  # they agreed
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        (reply,) = self._send(encode_plan(plan))
+        (reply,) = self._send(pickle.dumps(plan, pickle.HIGHEST_PROTOCOL))
         return Pending(lambda: pickle.loads(reply.result()))
 
     def sample(self, masks: IntColumn) -> None:
-        self._send([masks.data], num_replies=0)
+        self._send(masks.data, num_replies=0)
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)
@@ -121,11 +126,11 @@ class MultiprocExecutor:
             self.supervisor.close()
         self._workers = None  # a traceback may keep this object, and must not keep the store
 
-    def _send(self, sections: Iterable[Section], num_replies: int = 1) -> list[Reply]:
+    def _send(self, body: bytes | memoryview, num_replies: int = 1) -> list[Reply]:
         """Send all workers the same; the first ranks will reply."""
         assert self.supervisor is not None, "used before its start"
         replies = self._replies.expect(num_replies)
-        self.supervisor.send(pack(Kind.TASK, sections))
+        self.supervisor.send(pack(Kind.TASK, body))
         return replies
 
 

@@ -23,9 +23,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.store import host_store
 from nanovllm.errors import ConfigError, WorkerError
 from nanovllm.executor.channel import Kind, Message, QueueLink, unpack
-from nanovllm.executor.child import StepTimer, forward_logs, reporting
+from nanovllm.executor.child import Failure, StepTimer, forward_logs, reporting
 from nanovllm.executor.multiproc import Workers, log_level, worker_name
-from nanovllm.executor.supervisor import STOP_SECONDS, Failure, reported_failure
+from nanovllm.executor.supervisor import STOP_SECONDS, reported_failure
 from nanovllm.executor.worker_main import Site, serve
 
 WAIT_SECONDS = 30.0  # between messages about a cluster that is busy

@@ -6,12 +6,11 @@ The children are processes of this machine, actors of a Ray cluster, or, for deb
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
+import pickle
 import selectors
-import socket
 import struct
 import subprocess
 import sys
@@ -20,14 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import Empty
 from typing import Protocol
 
 from nanovllm import errors
-from nanovllm.errors import NanovllmError, WorkerError
 from nanovllm.executor.channel import Channel, Kind, Message, QueueLink, unpack
-from nanovllm.executor.child import Serve, StepTimer, report
+from nanovllm.executor.child import Failure, Serve, StepTimer, report
 
 # Not the user's script, which would run again in every child.
 _BOOT = (
@@ -42,29 +41,9 @@ KEPT_PRODUCTS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 
 
 POLL_SECONDS = 0.25  # the longest wait for messages, and the most silence that one wait counts for
 HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
-MESSAGE_TIMEOUT = 3.0  # seconds without a byte within a message
 GRACE_SECONDS = 0.2  # for the death to show that explains another child's error
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
 CLOSE_SECONDS = 5.0  # for a thread's current step; one that is paused for longer is left behind
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why children can do no more, as text: an exception would keep the frames it passed alive."""
-
-    message: str
-    type_name: str = "WorkerError"
-    traceback: str = ""
-    time: float = 0.0  # of an error: a death comes before the errors that it causes
-
-    def error(self) -> NanovllmError:
-        """Make what a caller gets: an error of ours as it was, any other with its traceback."""
-        kind: type[NanovllmError] | None = getattr(errors, self.type_name, None)
-        if kind is None:
-            return WorkerError(f"{self.message}\n{self.traceback}")
-        error = kind(self.message)
-        error.__cause__ = WorkerError(self.traceback) if self.traceback else None
-        return error
 
 
 CLOSED = Failure("the engine is closed; make a new one", "EngineError")
@@ -171,8 +150,10 @@ class Supervisor:
             if 0 < self._step_timeout < seconds:
                 return Failure(f"{name} did not return from a step for {seconds:.0f} s")
         elif event.kind is Kind.LOG:
-            entry = json.loads(event.body)
-            logging.getLogger(entry["name"]).log(entry["level"], "%s", entry["message"])
+            record: logging.LogRecord = pickle.loads(event.body)
+            logger = logging.getLogger(record.name)
+            if logger.isEnabledFor(record.levelno):
+                logger.handle(record)
         else:
             return reported_failure(name, event)
         return None
@@ -193,13 +174,13 @@ class Supervisor:
 
 
 def reported_failure(name: str, message: Message) -> Failure:
-    """Return the failure that a child's error report describes."""
-    entry = json.loads(message.body)
-    type_name, text = entry["type"], entry["message"].strip()
-    if not hasattr(errors, type_name):
-        parts = f"{name} failed", type_name, text.partition("\n")[0]
-        text = ": ".join(filter(None, parts))  # the whole message is in the traceback
-    return Failure(text or type_name, type_name, entry["traceback"], entry["time"])
+    """Return the failure that a child reported; an error that is not ours names the child."""
+    failure: Failure = pickle.loads(message.body)
+    if hasattr(errors, failure.type_name):
+        return replace(failure, message=failure.message.strip() or failure.type_name)
+    # The whole message is in the traceback.
+    parts = f"{name} failed", failure.type_name, failure.message.strip().partition("\n")[0]
+    return replace(failure, message=": ".join(filter(None, parts)))
 
 
 def join_failures(failures: list[Failure]) -> Failure:
@@ -230,7 +211,7 @@ class ChildProcesses:
             for index, each in enumerate(numbers):
                 child = start_child(module, *each)
                 self._children.append(child)
-                self._selector.register(child.channel, selectors.EVENT_READ, index)
+                self._selector.register(child.channel.connection, selectors.EVENT_READ, index)
         except BaseException:
             self.stop()
             self.close()
@@ -254,20 +235,21 @@ class ChildProcesses:
             for child in self._children:
                 ask(child.process)
             deadline = time.monotonic() + STOP_SECONDS
-            if all(_has_ended(child.process, deadline) for child in self._children):
-                return
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
         self._selector.close()
         for child in self._children:
-            child.channel.close()
+            child.channel.connection.close()
 
     def _receive(self, number: int) -> Message | Failure:
         child = self._children[number]
         message = child.channel.receive()
         if message is not None:
             return message
-        self._selector.unregister(child.channel)
+        self._selector.unregister(child.channel.connection)
         try:
             code = child.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -279,10 +261,8 @@ class ChildProcesses:
 
 
 def start_child(module: str, *numbers: int) -> ChildProcess:
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
-        for end in (ours, theirs):
-            end.setblocking(True)  # whatever socket.setdefaulttimeout says
         arguments = [str(number) for number in (theirs.fileno(), os.getpid(), *numbers)]
         command = [sys.executable, *FLAGS, "-c", _BOOT.format(module), str(len(arguments))]
         process = subprocess.Popen(
@@ -292,15 +272,7 @@ def start_child(module: str, *numbers: int) -> ChildProcess:
             env={**KEPT_PRODUCTS, **os.environ},
             start_new_session=True,  # Ctrl-C at the terminal is for the parent alone
         )
-    return ChildProcess(process, Channel(ours, MESSAGE_TIMEOUT))
-
-
-def _has_ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    try:
-        process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+    return ChildProcess(process, Channel(ours))
 
 
 class ChildThread:

@@ -20,7 +20,6 @@ from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, Link, pack
 from nanovllm.executor.child import StepTimer, reporting, run_child
-from nanovllm.executor.codec import decode_plan
 from nanovllm.pending import Pending
 
 if TYPE_CHECKING:
@@ -75,14 +74,14 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
     info = worker.start()
     gc.collect()
     gc.freeze()  # a full collection would walk all that was imported, amid a step
-    link.send(pack(Kind.REPLY, [pickle.dumps(info)]))
+    link.send(pack(Kind.REPLY, pickle.dumps(info)))
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
         # A thread of its own, so that the next step is launched while this one is waited for.
         threading.Thread(target=_answer, args=(launched, link, timer), daemon=True).start()
     while (message := link.receive()) is not None:
-        plan = decode_plan(message.body)
+        plan: StepPlan = pickle.loads(message.body)
         with timer:
             pending = worker.run(plan)
         if len(plan.masked_rows):
@@ -100,7 +99,7 @@ def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepT
             pending = launched.get()
             with timer:
                 result = pending.result()
-            link.send(pack(Kind.REPLY, [pickle.dumps(result, pickle.HIGHEST_PROTOCOL)]))
+            link.send(pack(Kind.REPLY, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)))
 
 
 def build_worker(task: WorkerTask, rank: int) -> RankWorker:

@@ -80,7 +80,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     regex = asked["regex"]
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance drops the last one
-        raise GrammarError("structured_outputs cannot be enforced: the regex ends in a backslash")
+        raise GrammarError("cannot be enforced: the regex ends in a backslash")
     return {"lark_grammar": f"start: /{regex_to_lark(regex, '')}/"}
 
 

@@ -75,7 +75,7 @@ def enforceable(schema: Schema) -> dict[str, Any]:
 
 
 def refused(keyword: str, path: str, reason: str) -> GrammarError:
-    return GrammarError(f"structured_outputs: {keyword!r} at {path} cannot be enforced: {reason}")
+    return GrammarError(f"{keyword!r} at {path} cannot be enforced: {reason}")
 
 
 class _Preparation:

@@ -26,11 +26,8 @@ MAX_SECONDS = 5.0
 START_SECONDS = 5.0  # of a process
 MAX_THREADS = 8  # that compile at a time, those out of time included
 STACK_SIZE = 256 * 2**20  # virtual: llguidance takes 10 kB or more for each step of a chain
-TOO_SLOW = (
-    "structured_outputs cannot be enforced: it takes too long to compile; simplify the grammar or "
-    "schema"
-)
-TOO_MANY = "structured_outputs: too many grammars are being compiled; try later"
+TOO_SLOW = "cannot be enforced: it takes too long to compile; simplify the grammar or schema"
+TOO_MANY = "too many grammars are being compiled; try later"
 # Intersections of many expressions, and large multiples, may take hours and all memory.
 _RISKY = re.compile(r"pattern|&")
 _MAX_RISKY = 8
@@ -62,7 +59,7 @@ def check_text(text: str) -> None:
     _check("rules", len(_RULE.findall(text)), MAX_RULES)
     _check("references", text.count('"$ref"'), MAX_REFERENCES)
     if "%json" in text and "\\u" in text:  # could hide keywords from the checks below
-        raise GrammarError("structured_outputs: %json must not have \\u escapes")
+        raise GrammarError("%json must not have \\u escapes")
 
 
 def check_schema(schema: Any) -> None:
@@ -98,7 +95,7 @@ def try_compiling(text: str, tokenizer: Mapping[str, Any]) -> None:
     except subprocess.TimeoutExpired as error:
         raise GrammarError(TOO_SLOW) from error
     if trial.returncode < 0:
-        raise GrammarError("structured_outputs cannot be enforced: llguidance crashes")
+        raise GrammarError("cannot be enforced: llguidance crashes")
 
 
 def run_bounded(function: Callable[..., T], *args: Any) -> T:
@@ -137,7 +134,4 @@ def _children(value: Any) -> list[Any]:
 
 def _check(what: str, number: int, limit: int, reason: str = "") -> None:
     if number > limit:
-        raise GrammarError(
-            f"structured_outputs: {reason}there are {number:,} {what}, at most {limit:,} are "
-            "allowed"
-        )
+        raise GrammarError(f"{reason}there are {number:,} {what}, at most {limit:,} are allowed")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.engine.step import IntColumn
-from nanovllm.errors import GrammarError, RequestError
+from nanovllm.errors import GrammarError
 from nanovllm.grammar.forms import grammar_text
 from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compiling
 
@@ -122,7 +122,7 @@ class Grammars:
         self._memory: IntColumn | None = None  # of bitmasks; graphs read it where it is
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
-        """Compile what a request asks for; raises RequestError if it cannot be enforced whole."""
+        """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
         if (known := self._find(asked)) is not None:
             return known
         tools = self._get_tools()
@@ -262,20 +262,16 @@ class Grammars:
     def _make_tools(self) -> Tools:
         vocabulary = self._load()
         if vocabulary.tokenizer is None:
-            raise RequestError("structured_outputs need a tokenizer, not skip_tokenizer_init=True")
+            raise GrammarError("needs a tokenizer, not skip_tokenizer_init=True")
         try:
             from llguidance import LLParserLimits, LLTokenizer
         except ImportError as error:
-            raise RequestError(
-                "structured_outputs need the package llguidance: pip install llguidance"
-            ) from error
+            raise GrammarError("needs the package: pip install llguidance") from error
         text, eos = vocabulary.tokenizer.backend_tokenizer.to_str(), vocabulary.eos_token_ids
         try:
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(eos) or None)
         except ValueError as error:
-            raise RequestError(
-                f"structured_outputs do not work with this model's tokenizer: {error}"
-            ) from error
+            raise GrammarError(f"does not work with this model's tokenizer: {error}") from error
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         described = {"tokenizer": text, "vocab_size": self._vocab_size, "limits": LIMITS}
         described["eos"] = sorted(eos) or None
@@ -336,4 +332,4 @@ def refusal(reason: str) -> GrammarError:
         reason = "a '$ref' in 'oneOf' or beside other keywords leads back to itself; try 'anyOf'"
     if reason.startswith("regex parse error"):
         reason = f"a 'pattern' is no regular expression: {reason}"
-    return GrammarError(f"structured_outputs cannot be enforced: {reason.strip()}")
+    return GrammarError(f"cannot be enforced: {reason.strip()}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping, Set
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Set
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -14,22 +13,27 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
-from nanovllm.server.answer import Answer
+from nanovllm.server.answer import Event, EventStream, whole_body
 from nanovllm.server.chat_completions import OF_PROMPT, answer_chat
 from nanovllm.server.completions import answer_completion
-from nanovllm.server.embeddings import answer_embeddings
-from nanovllm.server.errors import ApiError, as_api_error
-from nanovllm.server.openai_records import ChatRequest, CompletionRequest, EmbeddingRequest
+from nanovllm.server.embeddings import embed
+from nanovllm.server.errors import openai_body
 from nanovllm.server.options import ServerOptions, sampling_in
-from nanovllm.server.records import ApiRecord, as_record
-from nanovllm.server.responses import answer_response
-from nanovllm.server.responses_records import ResponsesRequest
+from nanovllm.server.records import (
+    ApiRecord,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    as_record,
+)
+from nanovllm.server.responses import ResponsesRequest, answer_response
 from nanovllm.server.service import Service
 
-ROUTES: dict[str, tuple[type[ApiRecord], Callable[[Service, Any], Awaitable[Answer]]]] = {
+Respond = Callable[[Service, Any], Awaitable[EventStream | Event]]
+ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
     "/v1/chat/completions": (ChatRequest, answer_chat),
     "/v1/completions": (CompletionRequest, answer_completion),
-    "/v1/embeddings": (EmbeddingRequest, answer_embeddings),
+    "/v1/embeddings": (EmbeddingRequest, embed),
     "/v1/responses": (ResponsesRequest, answer_response),
 }
 COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # a chat has none of these
@@ -56,8 +60,6 @@ class RowOptions:
 
     config: EngineConfig
     server: ServerOptions
-    sampling_defaults: Mapping[str, Any] | None = None  # None: the model's own
-    sampling_override: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None  # default of rows that have none
     is_raw: bool = False  # whether the text of a "prompt" is continued without the chat template
 
@@ -72,13 +74,13 @@ class RowEngine:
 
     def __init__(self, options: RowOptions) -> None:
         self.llm = AsyncLLM(**asdict(options.config))
-        defaults = options.sampling_defaults
-        if defaults is None:
+        server = options.server
+        if server.generation_config == "auto":  # only the model has it
             defaults = sampling_in(self.llm.generation_config)
-        defaults = {**defaults, **options.sampling_override}
-        service = Service(self.llm, replace(options.server, sampling_defaults=defaults))
+            defaults |= server.override_generation_config or {}
+            server = replace(server, sampling_defaults=defaults)
         seed, max_tokens = options.config.seed, options.max_tokens
-        self._answers = Answers(service, seed, max_tokens, options.is_raw)
+        self._answers = Answers(Service(self.llm, server), seed, max_tokens, options.is_raw)
 
     async def __call__(self, row: Row) -> dict[str, Any]:
         return await self._answers(row)
@@ -96,7 +98,7 @@ class Answers:
         """Return the output line of a row; raises RowError for a bad one."""
         if row.error is not None:
             raise RowError("invalid_row", row.error)
-        error: NanovllmError | ApiError | None = None
+        error: NanovllmError | None = None
         for _ in self._service.llm.replicas:  # when one is lost, another one answers
             try:
                 return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
@@ -104,11 +106,11 @@ class Answers:
                 if self._service.llm.error is not None:
                     raise
                 error = failure
-            except (ApiError, RequestError, ConfigError) as refusal:
+            except (RequestError, ConfigError) as refusal:
                 error = refusal
                 break
         assert error is not None
-        body = as_api_error(error).openai()["error"]
+        body = openai_body(error)["error"]
         raise RowError(body["code"] or body["type"], body["message"]) from error
 
     async def _batch_line(self, row: Row) -> dict[str, Any]:
@@ -162,9 +164,8 @@ class Answers:
             defaults["max_tokens"] = self._max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
         made = await answer(self._service, as_record(kind, {**defaults, **body}))
-        async with contextlib.aclosing(made.events()) as events:
-            collected = [event async for event in events]
-        response: dict[str, Any] = _reproducible(made.whole(collected), index, {})
+        whole = made if isinstance(made, dict) else await whole_body(made)
+        response: dict[str, Any] = _reproducible(whole, index, {})
         return response
 
 

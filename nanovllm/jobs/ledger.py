@@ -97,6 +97,7 @@ class Ledger:
     def _check(self, settings: dict[str, Any]) -> None:
         """Continue only the job that was begun."""
         again = "; give --overwrite to begin anew"
+        settings = json.loads(json.dumps(settings))  # tuples become lists
         if not self._settings_path.exists():
             if self.output.stat().st_size or self.errors.exists():
                 raise ConfigError(f"{self.output} is there already and not of a job{again}")

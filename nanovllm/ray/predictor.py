@@ -15,13 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from nanovllm.engine_options import engine_config
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.jobs.engine import RowEngine, RowError, RowOptions
 from nanovllm.jobs.rows import Row
-from nanovllm.server.errors import ApiError
-from nanovllm.server.openai_records import ChatRequest, CompletionRequest
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.records import as_record
+from nanovllm.server.records import ChatRequest, CompletionRequest, as_record
 
 IDS = "prompt_token_ids"  # a column of these is not answered by another
 PROMPTS = ("prompt", IDS, "messages")
@@ -65,7 +63,7 @@ class Predictor:
         self._sampling = dict(sampling or {})
         try:
             as_record(CompletionRequest, {"prompt": "", **self._sampling})
-        except ApiError as error:
+        except RequestError as error:
             raise ConfigError(f"sampling: {error}") from error
         server = ServerOptions(
             served_model_name=(str(model),),

@@ -30,8 +30,7 @@ from nanovllm.engine.found_model import FoundModel
 from nanovllm.errors import ConfigError
 from nanovllm.executor.ray_workers import connect
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
-from nanovllm.ray.records import Call, EngineCounts, EngineFacts
-from nanovllm.ray.remote_llm import RemoteLLM
+from nanovllm.ray.remote_llm import Call, EngineCounts, EngineFacts, RemoteLLM
 from nanovllm.server.app import make_app
 from nanovllm.server.service import Service
 from nanovllm.serving.core_records import EngineState

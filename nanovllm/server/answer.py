@@ -4,64 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any
 
 import anyio
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.errors import NanovllmError
-from nanovllm.server.errors import ApiError, as_api_error, to_json
+from nanovllm.server.errors import openai_body, timeout_error, to_json
 
 Event = dict[str, Any]
 
 
-class Answer(Protocol):
-    """An answer in the form of one API."""
+class EventStream:
+    """Server-sent events in the form of one API, by default OpenAI's."""
+
+    end = b""  # of every stream
+    has_names = False  # each event is sent with its type as its name
+    is_large = False  # events may take long to encode: not on the event loop
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield what it is made of."""
+        raise NotImplementedError
 
     def whole(self, events: list[Event]) -> Event:
         """Make one body of all events."""
+        raise NotImplementedError
 
-
-class EventStream(Protocol):
-    """What is sent event by event."""
-
-    def events(self) -> AsyncGenerator[Event, None]:
-        """Yield what it is made of."""
+    def error(self, error: NanovllmError) -> Event:
+        """Return the event that ends a stream that has begun."""
+        return openai_body(error)
 
     def encode(self, event: Event) -> bytes:
-        """Write an event as a stream has it."""
-
-    def error(self, error: ApiError) -> list[Event]:
-        """End a stream that has begun."""
-
-    end: bytes  # of every stream
-    is_large: bool  # events may take long to encode: not on the event loop
+        name = f"event: {event['type']}\n".encode() if self.has_names else b""
+        return name + b"data: " + to_json(event) + b"\n\n"
 
 
-class StreamedAnswer(Answer, EventStream, Protocol):
-    """One that may be sent either way."""
+async def whole_body(answer: EventStream) -> Event:
+    async with contextlib.aclosing(answer.events()) as events:
+        return answer.whole([event async for event in events])
 
 
 class WholeResponse(Response):
-    """Sends an answer when it is there; whatever is wrong with it raises."""
+    """Sends a body when it is there; whatever is wrong with it raises."""
 
-    def __init__(self, answer: Answer, timeout: float | None) -> None:
+    def __init__(self, body: Awaitable[Event], timeout: float | None) -> None:
         super().__init__(media_type="application/json")
-        self._answer, self._timeout = answer, timeout
+        self._body, self._timeout = body, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _while_connected(receive):
             with anyio.fail_after(self._timeout):
-                async with contextlib.aclosing(self._answer.events()) as events:
-                    collected = [event async for event in events]
+                body = await self._body
             # A body may have megabytes, which take seconds to encode.
-            body = await asyncio.to_thread(lambda: to_json(self._answer.whole(collected)))
-            await Response(body, media_type=self.media_type)(scope, receive, send)
+            data = await asyncio.to_thread(to_json, body)
+            await Response(data, media_type=self.media_type)(scope, receive, send)
 
 
 class StreamResponse(Response):
@@ -85,22 +82,20 @@ class StreamResponse(Response):
                 async with contextlib.aclosing(answer.events()) as events:
                     async for event in events:
                         if not has_begun:
-                            await self._begin(send)
+                            start = {"status": 200, "headers": self.raw_headers}
+                            await send({"type": "http.response.start", **start})
                             has_begun = True
                         if answer.is_large:
                             body = await asyncio.to_thread(answer.encode, event)
                         else:
                             body = answer.encode(event)
                         await _send_body(send, body)
-        except (NanovllmError, ApiError, TimeoutError) as error:
+        except (NanovllmError, TimeoutError) as error:
             if not has_begun:
                 raise
-            for event in answer.error(as_api_error(error)):
-                await _send_body(send, answer.encode(event))
+            told = timeout_error() if isinstance(error, TimeoutError) else error
+            await _send_body(send, answer.encode(answer.error(told)))
         await _send_body(send, answer.end, is_last=True)
-
-    async def _begin(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
 
 @contextlib.asynccontextmanager

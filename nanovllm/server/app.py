@@ -4,41 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import Response
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from nanovllm import __version__
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.answer import StreamedAnswer, StreamResponse, WholeResponse
+from nanovllm.server.answer import EventStream, StreamResponse, WholeResponse, whole_body
+from nanovllm.server.chat import detokenize, tokenize
 from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
-from nanovllm.server.embeddings import answer_embeddings
-from nanovllm.server.engine_events import EngineEvents, TraceAnswer
-from nanovllm.server.errors import ApiError, add_error_handlers, first_line, json_response
-from nanovllm.server.guard import Guard
-from nanovllm.server.messages import answer_message, count_tokens
-from nanovllm.server.messages_records import CountRequest, MessagesRequest
+from nanovllm.server.embeddings import embed
+from nanovllm.server.engine_events import EngineEvents, record_trace
+from nanovllm.server.errors import add_error_handlers, json_response, message_of
+from nanovllm.server.guard import PAGE_PREFIX, Guard
+from nanovllm.server.messages import (
+    CountRequest,
+    MessagesRequest,
+    answer_message,
+    count_tokens,
+)
 from nanovllm.server.metrics import CONTENT_TYPE
-from nanovllm.server.openai_records import (
+from nanovllm.server.options import SAMPLING_NAMES
+from nanovllm.server.records import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
-from nanovllm.server.options import SAMPLING_NAMES
-from nanovllm.server.page_files import page_routes
-from nanovllm.server.responses import answer_response
-from nanovllm.server.responses_records import ResponsesRequest
+from nanovllm.server.responses import ResponsesRequest, answer_response
 from nanovllm.server.service import Service
-from nanovllm.server.tokens import detokenize, tokenize
 
-Q = TypeVar("Q")
-A = TypeVar("A")
+PAGE_FOLDER = Path(__file__).parent / "page"
+PAGE_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
 
 
@@ -46,79 +62,68 @@ def make_app(service: Service) -> ASGIApp:
     """Everything behind one guard, the schema too; pages that show it load scripts from a CDN."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    app.include_router(_generating_routes(service))
-    app.include_router(_text_routes(service))
-    app.include_router(_model_routes(service))
-    app.include_router(_operating_routes(service))
-    app.include_router(_watching_routes(service))
-    app.include_router(page_routes())
+    _generating_routes(app, service)
+    _text_routes(app, service)
+    _model_routes(app, service)
+    _operating_routes(app, service)
+    _watching_routes(app, service)
+    _page_routes(app)
     guard, origins = Guard(app, service.options), service.options.allowed_origins
     if not origins:
         return guard
     return CORSMiddleware(guard, origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _generating_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
+def _generating_routes(app: FastAPI, service: Service) -> None:
     timeout = service.options.request_timeout
 
-    async def prepare(answer: Callable[[Service, Q], Awaitable[A]], request: Q) -> A:
+    async def respond(
+        answer: Callable[[Service, R], Awaitable[EventStream]], request: R
+    ) -> Response:
         service.check_queue()
         made = await answer(service, request)
         service.check_queue()  # of those that came together, too many may have passed
-        return made
+        if request.stream:
+            return StreamResponse(made, timeout)
+        return WholeResponse(whole_body(made), timeout)
 
-    async def respond(
-        answer: Callable[[Service, R], Awaitable[StreamedAnswer]], request: R
-    ) -> Response:
-        made = await prepare(answer, request)
-        return StreamResponse(made, timeout) if request.stream else WholeResponse(made, timeout)
-
-    @router.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: ChatRequest) -> Response:
         return await respond(answer_chat, request)
 
-    @router.post("/v1/completions")
+    @app.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
         return await respond(answer_completion, request)
 
-    @router.post("/v1/embeddings")
+    @app.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest) -> Response:
-        return WholeResponse(await prepare(answer_embeddings, request), timeout)
+        service.check_queue()
+        return WholeResponse(embed(service, request), timeout)
 
-    @router.post("/v1/responses")
+    @app.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:
         return await respond(answer_response, request)
 
-    @router.post("/v1/messages")
+    @app.post("/v1/messages")
     async def messages(request: MessagesRequest) -> Response:
         return await respond(answer_message, request)
 
-    return router
 
-
-def _text_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/v1/messages/count_tokens")
+def _text_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages/count_tokens")
     async def count_message_tokens(request: CountRequest) -> Response:
         return json_response(await count_tokens(service, request))
 
-    @router.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize_text(request: TokenizeRequest) -> Response:
         return json_response(await tokenize(service, request))
 
-    @router.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize_ids(request: DetokenizeRequest) -> Response:
         return json_response(await detokenize(service, request))
 
-    return router
 
-
-def _model_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
+def _model_routes(app: FastAPI, service: Service) -> None:
     sampling = SamplingParams(**service.options.sampling_defaults)
 
     def describe(name: str) -> dict[str, Any]:
@@ -136,62 +141,65 @@ def _model_routes(service: Service) -> APIRouter:
             "default_sampling_params": {each: getattr(sampling, each) for each in SAMPLING_NAMES},
         }
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> Response:
         names = service.options.served_model_name
         data = [describe(name) for name in names]
         ends = {"first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": data, "has_more": False, **ends})
 
-    @router.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
         return json_response(describe(name))
 
-    return router
 
-
-def _operating_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    @router.get("/ping")
-    @router.post("/ping")
+def _operating_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> Response:
         """Healthy as long as one engine answers; the body then says which ones do not."""
         error = service.llm.error
         if error is not None:
-            raise ApiError(first_line(error), 503)
+            raise error
         errors = {replica.number: replica.error for replica in service.llm.replicas}
-        lost = {number: first_line(each) for number, each in errors.items() if each is not None}
+        lost = {number: message_of(each) for number, each in errors.items() if each is not None}
         return json_response({"lost_engines": lost}) if lost else Response()
 
-    @router.get("/load")
+    @app.get("/load")
     async def load() -> Response:
         return json_response({"server_load": service.llm.num_requests})
 
-    @router.get("/version")
+    @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    @router.get("/metrics")
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    return router
 
-
-def _watching_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/engine/events")
+def _watching_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/engine/events")
     async def engine_events(engine: int | None = None) -> Response:
         """The state of an engine, then what changes in it, as server-sent events."""
         return StreamResponse(EngineEvents(service.llm, engine), timeout=None)
 
-    @router.get("/trace")
+    @app.get("/trace")
     async def trace(seconds: float = 3.0) -> Response:
         """The steps of some seconds, for ui.perfetto.dev."""
-        return WholeResponse(TraceAnswer(service.llm, seconds), timeout=None)
+        return WholeResponse(record_trace(service.llm, seconds), timeout=None)
 
-    return router
+
+def _page_routes(app: FastAPI) -> None:
+    """The page at `/`: plain files, sent as they are, that may load nothing from elsewhere."""
+    files = {path.name: path for path in PAGE_FOLDER.iterdir() if path.suffix in PAGE_TYPES}
+
+    @app.get("/", include_in_schema=False)
+    @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
+    async def file(name: str = "index.html") -> Response:
+        if name not in files:
+            raise RequestError(f"the page has no file {name!r}", status=404)
+        media_type = PAGE_TYPES[files[name].suffix]
+        return FileResponse(files[name], headers=PAGE_HEADERS, media_type=media_type)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
 from nanovllm.server.answer import Event
 from nanovllm.server.chat import Chat, chat_updates, prepare_chat
+from nanovllm.server.completions import OpenAIAnswer
 from nanovllm.server.generation import Update
 from nanovllm.server.logprobs import Entry, logprob_entries, prompt_logprobs_by_id
-from nanovllm.server.openai_records import ChatRequest
-from nanovllm.server.openai_stream import OpenAIStream
 from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
+from nanovllm.server.records import ChatRequest
 from nanovllm.server.service import Service
 
-CHUNK, WHOLE = "chat.completion.chunk", "chat.completion"
 OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
@@ -24,49 +22,44 @@ async def answer_chat(service: Service, request: ChatRequest) -> ChatAnswer:
     return ChatAnswer(service, await prepare_chat(service, request), request)
 
 
-class ChatAnswer(OpenAIStream):
+class ChatAnswer(OpenAIAnswer):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
     def __init__(self, service: Service, chat: Chat, request: ChatRequest) -> None:
-        super().__init__(service, chat.job, request, "chatcmpl")
+        super().__init__(service, chat.job, request)
         self._chat = chat
-        self._is_begun = [False] * chat.job.num_choices
         self._num_calls = [0] * chat.job.num_choices
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing(chat_updates(self.service, self._chat)) as updates:
-            async for update in updates:
-                self.usage.add(update)
-                of_prompt = self._of_prompt(update)
-                choice = self._choice(update)
-                news = (choice["delta"], choice["logprobs"], choice.get("token_ids"))
-                if any(news) or update.finish is not None:
-                    yield self.chunk(CHUNK, [choice]) | of_prompt
-        for event in self.last_chunk(CHUNK):
-            yield event
+    def updates(self) -> AsyncGenerator[Update, None]:
+        return chat_updates(self.service, self._chat)
+
+    def render(self, update: Update) -> Event:
+        fields = self._of_prompt(update)
+        choice = self._choice(update)
+        news = (choice["delta"], choice["logprobs"], choice.get("token_ids"), update.finish_reason)
+        return {"choices": [choice], **fields} if any(news) else {}
 
     def whole(self, events: list[Event]) -> Event:
-        choices = [_whole(choice) for event in events for choice in event["choices"]]
-        body = self.body(WHOLE, sorted(choices, key=lambda choice: choice["index"]))
+        body = super().whole(events)
+        body["choices"] = list(map(_whole, body["choices"]))
         return body | {name: event[name] for event in events for name in OF_PROMPT if name in event}
 
     def _of_prompt(self, update: Update) -> Event:
         """What was asked for of the prompt: beside the choices, which all have the same."""
         facts: Event = {}
-        if self.request.return_token_ids and not any(self._is_begun):
+        if self.request.return_token_ids and not any(self.is_begun):
             facts["prompt_token_ids"] = list(self.job.prompts[0])
-        if self.request.prompt_logprobs is not None and update.finish is not None:
-            entries = update.finish.prompt_logprobs
-            facts["prompt_logprobs"] = partial(prompt_logprobs_by_id, entries)
+        if self.request.prompt_logprobs is not None and update.finish_reason is not None:
+            facts["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
         return facts
 
     def _choice(self, update: Update) -> dict[str, Any]:
-        index, finish = update.choice, update.finish
+        index, reason = update.choice, update.finish_reason
         delta = self._delta(index, update.events)
-        if not self._is_begun[index]:
+        if not self.is_begun[index]:
             delta = {"role": "assistant", "content": "", **delta}
-            self._is_begun[index] = True
-        reason = None if finish is None else finish.reason
+            self.is_begun[index] = True
         if reason == "stop" and self._num_calls[index] and not _is_cut(update):
             reason = "tool_calls"
         choice: dict[str, Any] = {
@@ -74,7 +67,7 @@ class ChatAnswer(OpenAIStream):
             "delta": delta,
             "logprobs": None,
             "finish_reason": reason,
-            "stop_reason": None if finish is None else finish.stop_reason,
+            "stop_reason": update.stop_reason,
         }
         if self.request.logprobs:
             choice["logprobs"] = {"content": partial(self._logprob_entries, update)}
@@ -111,10 +104,9 @@ class ChatAnswer(OpenAIStream):
 
 def _is_cut(update: Update) -> bool:
     """Whether a stop string came within a call, which therefore cannot be followed."""
-    if update.finish is None or not isinstance(update.finish.stop_reason, str):
-        return False
-    last = update.events[-1] if update.events else None
-    return isinstance(last, BlockStop) and last.kind == "tool_call" and not last.is_complete
+    is_stop_string = isinstance(update.stop_reason, str)
+    cut = (each for each in update.events[-1:] if isinstance(each, BlockStop))
+    return is_stop_string and any(each.kind == "tool_call" and not each.is_complete for each in cut)
 
 
 def _whole(choice: dict[str, Any]) -> dict[str, Any]:

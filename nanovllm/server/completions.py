@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.answer import Event
-from nanovllm.server.generation import Job, Logprobs, Update
+from nanovllm.server.answer import Event, EventStream
+from nanovllm.server.generation import Job, Logprobs, Update, Usage, generate
 from nanovllm.server.logprobs import prompt_logprobs_by_id, token_bytes
-from nanovllm.server.openai_records import CompletionRequest
-from nanovllm.server.openai_stream import OpenAIStream
+from nanovllm.server.records import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.server.service import Service
 
-KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -32,62 +32,97 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens > 0:
         prompts = [prompt[-request.truncate_prompt_tokens :] for prompt in prompts]
     service.check_num_sequences(len(prompts), request.n or 1)
-    params = []
-    known: dict[int, SamplingParams] = {}  # by length: validating thousands of ids takes a while
-    for prompt in prompts:
-        length = service.answer_length(
-            len(prompt), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt"
-        )
-        prompt_logprobs = request.prompt_logprobs
-        if request.echo and (request.logprobs is not None or not length):
-            prompt_logprobs = max(request.logprobs or 0, prompt_logprobs or 0)
-        given = {
-            "max_tokens": length,
-            "logprobs": request.logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": request.constraint(),
-        }
-        if length not in known:
-            known[length] = request.sampling_params(service.options.sampling_defaults, **given)
-        params.append(known[length])
+    asked = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+    lengths = [service.max_tokens(len(prompt), *asked) for prompt in prompts]
+    known = {length: _params(service, request, length) for length in set(lengths)}
+    params = [known[length] for length in lengths]
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
     job = Job(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
     return CompletionAnswer(service, job, request)
 
 
-class CompletionAnswer(OpenAIStream):
-    request: CompletionRequest
+def _params(service: Service, request: CompletionRequest, max_tokens: int) -> SamplingParams:
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and (request.logprobs is not None or not max_tokens):
+        prompt_logprobs = max(request.logprobs or 0, prompt_logprobs or 0)
+    return request.sampling_params(
+        service.options.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=request.constraint(),
+    )
 
-    def __init__(self, service: Service, job: Job, request: CompletionRequest) -> None:
-        super().__init__(service, job, request, "cmpl")
-        self._offsets = [0] * job.num_choices  # whole characters of each choice so far
-        num_decoders = 0 if request.logprobs is None else job.num_choices
-        self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
-        self._is_begun = [False] * job.num_choices
+
+class OpenAIAnswer(EventStream):
+    """A chat or completion: chunks with choices and, if asked for, usage; then [DONE]."""
+
+    end = b"data: [DONE]\n\n"
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, job: Job, request: SamplingFields) -> None:
+        self.service, self.job, self.request = service, job, request
+        self.is_large = not job.is_streaming  # each event is a whole choice
+        self.is_begun = [False] * job.num_choices
+        self._usage = Usage(job.num_prompt_tokens)
+        self._options = request.stream_options or StreamOptions()
+        self._head = {
+            "id": f"{self.prefix}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+
+    def updates(self) -> AsyncGenerator[Update, None]:
+        return generate(self.service, self.job)
+
+    def render(self, update: Update) -> Event:
+        """Return the fields of a chunk, `choices` among them; none where there is nothing new."""
+        raise NotImplementedError
 
     async def events(self) -> AsyncGenerator[Event, None]:
+        head = {"object": self.chunk_kind, **self._head}
         async with contextlib.aclosing(self.updates()) as updates:
             async for update in updates:
-                self.usage.add(update)
-                yield self.chunk(KIND, [self._choice(update)])
-        for event in self.last_chunk(KIND):
-            yield event
+                self._usage.add(update)
+                if fields := self.render(update):
+                    if self._options.continuous_usage_stats:
+                        fields["usage"] = self._usage.openai()
+                    elif self._options.include_usage:
+                        fields["usage"] = None
+                    yield head | fields
+        if self._options.include_usage:
+            yield head | {"choices": [], "usage": self._usage.openai()}
 
     def whole(self, events: list[Event]) -> Event:
         choices = [choice for event in events for choice in event["choices"]]
-        return self.body(KIND, sorted(choices, key=lambda choice: choice["index"]))
+        choices.sort(key=lambda choice: choice["index"])
+        usage = self._usage.openai()
+        return {"object": self.kind, **self._head, "choices": choices, "usage": usage}
+
+
+class CompletionAnswer(OpenAIAnswer):
+    request: CompletionRequest
+
+    def __init__(self, service: Service, job: Job, request: CompletionRequest) -> None:
+        super().__init__(service, job, request)
+        self._offsets = [0] * job.num_choices  # whole characters of each choice so far
+        num_decoders = 0 if request.logprobs is None else job.num_choices
+        self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
+
+    def render(self, update: Update) -> Event:
+        return {"choices": [self._choice(update)]}
 
     def _choice(self, update: Update) -> dict[str, Any]:
-        index, finish, request = update.choice, update.finish, self.request
+        index, request = update.choice, self.request
         text, token_ids, logprobs = update.text, list(update.token_ids), update.logprobs
         columns = None
         prompt = self.job.prompts[index // self.job.params[0].n]
-        is_first, self._is_begun[index] = not self._is_begun[index], True
+        is_first, self.is_begun[index] = not self.is_begun[index], True
         if request.echo and is_first:
             text = self._echo(prompt, token_ids) + text
         if request.logprobs is not None:
-            prompt_logprobs = finish.prompt_logprobs if finish and request.echo else None
+            prompt_logprobs = update.prompt_logprobs if request.echo else None
             columns = partial(
                 self._columns, index, prompt, prompt_logprobs or [], token_ids, logprobs or []
             )
@@ -95,14 +130,14 @@ class CompletionAnswer(OpenAIStream):
             "index": index,
             "text": text,
             "logprobs": columns,
-            "finish_reason": None if finish is None else finish.reason,
-            "stop_reason": None if finish is None else finish.stop_reason,
+            "finish_reason": update.finish_reason,
+            "stop_reason": update.stop_reason,
         }
         if request.return_token_ids:
             choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = prompt if is_first else None
-        if request.prompt_logprobs is not None and finish is not None:
-            choice["prompt_logprobs"] = partial(prompt_logprobs_by_id, finish.prompt_logprobs)
+        if request.prompt_logprobs is not None and update.finish_reason is not None:
+            choice["prompt_logprobs"] = partial(prompt_logprobs_by_id, update.prompt_logprobs)
         return choice
 
     def _echo(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.engine.front import BROKEN
-from nanovllm.errors import GrammarError
+from nanovllm.errors import GrammarError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import ApiError, about
 from nanovllm.server.parsing.events import BlockEvent
 from nanovllm.server.service import Service
+from nanovllm.validation import errors_about
 
 Logprobs = Sequence[dict[int, Logprob]]
 MAX_AHEAD = 16  # pieces of one request that wait to be written
@@ -40,24 +39,19 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    reason: str
-    stop_reason: str | int | None
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
-    num_cached_tokens: int  # of the prompt; 0 for all but its first sample
-
-
-@dataclass(frozen=True, slots=True)
 class Update:
-    """What is new of one choice; its last update has `finish`."""
+    """What is new of one choice; the fields from `finish_reason` on come with its last update."""
 
     choice: int
     text: str = ""
     token_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
-    finish: Finish | None = None
     events: Sequence[BlockEvent] = ()  # of a chat: its text, parsed
-    num_reasoning_tokens: int = 0  # counted by the last update of a chat
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0  # of the prompt; 0 for all but its first sample
+    num_reasoning_tokens: int = 0
 
 
 class Usage:
@@ -72,8 +66,7 @@ class Usage:
     def add(self, update: Update) -> None:
         self.num_completion_tokens += len(update.token_ids)
         self.num_reasoning_tokens += update.num_reasoning_tokens
-        if update.finish is not None:
-            self.num_cached_tokens += update.finish.num_cached_tokens
+        self.num_cached_tokens += update.num_cached_tokens
 
     def openai(self) -> dict[str, Any]:
         return {
@@ -88,45 +81,35 @@ class Usage:
 async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:
     """Answer all prompts at once; leaving the iterator aborts what is left."""
     num_samples = job.params[0].n
-    with service.counted(job.num_choices):
+    with service.counted(job.num_choices), errors_about(job.grammar_param, GrammarError):
         async with contextlib.aclosing(_pieces(service, job)) as pieces:
             async for prompt, piece in pieces:
-                first = prompt * num_samples
-                if job.is_streaming:
-                    logprobs = piece.logprobs
-                    if piece.text or piece.token_ids:
-                        yield Update(first + piece.sample, piece.text, piece.token_ids, logprobs)
+                if job.is_streaming and (piece.text or piece.token_ids):
+                    choice = prompt * num_samples + piece.sample
+                    yield Update(choice, piece.text, piece.token_ids, piece.logprobs)
                 if piece.output is not None:
                     for output in piece.output.outputs:
-                        finish = _finish(piece.output, output)
-                        choice = first + output.index
-                        if job.is_streaming:
-                            yield Update(choice, finish=finish)
-                        else:
-                            yield Update(
-                                choice, output.text, output.token_ids, output.logprobs, finish
-                            )
+                        yield _last_update(job, prompt, piece.output, output)
 
 
-def _finish(answer: RequestOutput, output: CompletionOutput) -> Finish:
+def _last_update(job: Job, prompt: int, answer: RequestOutput, output: CompletionOutput) -> Update:
+    params = job.params[prompt]
     if answer.error is not None:
-        is_broken = answer.error in (BROKEN.format("logits"), BROKEN.format("hidden states"))
-        raise ApiError(answer.error, 500 if is_broken else 400)
-    num_cached = answer.num_cached_tokens if output.index == 0 else 0
-    return Finish(output.finish_reason, output.stop_reason, answer.prompt_logprobs, num_cached)
+        raise RequestError(answer.error, status=400 if params.can_exclude_tokens else 500)
+    update = Update(prompt * params.n + output.index)
+    if not job.is_streaming:
+        update = Update(update.choice, output.text, output.token_ids, output.logprobs)
+    return replace(
+        update,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        prompt_logprobs=answer.prompt_logprobs,
+        num_cached_tokens=answer.num_cached_tokens if output.index == 0 else 0,
+    )
 
 
 async def _pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
-    """Pieces of all prompts, each with the number of its prompt."""
-    try:
-        async with contextlib.aclosing(_all_pieces(service, job)) as pieces:
-            async for piece in pieces:
-                yield piece
-    except GrammarError as error:
-        raise about(job.grammar_param, error) from error
-
-
-async def _all_pieces(service: Service, job: Job) -> AsyncGenerator[tuple[int, StreamPiece], None]:
+    """Yield pieces of all prompts, each with the number of its prompt."""
     streams = [
         service.metrics.observed(
             service.llm.generate(

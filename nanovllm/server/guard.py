@@ -14,12 +14,13 @@ from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import ApiError, error_response
+from nanovllm.errors import RequestError
+from nanovllm.server.errors import error_response
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.page_files import is_page
 
 MAX_VALUES = 500_000  # of a body: a million numbers take a second to read, a long text does not
 OPEN_PATHS = ("/health", "/ping")
+PAGE_PREFIX = "/page/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d*)?", re.IGNORECASE)
 
@@ -76,20 +77,20 @@ class Guard:
                     line, _client(scope), request_id, scope["method"], quote(path), outcome, seconds
                 )
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, path: str, headers: Headers) -> RequestError | None:
         """Why a request is not served, before its body is read."""
         if path in OPEN_PATHS:
             return None
         if self._limit is not None and self._num_open >= self._limit:
             text = f"{self._limit} requests are under way already; try again later"
-            return ApiError(text, 503, headers={"Retry-After": "1"})
+            return RequestError(text, status=503)
         host = headers.get("host")
         if self._is_local and host is not None and not _LOCAL_HOST.fullmatch(host):
             # A page of another site may have its name resolve to this machine (DNS rebinding).
             text = "the Host header must be localhost or a loopback address unless --api-key is set"
-            return ApiError(text, 403)
+            return RequestError(text, status=403)
         if not is_page(path) and not self._has_key(headers):
-            return ApiError("a valid API key is needed", 401, code="invalid_api_key")
+            return RequestError("a valid API key is needed", status=401, code="invalid_api_key")
         return None
 
     def _has_key(self, headers: Headers) -> bool:
@@ -117,6 +118,11 @@ class Guard:
             return message
 
         return bounded
+
+
+def is_page(path: str) -> bool:
+    """Whether a path is the page's, which asks for the key itself."""
+    return path == "/" or path.startswith(PAGE_PREFIX)
 
 
 def _below(root: str, path: str) -> str:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
-from nanovllm.server.answer import Event
-from nanovllm.server.chat import Chat, chat_updates, prepare_chat, prompt_of
-from nanovllm.server.errors import ApiError, to_json
-from nanovllm.server.generation import Finish, Usage
-from nanovllm.server.messages_records import CountRequest, MessagesRequest
-from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
-from nanovllm.server.service import Service
+from pydantic import Field
 
+from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.server.answer import Event, EventStream
+from nanovllm.server.chat import Chat, chat_updates, prepare_chat, prompt_of
+from nanovllm.server.errors import anthropic_body
+from nanovllm.server.generation import Update, Usage
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
+from nanovllm.server.records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
+from nanovllm.server.service import Service
+from nanovllm.validation import require
+
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 # By kind of block: the field of a delta, and the delta's type.
 DELTAS = {
@@ -31,13 +36,12 @@ async def answer_message(service: Service, request: MessagesRequest) -> MessageA
 
 
 async def count_tokens(service: Service, request: CountRequest) -> dict[str, int]:
-    prompt = await prompt_of(service, request.as_chat())
+    prompt = await prompt_of(service, request.chat())
     return {"input_tokens": len(prompt.token_ids)}
 
 
-class MessageAnswer:
-    end = b""
-    is_large = False
+class MessageAnswer(EventStream):
+    has_names = True
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service, self._chat = service, chat
@@ -66,8 +70,8 @@ class MessageAnswer:
                 for event in update.events:
                     for rendered in self._render(event):
                         yield rendered
-                if update.finish is not None:
-                    delta = self._ending(update.finish)
+                if update.finish_reason is not None:
+                    delta = self._ending(update)
                     yield {"type": "message_delta", "delta": delta, "usage": self._counts()}
         yield {"type": "message_stop"}
 
@@ -76,11 +80,8 @@ class MessageAnswer:
         content = {"content": self._content}
         return {**events[0]["message"], **content, **last["delta"], "usage": last["usage"]}
 
-    def error(self, error: ApiError) -> list[Event]:
-        return [error.anthropic()]
-
-    def encode(self, event: Event) -> bytes:
-        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event))
+    def error(self, error: NanovllmError) -> Event:
+        return anthropic_body(error)
 
     def _render(self, event: BlockEvent) -> Iterator[Event]:
         """Write an event in Anthropic's form, and add it to the whole message."""
@@ -92,9 +93,9 @@ class MessageAnswer:
                 self._content.append(dict(block))
                 yield {"type": "content_block_start", "index": index, "content_block": block}
             case BlockDelta(kind=kind, text=text):
-                name, delta = DELTAS[kind]
+                name, delta_type = DELTAS[kind]
                 self._content[-1][name] = self._content[-1].get(name, "") + text
-                delta = {"type": delta, name: text}
+                delta = {"type": delta_type, name: text}
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             case BlockStop(kind=kind):
                 block = self._content[-1]
@@ -106,12 +107,12 @@ class MessageAnswer:
                     yield {"type": "content_block_delta", "index": index, "delta": delta}
                 yield {"type": "content_block_stop", "index": index}
 
-    def _ending(self, finish: Finish) -> dict[str, Any]:
-        reason = STOP_REASONS[finish.reason]
+    def _ending(self, update: Update) -> dict[str, Any]:
+        reason = STOP_REASONS[update.finish_reason or "stop"]
         if reason == "end_turn" and self._has_calls:
             reason = "tool_use"
-        if finish.reason == "stop" and isinstance(finish.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_reason}
+        if update.finish_reason == "stop" and isinstance(update.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": update.stop_reason}
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _counts(self) -> dict[str, int]:
@@ -135,3 +136,160 @@ def _as_object(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return {}
+
+
+class Turn(ApiRecord):
+    role: Literal["user", "assistant"]
+    content: str | Listed[dict[str, Any]]
+
+
+class CustomTool(ApiRecord):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None  # arguments are streamed as they come anyway
+
+    def as_function(self) -> dict[str, Any]:
+        own = self.model_dump(exclude_none=True, include={"name", "description", "strict"})
+        return {"type": "function", "function": {**own, "parameters": self.input_schema}}
+
+
+class Choice(ApiRecord):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(ApiRecord):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(ApiRecord):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ApiRecord):
+    format: OutputFormat | None = None
+    effort: Effort | None = None
+
+
+class CountRequest(ApiRecord):
+    """What the prompt is made of."""
+
+    messages: Listed[Turn] = Field(min_length=1)
+    model: str | None = None
+    system: str | Listed[dict[str, Any]] | None = None
+    tools: Listed[CustomTool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    cache_control: Any = None
+
+    def chat(self) -> ChatRequest:
+        messages = [] if self.system is None else [_message("system", self.system)]
+        for turn in self.messages:
+            results = _results(turn.content)
+            messages += results
+            is_all = 0 < len(results) == len(_blocks(turn.content))
+            if turn.role == "assistant" or not is_all:
+                messages.append(_message(turn.role, turn.content))
+        form, choice = self.output_config.format, self.tool_choice
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "tools": self.tools and [tool.as_function() for tool in self.tools],
+            "tool_choice": choice and _tool_choice(choice),
+            "parallel_tool_calls": choice and not choice.disable_parallel_tool_use,
+            "continue_final_message": _is_begun(self.messages[-1]),
+            "reasoning_effort": self.output_config.effort,
+            "response_format": form and nested(form.model_dump(by_alias=True), "json_schema"),
+        }
+        if self.thinking is not None:
+            is_on = self.thinking.type != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
+        return as_record(ChatRequest, fields | self._sampling())
+
+    def _sampling(self) -> dict[str, Any]:
+        return {}
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Listed[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    metadata: Any = None
+    service_tier: Any = None
+    thread: Any = None
+
+    def _sampling(self) -> dict[str, Any]:
+        if self.thread is not None:  # clients that are told so by this code go on without
+            message = "thread is not supported by this server: send all messages"
+            raise RequestError(message, param="thread", code="thread_unsupported_request")
+        return {"stop": self.stop_sequences, **self.model_dump(include=SAMPLING)}
+
+
+def _is_begun(last: Turn) -> bool:
+    """An answer whose first words are given is continued."""
+    blocks = _blocks(last.content)
+    return last.role == "assistant" and bool(blocks) and blocks[-1].get("type") == "text"
+
+
+def _tool_choice(choice: Choice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _message(role: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    """One message of a chat; results of tools have messages of their own."""
+    texts, thoughts, calls = [], [], []
+    for block in _blocks(content):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_text(block, "text"))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(_text(block, "thinking"))
+        elif kind == "tool_use" and role == "assistant":
+            arguments = block.get("input")
+            function = {"name": _text(block, "name"), "arguments": arguments or {}}
+            calls.append({"type": "function", "id": _text(block, "id"), "function": function})
+        elif kind != "tool_result" or role != "user":
+            why = f"messages: a {kind!r} block is not supported in {role} messages"
+            raise RequestError(why, param="messages")
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _results(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": _text(block, "tool_use_id"),
+            "content": _message("tool", block.get("content") or "")["content"],
+        }
+        for block in _blocks(content)
+        if block.get("type") == "tool_result"
+    ]
+
+
+def _text(block: dict[str, Any], name: str) -> str:
+    value = block.get(name)
+    require(isinstance(value, str), "messages", f"blocks with a text as {name}", block)
+    return str(value)

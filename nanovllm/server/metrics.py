@@ -56,7 +56,7 @@ class Metrics:
 
     def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
         self._registry = CollectorRegistry()
-        self._model_name = model_name
+        self._llm, self._prefix, self._model_name = llm, prefix, model_name
         self._histograms = {
             name: Histogram(
                 prefix + name, text, LABELS, buckets=buckets, registry=self._registry
@@ -75,7 +75,7 @@ class Metrics:
                 ("generation_tokens", "Tokens of all answers"),
             )
         }
-        self._registry.register(EngineCounts(llm, prefix, model_name))
+        self._registry.register(self)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -148,15 +148,8 @@ class Metrics:
         for each in output.outputs:
             self.ended(each.finish_reason, 1)
 
-
-class EngineCounts:
-    """A collector, in prometheus-client's words: `collect` is called when somebody asks."""
-
-    def __init__(self, llm: Model, prefix: str, model_name: str) -> None:
-        self._llm, self._prefix, self._model_name = llm, prefix, model_name
-
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric, with a value for each engine."""
+        """Yield the metrics of the engines; prometheus-client calls this for `text`."""
         values = {replica.number: _values(replica) for replica in self._llm.replicas}
         for name, (family, text) in ENGINE_METRICS.items():
             metric = family(self._prefix + name, text, labels=ENGINE_LABELS)

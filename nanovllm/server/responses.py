@@ -5,21 +5,42 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 from uuid import uuid4
 
-from nanovllm.server.answer import Event
-from nanovllm.server.chat import Chat, chat_updates, prepare_chat
-from nanovllm.server.errors import ApiError, to_json
-from nanovllm.server.generation import Finish, Update, Usage
-from nanovllm.server.logprobs import TokenLogprobs, covering, logprob_entries
-from nanovllm.server.parsing.events import BlockDelta, BlockStart, BlockStop, Kind
-from nanovllm.server.responses_records import ResponsesRequest
-from nanovllm.server.service import Service
+from pydantic import Field
 
-# By kind of item: the prefix of its id, and the names of its content's events.
-ITEM_IDS = {"text": "msg_", "reasoning": "rs_", "tool_call": "fc_"}
+from nanovllm.errors import NanovllmError
+from nanovllm.server.answer import Event, EventStream
+from nanovllm.server.chat import Chat, chat_updates, prepare_chat
+from nanovllm.server.errors import message_of
+from nanovllm.server.generation import Update, Usage
+from nanovllm.server.logprobs import Entry, TokenLogprobs, covering, logprob_entries
+from nanovllm.server.parsing.events import BlockDelta, BlockStart, BlockStop
+from nanovllm.server.records import (
+    MAX_TOP_LOGPROBS,
+    ChatRequest,
+    IgnoredFields,
+    Listed,
+    as_record,
+    nested,
+)
+from nanovllm.server.service import Service
+from nanovllm.validation import require
+
+SHARED = {"model", "temperature", "top_p", "seed", "parallel_tool_calls", "user", "stream"}
+TextOptions = dict[Literal["format"], dict[str, Any] | None]
+ReasoningOptions = dict[Literal["effort", "summary", "generate_summary"], str | None]
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
+# By kind of block: the prefix of an item's id and its first fields, and the name of its content.
+ITEMS: dict[str, tuple[str, Event]] = {
+    "text": ("msg_", {"type": "message", "role": "assistant", "content": []}),
+    "reasoning": ("rs_", {"type": "reasoning", "summary": [], "content": []}),
+    "tool_call": ("fc_", {"type": "function_call", "arguments": ""}),
+}
 CONTENT = {
     "text": "output_text",
     "reasoning": "reasoning_text",
@@ -34,31 +55,12 @@ async def answer_response(service: Service, request: ResponsesRequest) -> Respon
     return ResponseAnswer(service, chat, request)
 
 
-@dataclass(slots=True)
-class Item:
-    """An item of the output, as far as it has come."""
-
-    index: int
-    kind: Kind
-    id: str
-    call_id: str
-    name: str
-    text: str = ""  # of a call, its arguments
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of a text, if asked for
-
-    @property
-    def place(self) -> dict[str, Any]:
-        place = {"item_id": self.id, "output_index": self.index}
-        return place if self.kind == "tool_call" else {**place, "content_index": 0}
-
-
-class ResponseAnswer:
-    end = b""
+class ResponseAnswer(EventStream):
+    has_names = True
 
     def __init__(self, service: Service, chat: Chat, request: ResponsesRequest) -> None:
         self._service, self._chat = service, chat
         self._usage = Usage(chat.job.num_prompt_tokens)
-        self._items: list[Item] = []
         self._output: list[Event] = []  # the finished items
         self._tokens: list[TokenLogprobs] = []  # whose text has not come yet
         self._num_events = 0
@@ -79,23 +81,18 @@ class ResponseAnswer:
             "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {
-                "effort": request.reasoning and request.reasoning.effort,
-                "summary": None,
-            },
+            "reasoning": {"effort": request.reasoning.get("effort"), "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": _dumped(request.tool_choice) or "auto",
-            "tools": [_dumped(tool) for tool in request.tools or ()],
+            "text": {"format": request.text.get("format") or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
             "top_logprobs": self._num_best,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": request.user,
         }
-        if request.text is not None and request.text.format is not None:
-            self._response["text"] = {"format": _dumped(request.text.format)}
 
     async def events(self) -> AsyncGenerator[Event, None]:
         async with contextlib.aclosing(chat_updates(self._service, self._chat)) as updates:
@@ -106,22 +103,17 @@ class ResponseAnswer:
                     yield self._event("response.in_progress", response=self._snapshot())
                 for event in self._render(update):
                     yield event
-                if update.finish is not None:
-                    yield self._finish(update.finish)
+                if update.finish_reason is not None:
+                    yield self._finish(update.finish_reason)
 
     def whole(self, events: list[Event]) -> Event:
         response: Event = events[-1]["response"]
         return response
 
-    def error(self, error: ApiError) -> list[Event]:
-        self._response |= {
-            "status": "failed",
-            "error": {"code": error.code or "server_error", "message": error.message},
-        }
-        return [self._event("response.failed", response=self._snapshot())]
-
-    def encode(self, event: Event) -> bytes:
-        return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event))
+    def error(self, error: NanovllmError) -> Event:
+        told = {"code": error.code or "server_error", "message": message_of(error)}
+        self._response |= {"status": "failed", "error": told}
+        return self._event("response.failed", response=self._snapshot())
 
     def _event(self, name: str, **fields: Any) -> Event:
         event = {"type": name, "sequence_number": self._num_events, **fields}
@@ -138,70 +130,67 @@ class ResponseAnswer:
         for event in update.events:
             tokens: Sequence[TokenLogprobs] = self._tokens if event in pieces[-1:] else ()
             match event:
-                case BlockStart(index, kind, call_id, name):
-                    item = Item(index, kind, ITEM_IDS[kind] + uuid4().hex, call_id, name)
-                    self._items.append(item)
-                    yield self._item_event("added", item, "in_progress")
-                    if kind != "tool_call":
-                        yield self._part_event("added", item)
+                case BlockStart():
+                    yield from self._start(event)
                 case BlockDelta(text=text):
-                    yield self._grow(self._items[-1], text, tokens)
+                    yield self._grow(text, tokens)
                 case BlockStop(is_complete=is_complete):
-                    yield from self._stop(self._items[-1], is_complete)
+                    yield from self._stop(is_complete)
         if update.events:
             self._tokens = []
 
-    def _grow(self, item: Item, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
-        if not item.text:
+    def _start(self, block: BlockStart) -> Iterator[Event]:
+        self._kind, self._text = block.kind, ""
+        self._logprobs: list[TokenLogprobs] = []  # of the text, if asked for
+        prefix, fields = ITEMS[block.kind]
+        self._item = {"id": prefix + uuid4().hex, "status": "in_progress", **fields}
+        self._place = {"item_id": self._item["id"], "output_index": block.index}
+        if block.kind == "tool_call":
+            self._item |= {"call_id": block.call_id, "name": block.name}
+        yield self._event("response.output_item.added", output_index=block.index, item=self._item)
+        if block.kind != "tool_call":
+            self._place["content_index"] = 0
+            yield self._event("response.content_part.added", **self._place, part=self._part())
+
+    def _grow(self, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
+        if not self._text:
             tokens = covering(self._service.tokenizer, tokens, text)
-        item.text += text
-        item.logprobs += tokens
-        return self._content_event("delta", item, tokens, delta=text)
+        self._text += text
+        self._logprobs += tokens
+        return self._content_event("delta", tokens, delta=text)
 
-    def _stop(self, item: Item, is_complete: bool) -> Iterator[Event]:
-        name = "arguments" if item.kind == "tool_call" else "text"
-        yield self._content_event("done", item, item.logprobs, **{name: item.text})
-        if item.kind != "tool_call":
-            yield self._part_event("done", item)
-        event = self._item_event("done", item, "completed" if is_complete else "incomplete")
-        self._output.append(event["item"])
-        yield event
-
-    def _content_event(
-        self, what: str, item: Item, tokens: Sequence[TokenLogprobs], **fields: Any
-    ) -> Event:
-        logprobs = self._logprobs(tokens) if item.kind == "text" else {}
-        name = f"response.{CONTENT[item.kind]}.{what}"
-        return self._event(name, **item.place, **logprobs, **fields)
-
-    def _part_event(self, what: str, item: Item) -> Event:
-        return self._event(f"response.content_part.{what}", **item.place, part=self._part(item))
-
-    def _item_event(self, what: str, item: Item, status: str) -> Event:
-        fields: dict[str, Any] = {"id": item.id, "status": status}
-        content = [self._part(item)] if item.kind != "tool_call" and status != "in_progress" else []
-        if item.kind == "tool_call":
-            called = {"call_id": item.call_id, "name": item.name, "arguments": item.text}
-            fields |= {"type": "function_call", **called}
-        elif item.kind == "reasoning":
-            fields |= {"type": "reasoning", "summary": [], "content": content}
+    def _stop(self, is_complete: bool) -> Iterator[Event]:
+        item = self._item | {"status": "completed" if is_complete else "incomplete"}
+        if self._kind == "tool_call":
+            item["arguments"] = self._text
+            yield self._content_event("done", (), arguments=self._text)
         else:
-            fields |= {"type": "message", "role": "assistant", "content": content}
-        return self._event(f"response.output_item.{what}", output_index=item.index, item=fields)
+            item["content"] = [self._part()]
+            yield self._content_event("done", self._logprobs, text=self._text)
+            yield self._event("response.content_part.done", **self._place, part=self._part())
+        index = len(self._output)
+        self._output.append(item)
+        yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _part(self, item: Item) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": CONTENT[item.kind], "text": item.text}
-        is_text = item.kind == "text"
-        return part | ({"annotations": [], **self._logprobs(item.logprobs)} if is_text else {})
+    def _content_event(self, what: str, tokens: Sequence[TokenLogprobs], **fields: Any) -> Event:
+        if self._kind == "text":
+            fields["logprobs"] = self._entries(tokens)
+        return self._event(f"response.{CONTENT[self._kind]}.{what}", **self._place, **fields)
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {"logprobs": logprob_entries(self._service.tokenizer, tokens, self._num_best)}
+    def _part(self) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": CONTENT[self._kind], "text": self._text}
+        if self._kind == "text":
+            part |= {"annotations": [], "logprobs": self._entries(self._logprobs)}
+        return part
 
-    def _finish(self, finish: Finish) -> Event:
+    def _entries(self, tokens: Sequence[TokenLogprobs]) -> list[Entry]:
+        return logprob_entries(self._service.tokenizer, tokens, self._num_best)
+
+    def _finish(self, reason: str) -> Event:
         usage = self._usage
         # Writing to the cache is something that OpenAI charges for; here nothing is.
         cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
-        status = "completed" if finish.reason == "stop" else "incomplete"
+        status = "completed" if reason == "stop" else "incomplete"
         self._response |= {
             "status": status,
             "usage": {
@@ -217,6 +206,100 @@ class ResponseAnswer:
         return self._event(f"response.{status}", response=self._snapshot())
 
 
-def _dumped(record: Any) -> Any:
-    is_plain = record is None or isinstance(record, str)
-    return record if is_plain else record.model_dump(by_alias=True)
+class ResponsesRequest(IgnoredFields):
+    """Fields that chats have too are checked as those of a chat."""
+
+    input: str | Listed[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None  # vLLM's addition; rows of a batch need one
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions = Field(default_factory=dict)
+    reasoning: ReasoningOptions = Field(default_factory=dict)
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # there is none
+
+    @property
+    def has_logprobs(self) -> bool:
+        is_included = isinstance(self.include, list) and INCLUDED_LOGPROBS in self.include
+        return self.top_logprobs is not None or is_included
+
+    def chat(self) -> ChatRequest:
+        messages = _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        require(messages, "input", "at least one item", self.input)
+        fields = self.model_dump(include=SHARED) | {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning.get("effort"),
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "tools": self.tools and [nested(tool, "function") for tool in self.tools],
+            "tool_choice": _tool_choice(self.tool_choice),
+            "response_format": nested(self.text.get("format"), "json_schema"),
+        }
+        return as_record(ChatRequest, fields)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    """As chats have it."""
+    if not isinstance(choice, dict):
+        return choice
+    if isinstance(choice.get("tools"), list):
+        choice = {**choice, "tools": [nested(tool, "function") for tool in choice["tools"]]}
+    return nested(choice, str(choice.get("type")))
+
+
+def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reasoning, text and calls of one answer come as items, and become one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        message = _message(item)
+        before = messages[-1] if messages else {}
+        if message["role"] == before.get("role") == "assistant":
+            for name in message.keys() - {"role"}:
+                before[name] = before[name] + message[name] if name in before else message[name]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind == "message":
+        require(item.get("role") in ROLES, "input", f"items with a role of {ROLES}", item)
+        return {"role": item["role"], "content": _text(item.get("content"))}
+    if kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        return {"role": "assistant", "reasoning": _text(parts, ("reasoning_text", "summary_text"))}
+    if kind == "function_call":
+        function = {name: item.get(name) for name in ("name", "arguments")}
+        is_valid = all(isinstance(value, str) for value in function.values())
+        require(is_valid, "input", "calls with a name and arguments, both texts", item)
+        call = {"type": "function", "id": item.get("call_id"), "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    require(kind == "function_call_output", "input", "items of a supported type", kind)
+    output = _text(item.get("output"))
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+
+
+def _text(content: Any, kinds: tuple[str, ...] = TEXT_PARTS) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        require(isinstance(text, str), "input", "items whose content is a text or text parts", part)
+        texts.append(str(text))
+    return "\n".join(texts)

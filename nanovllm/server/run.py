@@ -20,14 +20,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.server.app import make_app
+from nanovllm.server.model import Model
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.service import Service
-from nanovllm.server.throughput import ThroughputLog
+from nanovllm.serving.core_records import CoreStats
 
 LISTEN_BACKLOG = 2048
 LAST_SECONDS = 5  # to tell those who wait that their answers end here
 CANCEL_SECONDS = 2  # after that, for what no longer has a connection
 RECEIVE_SECONDS = 60  # for the headers and the body of a request
+LOG_SECONDS = 10.0  # between lines of throughput
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,42 @@ class Connection(H11Protocol):
             self._deadline = None
 
 
+class ThroughputLog:
+    """Logs throughput every ten seconds while an engine is busy, in vLLM's words."""
+
+    def __init__(self, llm: Model, now: float) -> None:
+        self._llm = llm
+        self._last: dict[int, CoreStats] = {}  # by the number of the engine
+        self._last_time = now
+
+    def tick(self, now: float) -> None:
+        """Log a line for each busy engine if it is time; call this often."""
+        seconds = now - self._last_time
+        if seconds < LOG_SECONDS:
+            return
+        self._last_time += seconds
+        for replica in self._llm.replicas:
+            stats, before = replica.stats, self._last.get(replica.number, CoreStats())
+            self._last[replica.number] = stats
+            num_prompt = stats.num_prefill_tokens - before.num_prefill_tokens
+            num_generated = stats.num_decode_tokens - before.num_decode_tokens
+            if num_prompt < 0:  # another process took its place
+                num_prompt, num_generated = stats.num_prefill_tokens, stats.num_decode_tokens
+            if num_prompt or num_generated or stats.num_running or stats.num_waiting:
+                logger.info(
+                    "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: "
+                    "%.1f tokens/s, Running: %d reqs, Waiting: %d reqs, KV cache usage: %.1f%%, "
+                    "Prefix cache hit rate: %.1f%%",
+                    replica.number,
+                    num_prompt / seconds,
+                    num_generated / seconds,
+                    stats.num_running,
+                    stats.num_waiting,
+                    100 * (stats.num_blocks - stats.num_free_blocks) / max(stats.num_blocks, 1),
+                    100 * stats.num_cache_hits / max(stats.num_cache_queries, 1),
+                )
+
+
 class Server(uvicorn.Server):
     """The first signal lets answers end, within bounds; the second one ends them with an error."""
 
@@ -69,7 +107,7 @@ class Server(uvicorn.Server):
         self._llm, self._shutdown_timeout = llm, shutdown_timeout
         self._is_urgent = False
         self._last_accept_error = -math.inf
-        self._throughput = ThroughputLog(llm)
+        self._throughput = ThroughputLog(llm, time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._log_error)
@@ -85,7 +123,7 @@ class Server(uvicorn.Server):
             logger.error("cannot accept connections: %s", error)
 
     async def on_tick(self, counter: int) -> bool:
-        self._throughput.tick()
+        self._throughput.tick(time.monotonic())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -10,17 +10,20 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.chat_template import Program
-from nanovllm.errors import RequestError
-from nanovllm.server.errors import ApiError, TooLong
+from nanovllm.errors import PromptTooLongError, RequestError
+from nanovllm.prompts import at_index
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.model import Model
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.parsing.formats import choose_formats
+from nanovllm.validation import errors_about, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PROMPTS = 2048  # of one request
+# Clients know the error by these words of OpenAI's and, for Anthropic's API, "prompt is too long".
+TOO_LONG = "the prompt is too long: this model's maximum context length is {} tokens"
 
 
 class Service:
@@ -58,30 +61,22 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.options.served_model_name:
             known = ", ".join(self.options.served_model_name)
-            raise ApiError(
-                f"the model {name!r} does not exist; this server has {known}",
-                404,
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {name!r} does not exist; this server has {known}"
+            raise RequestError(message, param="model", code="model_not_found", status=404)
 
     def check_queue(self) -> None:
         """Refuse a request when too many wait already."""
         most = self.options.max_queued_requests
         num_sequences = max(self.num_sequences, self.llm.num_requests)
         if self.llm.stats.num_waiting >= most or num_sequences >= self._max_sequences:
-            raise ApiError(
-                f"{most} requests are waiting already; try again later",
-                429,
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            message = f"{most} requests are waiting already; try again later"
+            raise RequestError(message, code="queue_full", status=429)
 
     def check_num_sequences(self, num_prompts: int, n: int = 1) -> None:
         """Refuse a request that could never run and wait as a whole."""
         most = self._max_sequences
         if num_prompts * n > most:
-            raise ApiError(
+            raise RequestError(
                 f"{num_prompts} prompts with n={n} are {num_prompts * n} sequences, but this "
                 f"server runs and queues at most {most}; send several requests",
                 param="n" if n > 1 else None,
@@ -106,42 +101,46 @@ class Service:
         self, prompt: str | list[int], param: str = "prompt", **options: Any
     ) -> list[int]:
         """Check a prompt, and tokenise a text in another thread: a long one takes a while."""
-        token_ids_of = self.llm.front.token_ids_of
-        if isinstance(prompt, list):
-            return token_ids_of(prompt).tolist()
-        max_len = self.llm.max_len
-        if len(prompt) > max_len * self._longest_token:  # tokenizing it would delay all others
-            raise ApiError(
-                f"the prompt is too long: this model's maximum context length is {max_len} tokens, "
-                f"which cannot hold the prompt's {len(prompt)} characters",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
+        token_ids_of, max_len = self.llm.front.token_ids_of, self.llm.max_len
+        with errors_about(param):
+            if isinstance(prompt, list):
+                return token_ids_of(prompt).tolist()
+            if len(prompt) > max_len * self._longest_token:  # tokenizing it would delay all others
+                raise PromptTooLongError(
+                    f"{TOO_LONG.format(max_len)}, which cannot hold the prompt's {len(prompt)} "
+                    "characters"
+                )
+            return (await asyncio.to_thread(token_ids_of, prompt, **options)).tolist()
 
     async def all_token_ids(self, prompts: Any, param: str, **options: Any) -> Sequence[list[int]]:
         """Tokenise one prompt or several of them, texts or token ids."""
         items = prompts if isinstance(prompts, list) else [prompts]
         if items and isinstance(items[0], int):
             items = [items]
-        if not 1 <= len(items) <= MAX_PROMPTS:
-            raise ApiError(f"{param} must hold 1 to {MAX_PROMPTS} prompts", param=param)
+        is_valid = 1 <= len(items) <= MAX_PROMPTS
+        require(is_valid, param, f"1 to {MAX_PROMPTS} prompts", f"{len(items)} prompts")
         token_ids = []
         for index, item in enumerate(items):
             try:
                 token_ids.append(await self.token_ids(item, param, **options))
             except RequestError as error:
-                where = f"{param}[{index}]: " if len(items) > 1 else ""
-                raise ApiError(f"{where}{error}", param=param) from error
+                raise at_index(error, param, index, len(items)) from error
         return token_ids
 
-    def answer_length(
+    def check_length(self, num_prompt: int, num_completion: int, param: str) -> None:
+        """Refuse a prompt that does not fit, alone or with the completion that it asks for."""
+        max_len = self.llm.max_len
+        if num_prompt + num_completion > max_len:
+            raise PromptTooLongError(
+                f"{TOO_LONG.format(max_len)}, but the prompt has {num_prompt} tokens and asks for "
+                f"{num_completion} more; shorten the prompt or ask for fewer tokens",
+                param=param,
+            )
+
+    def max_tokens(
         self, num_prompt: int, asked: int | None, default: int | None, param: str
     ) -> int:
-        """How many tokens an answer may have; refuse more than there is room for."""
+        """How many tokens a completion may have; refuse more than there is room for."""
+        self.check_length(num_prompt, 1 if asked is None else asked, param)
         room = self.llm.max_len - num_prompt
-        if room < (1 if asked is None else asked):
-            raise TooLong(num_prompt, asked or 0, self.llm.max_len, param)
-        if asked is not None:
-            return asked
-        return room if default is None else min(default, room)
+        return asked if asked is not None else room if default is None else min(default, room)

@@ -14,8 +14,8 @@ from nanovllm.engine.found_model import FoundModel
 from nanovllm.engine.request import Request
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
-from nanovllm.executor.child import Serve
-from nanovllm.executor.supervisor import ChildProcesses, ChildThread, Failure, Supervisor
+from nanovllm.executor.child import Failure, Serve
+from nanovllm.executor.supervisor import ChildProcesses, ChildThread, Supervisor
 from nanovllm.serving.core_records import (
     Add,
     CoreReady,
@@ -95,7 +95,7 @@ class CoreClient:
     def _send(self, record: object) -> None:
         body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(NanovllmError):  # `on_failure` is told why
-            self._supervisor.send(pack(Kind.TASK, [body]))
+            self._supervisor.send(pack(Kind.TASK, body))
 
     def _receive(self, _: int, body: bytearray) -> None:
         record = pickle.loads(body)

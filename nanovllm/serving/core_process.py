@@ -27,7 +27,7 @@ from nanovllm.serving.core_records import (
     StartCore,
     Watch,
 )
-from nanovllm.serving.observer import Observer
+from nanovllm.serving.observer import SECONDS_BETWEEN, Observer
 
 IDLE_SECONDS = 1.0  # between updates while there is nothing to do
 
@@ -47,7 +47,7 @@ def serve(link: Link, timer: StepTimer) -> None:
     start: StartCore = pickle.loads(message.body)
 
     def send(record: object) -> None:
-        link.send(pack(Kind.REPLY, [pickle.dumps(record, pickle.HIGHEST_PROTOCOL)]))
+        link.send(pack(Kind.REPLY, pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
 
     take_share(start.config, start.replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
@@ -102,11 +102,11 @@ class CoreLoop:
         endings: list[Ending] = []
         has_freed = False  # or refused, which the next update tells
         while not self._is_over:
-            is_idle, seconds = not self.core.has_unfinished and not has_freed, self._idle_seconds()
+            is_idle = not self.core.has_unfinished and not has_freed
             try:
-                command = self.inbox.get(block=is_idle, timeout=seconds)
+                command = self.inbox.get(block=is_idle, timeout=self._idle_seconds())
             except Empty:
-                if is_idle and (self._is_capturing or seconds == IDLE_SECONDS):
+                if is_idle:
                     self._rest()
                 return endings
             if command is None:  # the parent closed its end
@@ -158,9 +158,7 @@ class CoreLoop:
     def _idle_seconds(self) -> float:
         if self._is_capturing:
             return 0.0
-        if self._observer is None:
-            return IDLE_SECONDS
-        return self._observer.seconds_to_snapshot(at_most=IDLE_SECONDS)
+        return IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler

@@ -27,27 +27,20 @@ class Observer:
         self._core = core
         self._stats: CoreStats | None = None  # of the last snapshot
         self._earliest = 0.0  # when the next one may be taken
-        self._is_due = True
         core.timings.clear()
         core.ended.clear()
 
     def restart(self) -> None:
         """Take the next snapshot even if nothing changes: another client has subscribed."""
-        self._stats, self._is_due = None, True
-
-    def seconds_to_snapshot(self, at_most: float) -> float:
-        """Return how long an idle core may sleep."""
-        if not self._is_due:
-            return at_most
-        return max(0.0, self._earliest - time.perf_counter())
+        self._stats = None
 
     def snapshot(self, stats: CoreStats) -> EngineState | None:
         """Return the state, unless it is unchanged or the last snapshot was just taken."""
         core, now = self._core, time.perf_counter()
-        self._is_due = bool(stats != self._stats or core.timings or core.ended)
-        if not self._is_due or now < self._earliest:
+        is_changed = stats != self._stats or core.timings or core.ended
+        if not is_changed or now < self._earliest:
             return None
-        self._stats, self._earliest, self._is_due = stats, now + SECONDS_BETWEEN, False
+        self._stats, self._earliest = stats, now + SECONDS_BETWEEN
         return take_snapshot(core, stats, now)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,11 @@ from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.executor.child import Serve
 from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreReady, CoreStats, CoreUpdate
-from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
 from nanovllm.serving.viewers import Viewers
+
+SOON_SECONDS = 10.0  # a core that fails earlier may never do better
+MAX_SOON = 6  # failures of that kind in a row
+LONGEST_DELAY = 30.0
 
 STARTED_ANEW = "it is started anew"
 GIVEN_UP = f"{MAX_SOON} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
@@ -138,3 +142,29 @@ class Replica:
 def _close(closing: threading.Event, core: CoreClient) -> None:
     closing.set()  # nothing takes its place
     core.close()
+
+
+class Restarts:
+    """When a core that failed is started anew: at once, later if others failed soon, or never.
+
+    Made when the first core is ready.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_restarts = 0
+        self._clock = clock
+        self._num_soon = 0  # failures since a core lasted
+        self._ready_at: float | None = clock()  # None while there is none
+
+    def ready(self) -> None:
+        self.num_restarts += 1
+        self._ready_at = self._clock()
+
+    def delay(self) -> float | None:
+        """Seconds to wait now that a core failed; None when there is no point in another one."""
+        has_lasted = self._ready_at is not None and self._clock() - self._ready_at > SOON_SECONDS
+        self._ready_at = None
+        self._num_soon = 1 if has_lasted else self._num_soon + 1
+        if self._num_soon >= MAX_SOON:
+            return None
+        return min(2.0 ** (self._num_soon - 2), LONGEST_DELAY) if self._num_soon > 1 else 0.0

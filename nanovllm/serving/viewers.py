@@ -1,4 +1,4 @@
-"""Subscribers to the state of an engine: each gets the newest snapshot that it has not read."""
+"""Readers in event loops: each gets what came for it and was not read yet, whoever is late."""
 
 from __future__ import annotations
 
@@ -6,86 +6,107 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 from nanovllm.errors import NanovllmError
 from nanovllm.serving.core_records import EngineState
 
 MAX_UNREAD = 4096  # steps and ended sequences
+T = TypeVar("T")
 
 
-class Viewers:
-    """`watch` makes the core begin or stop sending snapshots; any thread may push."""
-
-    def __init__(self, watch: Callable[[bool], None]) -> None:
-        self._watch = watch
-        self._viewers: dict[Viewer, None] = {}
-        self._lock = threading.Lock()
-
-    async def look(self) -> AsyncGenerator[EngineState, None]:
-        """Yield snapshots until they are closed; raise what ended the engine."""
-        viewer = Viewer()
-        with self._lock:
-            self._viewers[viewer] = None
-        try:
-            self._watch(True)
-            while (state := await viewer.next()) is not None:
-                yield state
-        finally:
-            with self._lock:
-                del self._viewers[viewer]
-                if not self._viewers:
-                    self._watch(False)
-
-    def push(self, state: EngineState) -> None:
-        self._call_all(lambda viewer: viewer.push(state))
-
-    def fail(self, error: NanovllmError) -> None:
-        self._call_all(lambda viewer: viewer.end(error))
-
-    def close(self) -> None:
-        """End all subscriptions, without an error."""
-        self._call_all(lambda viewer: viewer.end(None))
-
-    def _call_all(self, call: Callable[[Viewer], None]) -> None:
-        with self._lock:
-            viewers = list(self._viewers)
-        for viewer in viewers:
-            try:
-                viewer.loop.call_soon_threadsafe(call, viewer)
-            except RuntimeError:
-                if not viewer.loop.is_closed():
-                    raise
-
-
-class Viewer:
-    """What one subscriber has not read; used in its event loop alone."""
+class Unread(Generic[T]):
+    """Items for one reader; used in its event loop alone, but for `call`."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._unread: EngineState | None = None
+        self.items: list[T] = []
         self._is_over = False
         self._error: NanovllmError | None = None
         self._has_news = asyncio.Event()
 
-    async def next(self) -> EngineState | None:
+    async def take(self) -> list[T]:
+        """Wait for items and take them; none when there will be no more, or raise the reason."""
         await self._has_news.wait()
         if self._error is not None:
-            raise type(self._error)(*self._error.args) from self._error.__cause__
-        if self._is_over:
-            return None
-        self._has_news.clear()
-        state, self._unread = self._unread, None
-        return state
+            raise copy_error(self._error)
+        if not self._is_over:
+            self._has_news.clear()
+        items, self.items = self.items, []
+        return items
 
-    def push(self, state: EngineState) -> None:
-        """Replace what is unread, and keep its steps and ended sequences."""
-        if self._unread is not None:
-            steps = [*self._unread.steps, *state.steps][-MAX_UNREAD:]
-            ended = [*self._unread.ended, *state.ended][-MAX_UNREAD:]
-            state = replace(state, steps=steps, ended=ended)
-        self._unread = state
+    def push(self, item: T) -> None:
+        self.items.append(item)
         self._has_news.set()
 
-    def end(self, error: NanovllmError | None) -> None:
+    def end(self, error: NanovllmError | None = None) -> None:
         self._is_over, self._error = True, error
         self._has_news.set()
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Have the reader's loop call a function; nobody reads in one that is closed."""
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+
+
+def copy_error(error: NanovllmError) -> NanovllmError:
+    """One for each who raises it, with a traceback of its own."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+class Viewers:
+    """Subscribers to the state of an engine; any thread may push.
+
+    `watch` makes the core begin or stop sending snapshots.
+    """
+
+    def __init__(self, watch: Callable[[bool], None]) -> None:
+        self._watch = watch
+        self._viewers: dict[Unread[EngineState], None] = {}
+        self._lock = threading.Lock()
+
+    async def look(self) -> AsyncGenerator[EngineState, None]:
+        """Yield snapshots until they are closed; raise what ended the engine."""
+        unread: Unread[EngineState] = Unread()
+        with self._lock:
+            self._viewers[unread] = None
+        try:
+            self._watch(True)
+            while states := await unread.take():
+                yield states[-1]
+        finally:
+            with self._lock:
+                del self._viewers[unread]
+                if not self._viewers:
+                    self._watch(False)
+
+    def push(self, state: EngineState) -> None:
+        for unread in self._all():
+            unread.call(_push_state, unread, state)
+
+    def fail(self, error: NanovllmError | None) -> None:
+        for unread in self._all():
+            unread.call(unread.end, error)
+
+    def close(self) -> None:
+        """End all subscriptions, without an error."""
+        self.fail(None)
+
+    def _all(self) -> list[Unread[EngineState]]:
+        with self._lock:
+            return list(self._viewers)
+
+
+def _push_state(unread: Unread[EngineState], state: EngineState) -> None:
+    """Replace an unread snapshot, and keep its steps and ended sequences."""
+    for before in unread.items:
+        steps = [*before.steps, *state.steps][-MAX_UNREAD:]
+        ended = [*before.ended, *state.ended][-MAX_UNREAD:]
+        state = replace(state, steps=steps, ended=ended)
+    unread.items.clear()
+    unread.push(state)

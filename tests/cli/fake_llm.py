@@ -31,7 +31,7 @@ class FakeLLM:
         pass
 
     def apply_chat_template(self, messages: list[Any]) -> list[str]:
-        self.conversations = [messages] if isinstance(messages[0], dict) else messages
+        self.conversations = messages
         questions = [messages[-1]["content"] for messages in self.conversations]
         if any("odd" in question for question in questions):
             raise RequestError("the chat template refused the messages")
@@ -43,7 +43,7 @@ class FakeLLM:
         params: SamplingParams,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Iterator[StreamPiece]:
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self.prompts = prompts
         self.params = params
         try:
             accepted = []

@@ -118,10 +118,11 @@ def test_the_model_is_the_first_argument(command: str) -> None:
 
 def test_a_file_of_options_may_follow_the_model_and_the_input(tmp_path: Path) -> None:
     file = tmp_path / "batch.yaml"
-    file.write_text("model: m\nserved-model-name: [a, b]\n")
+    file.write_text("model: m\nserved-model-name: [a, b]\nraw: true\noverwrite: false\n")
     for command, model in (("batch in", "m"), ("batch other in", "other")):
         args = parse(f"{command} -o out --config {file}".split())
         assert (engine_config(args).model, str(args.input)) == (model, "in")
+        assert (args.raw, args.overwrite) == (True, False)
 
 
 def test_threads_of_engines_in_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_system_prompt_needs_a_template(
 ) -> None:
     llm = FakeLLM("x", has_template=False)
     assert run(monkeypatch, llm, "--system", "s", "x") == 2
-    assert "--system needs a chat template, and smollm2 has none" in capsys.readouterr().err
+    assert "--system needs a chat template, and this model has none" in capsys.readouterr().err
 
 
 def test_an_empty_answer_says_why(

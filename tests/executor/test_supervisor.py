@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import pickle
 import struct
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ import pytest
 from nanovllm.errors import EngineError, WorkerError
 from nanovllm.executor import supervisor
 from nanovllm.executor.channel import Kind, Message
-from nanovllm.executor.supervisor import Failure, Supervisor
+from nanovllm.executor.child import Failure
+from nanovllm.executor.supervisor import Supervisor
 
 POLL, TIMEOUT, STEP_TIMEOUT = 0.0625, 0.5, 300.0  # seconds; the first two add up without rounding
 NUM_POLLS = int(TIMEOUT / POLL)  # without a message, before a child is silent for too long
@@ -70,8 +71,8 @@ def heartbeat(step_seconds: float = 0.0) -> Message:
 
 
 def error_of(type_name: str, message: str, seconds: float = 1.0) -> Message:
-    report = {"type": type_name, "message": message, "traceback": "Traceback", "time": seconds}
-    return Message(Kind.ERROR, bytearray(json.dumps(report).encode()))
+    failure = Failure(message, type_name, "Traceback", seconds)
+    return Message(Kind.ERROR, bytearray(pickle.dumps(failure)))
 
 
 class Running:
@@ -110,15 +111,15 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 
 
 def test_messages_are_handed_on(running: Running, caplog: pytest.LogCaptureFixture) -> None:
-    entry = {"name": "nanovllm.x", "level": logging.WARNING, "message": "half %s"}
+    record = logging.LogRecord("nanovllm.x", logging.WARNING, "x.py", 1, "half", None, None)
     running.children.add(
         (1, Message(Kind.REPLY, bytearray(b"one"))),
-        (0, Message(Kind.LOG, bytearray(json.dumps(entry).encode()))),
+        (0, Message(Kind.LOG, bytearray(pickle.dumps(record)))),
     )
     running.supervisor.send(b"task")
     running.wait()
     assert running.replies == [(1, b"one")]
-    assert [record.getMessage() for record in caplog.records] == ["half %s"]
+    assert [record.getMessage() for record in caplog.records] == ["half"]
     assert running.children.sent == [b"task"]
     assert running.failures.empty()
 

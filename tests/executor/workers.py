@@ -19,11 +19,11 @@ import numpy as np
 from nanovllm.config import EngineConfig
 from nanovllm.engine.step import ExecutorInfo, StepPlan, StepResult
 from nanovllm.errors import ConfigError
-from nanovllm.executor.worker_main import WorkerTask
+from nanovllm.executor.worker_main import Site, WorkerTask
 
 if TYPE_CHECKING:
     from nanovllm.distributed.group import TPGroup
-    from nanovllm.executor.multiproc import MultiprocExecutor
+    from nanovllm.executor.multiproc import MultiprocExecutor, Workers
 
 logger = logging.getLogger("nanovllm.stand_in")
 NUM_EXTRA = 4
@@ -125,12 +125,24 @@ def sleeping(task: WorkerTask, rank: int) -> ObedientWorker:
     raise AssertionError
 
 
+ALONE = (obedient, refusing, sleeping)
+
+
+def start_alone(config: EngineConfig) -> Workers:
+    """Start workers that do not meet."""
+    from nanovllm.executor.multiproc import Workers, start_children
+
+    return Workers(start_children(config.tensor_parallel_size), Site("127.0.0.1", 0, 1))
+
+
 def make_executor(
     build_worker: Callable[..., Any] = obedient, size: int = 2, **options: Any
 ) -> MultiprocExecutor:
     from nanovllm.executor.multiproc import MultiprocExecutor, start_processes
 
-    start_workers = options.pop("start_workers", start_processes)
+    start_workers = options.pop("start_workers", None)
+    if start_workers is None:  # those that do not meet need no torch, here neither
+        start_workers = start_alone if build_worker in ALONE else start_processes
     config = EngineConfig("none", tensor_parallel_size=size, device="cpu", **options)
     nothing: Any = None
     return MultiprocExecutor(config, nothing, nothing, build_worker, start_workers)

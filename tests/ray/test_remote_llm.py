@@ -39,8 +39,7 @@ def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
     from ray.serve.exceptions import RayServeException
 
     from nanovllm.engine.start import find_model
-    from nanovllm.ray.records import EngineCounts
-    from nanovllm.ray.remote_llm import RemoteLLM
+    from nanovllm.ray.remote_llm import EngineCounts, RemoteLLM
 
     engines = FakeEngines()
     found = find_model(EngineConfig(str(make_byte_model(tmp_path)), device="cpu"))

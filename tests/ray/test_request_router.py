@@ -73,7 +73,7 @@ def requests() -> Iterator[Any]:
     from ray.serve._private.common import RequestMetadata
     from ray.serve.request_router import PendingRequest
 
-    from nanovllm.ray.records import Call
+    from nanovllm.ray.remote_llm import Call
     from nanovllm.sampling_params import SamplingParams
 
     made: list[Any] = []

@@ -152,7 +152,6 @@ def hermes_texts() -> Texts:
             "<tool_call>\nnot JSON\n</tool_call>",
             '<tool_call>{"name": "get", "reason": ""}</tool_call>',
             f'<tool_call>{{"arguments": {PARIS}}}</tool_call>',
-            f'<tool_call>{{"name": "get", "arguments": "", "arguments": {PARIS}}}</tool_call>',
             "a </tool_call> b",
         ),
         # Cut short, before and after the call is one.

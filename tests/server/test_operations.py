@@ -26,9 +26,9 @@ from nanovllm import __version__
 from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.outputs import StreamPiece
-from nanovllm.server import completions, embeddings, logprobs, run, throughput
+from nanovllm.server import completions, embeddings, logprobs, run
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.openai_records import ChatRequest
+from nanovllm.server.records import ChatRequest
 from nanovllm.serving.core_records import CoreStats
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running
@@ -198,16 +198,16 @@ def test_large_answers_are_encoded_off_the_event_loop(
     threads: list[str] = []
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             threads.append(threading.current_thread().name)
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return call
 
     for where, name in (
         (completions, "_best"),
         (logprobs, "_logprob"),
-        (embeddings.EmbeddingAnswer, "_encoded"),
+        (embeddings, "_encoded"),
     ):
         monkeypatch.setattr(where, name, recorded(getattr(where, name)))
     if "chat" in path:
@@ -479,18 +479,15 @@ def test_log_lines_name_the_client_and_leave_files_out(caplog: pytest.LogCapture
     assert re.fullmatch(r"127\.0\.0\.1:\d+ \S+ GET /version: 200 after \d\.\d{3} s", line)
 
 
-def test_throughput_is_logged_while_an_engine_is_busy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_throughput_is_logged_while_an_engine_is_busy(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
-    times = iter((100.0, 109.0, 110.0, 120.0, 130.0))
-    monkeypatch.setattr(throughput, "monotonic", lambda: next(times))
     llm = FakeLLM()
-    log = throughput.ThroughputLog(llm)
+    log = run.ThroughputLog(llm, 100.0)
     busy = CoreStats(3, 1, 100, 75, 0, 50, 25, num_prefill_tokens=200, num_decode_tokens=1000)
     idle, restarted = replace(busy, num_running=0, num_waiting=0), CoreStats(num_prefill_tokens=10)
-    for llm.stats in (busy, busy, idle, restarted):
-        log.tick()
+    times = (109.0, 110.0, 120.0, 130.0)
+    for llm.stats, now in zip((busy, busy, idle, restarted), times, strict=True):
+        log.tick(now)
     assert caplog.messages == [
         "Engine 000: Avg prompt throughput: 20.0 tokens/s, Avg generation throughput: 100.0 "
         "tokens/s, Running: 3 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, "

@@ -20,13 +20,13 @@ import pytest
 from nanovllm.engine.request import SequenceEnd
 from nanovllm.errors import EngineError
 from nanovllm.server import engine_events
-from nanovllm.server.page_files import FOLDER, TYPES
-from nanovllm.server.trace import Trace
+from nanovllm.server.app import PAGE_FOLDER, PAGE_TYPES
+from nanovllm.server.engine_events import Trace
 from nanovllm.serving.core_records import EngineState, SequenceState
 from tests.server.fake_llm import IDLE, FakeLLM
 from tests.server.running import Running, running
 
-FILES = sorted(path.name for path in FOLDER.iterdir())
+FILES = sorted(path.name for path in PAGE_FOLDER.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_files_need_no_key_and_allow_nothing_from_elsewhere(guarded: Running, pa
     assert "unsafe" not in policy
     assert response.headers["x-content-type-options"] == "nosniff"
     suffix = ".html" if path == "/" else f".{path.rsplit('.', 1)[1]}"
-    assert response.headers["content-type"].startswith(TYPES[suffix])
+    assert response.headers["content-type"].startswith(PAGE_TYPES[suffix])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_there_are_no_other_files(guarded: Running, path: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_hold_no_inline_code_and_no_foreign_address(name: str) -> None:
-    text = (FOLDER / name).read_text()
+    text = (PAGE_FOLDER / name).read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text)
     addresses = set(re.findall(r"https?://[\w.]+", text)) - {"http://www.w3.org"}
     assert not addresses
@@ -72,15 +72,15 @@ def test_files_hold_no_inline_code_and_no_foreign_address(name: str) -> None:
 
 
 def test_what_the_page_names_is_there() -> None:
-    text = (FOLDER / "index.html").read_text()
+    text = (PAGE_FOLDER / "index.html").read_text()
     named = set(re.findall(r'(?:href|src)="page/([\w.]+)', text))
-    for path in FOLDER.glob("*.js"):
+    for path in PAGE_FOLDER.glob("*.js"):
         source = path.read_text()
         named |= set(re.findall(r'from "\./([\w.]+)"', source))
         ids = set(re.findall(r'find\("([\w-]+)"\)', source))
         assert all(f'id="{each}"' in text for each in ids), path.name
     assert named <= set(FILES)
-    icons = (FOLDER / "icons.svg").read_text()
+    icons = (PAGE_FOLDER / "icons.svg").read_text()
     used = set(re.findall(r"icons\.svg#(\w+)", text))
     assert all(f'id="{name}"' in icons for name in used)
 

@@ -185,8 +185,8 @@ def test_text_in_tags_ends_where_the_parser_ends_it() -> None:
         ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "'pattern'"),
         ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 1}]}}}, "'maxLength'"),
         ({"oneOf": []}, "'oneOf'"),
-        ({"properties": {}, "required": ["b"]}, "'b' is required"),
-        ({"properties": {"a": True}}, "object of schemas"),
+        ({"properties": {}, "required": ["b"]}, "properties must be schemas"),
+        ({"properties": {"a": True}}, "properties must be schemas"),
     ],
 )
 def test_what_tags_cannot_enforce_is_refused(parameters: dict[str, Any], message: str) -> None:

@@ -18,10 +18,12 @@ from unittest.mock import patch
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import Stream
+from nanovllm.async_llm import joined
 from nanovllm.errors import CheckpointError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
+from nanovllm.serving.viewers import Unread
 from tests.checkpoints import TinyCheckpoint
+from tests.server.byte_model import make_byte_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [*range(40)], [7], [*range(30, 60)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -208,11 +210,11 @@ def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
     num_tokens = 40_000
 
     async def main() -> None:
-        stream = Stream(asyncio.get_running_loop())
+        unread: Unread[StreamPiece] = Unread()
         start = time.thread_time()
         for i in range(num_tokens):
-            stream.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
-        pieces = await stream.next()
+            unread.push(StreamPiece(0, "ab", [i], None, [{i: -1.0}], sample=i % 2))
+        pieces = joined(await unread.take())
         assert time.thread_time() - start < 4.0
         assert [piece.sample for piece in pieces] == [0, 1]
         for piece in pieces:
@@ -220,8 +222,8 @@ def test_what_a_stalled_reader_missed_is_joined_in_linear_time() -> None:
             assert piece.token_ids == list(range(piece.sample, num_tokens, 2))
             assert piece.logprobs == [{i: -1.0} for i in piece.token_ids]
         alone = StreamPiece(0, "c", [1], None)
-        stream.push(alone)
-        assert await stream.next() == [alone]
+        unread.push(alone)
+        assert joined(await unread.take()) == [alone]
 
     asyncio.run(main())
 
@@ -322,27 +324,24 @@ def test_closing_fails_whoever_waits(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stop_strings_and_a_prompt_of_one_long_step() -> None:
-    """A step of several seconds is no hang, and text stops where it stops without a process."""
-    params = SamplingParams(temperature=0, max_tokens=40, stop=["is", "\n"])
-    questions = ["The capital of France", "Water is", "One, two,"]
-    # In float32 there are no near ties: how requests are batched depends on when they arrive.
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 4}
-    with LLM("smollm2", **options) as local:
-        wanted = local.generate(questions, params, use_tqdm=False)
+def test_stop_strings(tmp_path: Path) -> None:
+    """Text stops where it stops without a process, though the core goes on for a while."""
+    options = {**OPTIONS, "skip_tokenizer_init": False}
+    model = make_byte_model(tmp_path)
+    with LLM(model, **options) as local:
+        texts = [each.text for each in local.generate(["One", "Two,"], GREEDY, use_tqdm=False)]
+        stops = [text[len(text) // 2 :][:2] for text in texts]
+        params = [SamplingParams(temperature=0, max_tokens=40, stop=[stop]) for stop in stops]
+        wanted = local.generate(["One", "Two,"], params, use_tqdm=False)
 
     async def main() -> None:
-        async with AsyncLLM("smollm2", **options) as llm:
-            calls = [collect(llm, question, params) for question in questions]
+        async with AsyncLLM(model, **options) as llm:
+            calls = map(collect, [llm] * 2, ["One", "Two,"], params)
             for (pieces, got), want in zip(await asyncio.gather(*calls), wanted, strict=True):
                 assert got.text == want.text == "".join(piece.text for piece in pieces)
                 assert got.token_ids == want.token_ids
-                assert got.finish_reason == want.finish_reason
+                assert got.finish_reason == want.finish_reason == "stop"
                 assert got.outputs[0].stop_reason == want.outputs[0].stop_reason
-            start = time.monotonic()
-            _, output = await collect(llm, [*range(100, 8000)], GREEDY)
-            assert len(output.token_ids) == 12
-            assert time.monotonic() - start > 5, "too short to prove anything"
             await until_idle(llm)
 
     asyncio.run(main())

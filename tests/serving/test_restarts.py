@@ -14,8 +14,8 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.errors import EngineError
-from nanovllm.serving import restarts
-from nanovllm.serving.restarts import MAX_SOON, SOON_SECONDS, Restarts
+from nanovllm.serving import replica
+from nanovllm.serving.replica import MAX_SOON, SOON_SECONDS, Restarts
 from tests.server.byte_model import make_byte_model
 from tests.server.running import Running, running
 
@@ -104,8 +104,8 @@ def until_healthy(http: httpx.Client) -> None:
 
 @pytest.mark.slow
 def test_in_the_end_it_gives_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "MAX_SOON", 2)
-    monkeypatch.setattr(restarts, "SOON_SECONDS", 600.0)
+    monkeypatch.setattr(replica, "MAX_SOON", 2)
+    monkeypatch.setattr(replica, "SOON_SECONDS", 600.0)
     with running(llm) as server:
         for _ in range(2):
             os.kill(llm.replicas[0].core.pid, signal.SIGKILL)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +18,6 @@ from nanovllm.kernels.cpu.cache_kernels import Fp8CacheKernels
 from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
 from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
 from nanovllm.kernels.cpu.pace import Pace
-
-T = TypeVar("T")
 
 
 class NotRecordableError(Exception):
@@ -153,20 +149,10 @@ class Launcher:
         return self._scratch
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
-        """Note the kernels of a function that runs nothing else; its result is theirs to fill.
-
-        Interrupts come in the main thread. Called there, it runs in another, which ends with it,
-        and so does all that torch and we hold open meanwhile.
-        """
-        is_inference = torch.is_inference_mode_enabled()
-        if threading.current_thread() is not threading.main_thread():
-            return self._record(function, is_inference)
-        return _in_other_thread(lambda: self._record(function, is_inference))
-
-    def _record(self, function: Callable[[], Tensor], is_inference: bool) -> tuple[Program, Tensor]:
+        """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
         recording = self._recordings.current = Recording([], [])
         try:
-            with torch.inference_mode(is_inference), OnlyViews():
+            with OnlyViews():
                 output = function()
         finally:
             self._recordings.current = None
@@ -182,33 +168,6 @@ class Launcher:
         recording = self._recording()
         if recording is not None:
             recording.kept.append(tensor)
-
-
-def _in_other_thread(function: Callable[[], T]) -> T:
-    """Run a function where no interrupt strikes; one that comes meanwhile is raised afterwards.
-
-    By locks alone: an interrupt within threading's or a future's own code can break those.
-    """
-    done, results, errors = _thread.allocate_lock(), [], []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            done.release()
-
-    done.acquire()
-    _thread.start_new_thread(run, ())
-    try:
-        done.acquire()
-    finally:
-        while not (results or errors):  # an interrupt came first
-            time.sleep(0.001)
-    if errors:
-        raise errors.pop()
-    return results[0]
 
 
 def find_openmp() -> ctypes.CDLL | None:

@@ -132,11 +132,15 @@ class _Writer:
         """Write the parameters of a tool in their order, each in its tags."""
         _allow_only(OBJECT_KEYS, schema, tool)
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        is_readable = isinstance(properties, Mapping) and isinstance(required, list)
-        if not is_readable or not all(isinstance(each, Mapping) for each in properties.values()):
-            raise RequestError(f"tool {tool.name!r}: properties must be an object of schemas")
-        if missing := [name for name in required if name not in properties]:
-            raise RequestError(f"tool {tool.name!r}: {missing[0]!r} is required, but no property")
+        is_readable = (
+            isinstance(properties, Mapping)
+            and isinstance(required, list)
+            and all(isinstance(each, Mapping) for each in properties.values())
+            and all(name in properties for name in required)
+        )
+        message = f"tool {tool.name!r}: properties must be schemas, required ones among them"
+        if not is_readable:
+            raise RequestError(message, param="tools")
         definitions = {key: schema[key] for key in DEFINITIONS & set(schema)}
         parameters = []
         for name, property_schema in properties.items():
@@ -162,7 +166,8 @@ def _allow_only(keys: set[str], schema: Any, tool: Tool) -> None:
     """Refuse what tags cannot enforce: text in them may be any."""
     options = [schema, *(each for each in listed(schema, "anyOf") if isinstance(each, Mapping))]
     for key in (key for each in options for key in each if key not in keys):
-        raise RequestError(
+        message = (
             f"tool {tool.name!r}: {key!r} in the schema cannot be enforced for this model, which "
             "writes arguments in tags"
         )
+        raise RequestError(message, param="tools")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from uuid import uuid4
 
 from nanovllm.engine.detokenizer import num_held
@@ -25,8 +26,8 @@ from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
 from nanovllm.server.parsing.reader import Reader, Waits
 from nanovllm.server.parsing.tools import Tool, as_json, is_json
 
-ARGUMENT_KEYS = ('"arguments"', '"parameters"')
-KEYS = ('"name"', *ARGUMENT_KEYS, '"id"', '"type"')
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = {"name", *ARGUMENT_KEYS, "id", "type"}
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 OUTSIDE_STRING = re.compile(r"[\w\s:,.+'-]+")
 KEY_STOPS = (">", "\n")
@@ -192,85 +193,66 @@ class OutputParser:
         return is_call
 
     def _read_object(self) -> Waits[bool]:
-        reader = self._reader
+        """Read a call that is a JSON object; its arguments stream where the name comes first."""
+        reader, start = self._reader, self._reader.pos
+        name = ""
+        if (yield from reader.accept_all('{ "name" : "')):
+            name = yield from reader.accept_any(self._tools)
+        for key in ARGUMENT_KEYS if name else ():
+            if (yield from reader.accept_all(f'" , "{key}" :')):
+                if (yield from self._read_arguments(name)):
+                    yield from self._read_rest_of_object()
+                    return True
+                break
+        reader.pos = start
+        yield from reader.skip(str.isspace)
+        pieces: list[str] = []
+        start = reader.pos
         if not (yield from reader.accept_all("{")):
             return False
-        name = arguments = ""
-        while key := (yield from self._read_key()):
-            is_arguments = key in ARGUMENT_KEYS
-            if is_arguments and arguments:
-                return False
-            if key == '"name"':
-                name = yield from self._read_name()
-                if not name:
-                    return False
-            elif is_arguments and name and (yield from self._read_arguments(name)):
-                yield from self._read_rest_of_object()
-                return True
-            else:
-                value: list[str] = []
-                if not (yield from self._read_json(value.append)):
-                    return False
-                if is_arguments:
-                    arguments = "".join(value)
-            if not (yield from reader.accept_all(",")):
-                break
-        # Arguments that came before the name, as a string, or not at all.
-        if arguments.startswith('"'):
-            arguments = json.loads(arguments)
-        arguments = arguments or "{}"
-        if not name or not (arguments.lstrip().startswith("{") and is_json(arguments)):
+        yield from reader.skip(str.isspace)
+        if not (yield from reader.accept_any(f'"{key}"' for key in CALL_KEYS)):
             return False
-        if not (yield from reader.accept_all("}")):
+        reader.pos = start
+        return (yield from self._read_json(pieces.append)) and self._emit_object("".join(pieces))
+
+    def _emit_object(self, text: str) -> bool:
+        """Emit a whole call; its arguments may be missing, or a text that holds JSON."""
+        call = json.loads(text)
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        is_object = arguments.lstrip().startswith("{") and is_json(arguments)
+        if not is_object or str(name) not in self._tools or not {*call} <= CALL_KEYS:
             return False
-        self._begin_call(name)
-        self._emit_arguments(arguments)
+        self._begin_call(str(name))
+        self._delta("tool_call", arguments)
         self._stop()
         return True
-
-    def _read_key(self) -> Waits[str]:
-        reader = self._reader
-        yield from reader.skip(str.isspace)
-        key = yield from reader.accept_any(KEYS)
-        if not (yield from reader.accept_all(":")):
-            return ""
-        yield from reader.skip(str.isspace)
-        return key
-
-    def _read_name(self) -> Waits[str]:
-        reader = self._reader
-        if not (yield from reader.accept('"')):
-            return ""
-        name = yield from reader.accept_any(self._tools)
-        return name if (yield from reader.accept('"')) else ""
 
     def _read_rest_of_object(self) -> Waits[None]:
         """Read what follows the arguments, such as an id, as far as it is right."""
         reader = self._reader
-        start = reader.pos
-        while (yield from reader.accept_all(",")) and (yield from self._read_key()):
-            if not (yield from self._read_json(lambda piece: None)):
-                break
-            start = reader.pos
-        reader.pos = start
-        yield from reader.accept_all("}", or_cut=True)
+        end = reader.pos
+        has_more = yield from reader.accept_all(",")
+        if not has_more or not (yield from self._read_json(lambda piece: None, '{"": 0,')):
+            reader.pos = end
+            yield from reader.accept_all("}", or_cut=True)
 
     def _read_arguments(self, name: str) -> Waits[bool]:
         yield from self._reader.skip(str.isspace)
         if (yield from self._reader.peek()) != "{":
             return False
         self._begin_call(name)
-        is_complete = yield from self._read_json(self._emit_arguments)
+        is_complete = yield from self._read_json(partial(self._delta, "tool_call"))
         self._stop(is_complete)
         return True
 
-    def _read_json(self, sink: Callable[[str], None]) -> Waits[bool]:
-        """Read an object or a string up to where it closes; False if that is no JSON."""
+    def _read_json(self, sink: Callable[[str], None], before: str = "") -> Waits[bool]:
+        """Read an object, or the rest of one, up to where it closes; False if that is no JSON."""
         reader = self._reader
-        if (yield from reader.peek()) not in ("{", '"'):
-            return False
-        pieces = []
-        depth, in_string, is_escaped = 0, False, False
+        pieces = [before]
+        depth, in_string, is_escaped = len(before[:1]), False, False
         while char := (yield from reader.peek()):
             piece = "" if is_escaped else reader.run(IN_STRING if in_string else OUTSIDE_STRING)
             if not piece:
@@ -296,7 +278,7 @@ class OutputParser:
     def _read_tags(self, tool: Tool, call_end: str) -> Waits[None]:
         """Read `<parameter=key>value</parameter>` up to the end, and write JSON meanwhile."""
         self._begin_call(tool.name)
-        emit = self._emit_arguments
+        emit = partial(self._delta, "tool_call")
         emit("{")
         separator = ""
         while key := (yield from self._read_parameter_name()):
@@ -344,9 +326,6 @@ class OutputParser:
         self._has_calls = True
         self._blank = ""
         self._start("tool_call", self._new_id(), name)
-
-    def _emit_arguments(self, text: str) -> None:
-        self._delta("tool_call", text)
 
 
 def _escaped(text: str) -> str:

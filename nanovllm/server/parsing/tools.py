@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.errors import RequestError
+from nanovllm.validation import require
 
 Schema = Mapping[str, Any]
 
@@ -41,13 +41,12 @@ class Tool:
 
 def read_tools(entries: Sequence[Any]) -> list[Tool]:
     """Read a request's `tools`, in the form of the OpenAI API."""
-    tools = [_read_tool(entry, f"tools[{i}]") for i, entry in enumerate(entries)]
-    names: set[str] = set()
-    for i, tool in enumerate(tools):
-        if tool.name in names:
-            raise RequestError(f"tools[{i}]: there is another tool named {tool.name!r}")
-        names.add(tool.name)
-    return tools
+    tools: dict[str, Tool] = {}
+    for i, entry in enumerate(entries):
+        tool = _read_tool(entry, f"tools[{i}]")
+        require(tool.name not in tools, f"tools[{i}]", "named unlike other tools", tool.name)
+        tools[tool.name] = tool
+    return list(tools.values())
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -74,20 +73,17 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _read_tool(entry: Any, where: str) -> Tool:
-    function = entry.get("function") if isinstance(entry, Mapping) else None
-    if not isinstance(function, Mapping) or entry.get("type", "function") != "function":
-        raise RequestError(f'{where} must be {{"type": "function", "function": {{...}}}}')
-    name = function.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(
-            f"{where}: a tool's name has up to 128 letters, digits or _-.:/, got {name!r:.200}"
-        )
-    parameters = function.get("parameters")
+def _read_tool(entry: Any, param: str) -> Tool:
+    function: Any = entry.get("function") if isinstance(entry, Mapping) else None
+    is_function = isinstance(function, Mapping) and entry.get("type", "function") == "function"
+    require(is_function, param, '{"type": "function", "function": {...}}', entry)
+    name, parameters = function.get("name"), function.get("parameters")
+    is_name = isinstance(name, str) and NAME.fullmatch(name)
+    require(is_name, f"{param}.function.name", "up to 128 letters, digits or _-.:/", name)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping):
-        raise RequestError(f"{where}: parameters must be a JSON schema, got {parameters!r:.200}")
+    is_schema = isinstance(parameters, Mapping)
+    require(is_schema, f"{param}.function.parameters", "a JSON schema", parameters)
     return Tool(name, parameters, function.get("strict") is True)
 
 

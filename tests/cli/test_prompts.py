@@ -8,55 +8,45 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.cli.prompt_input import InputPrompt, read_prompts
+from nanovllm.cli.generate import read_prompts
 from nanovllm.errors import ConfigError
 
 Pipe = Callable[[str], None]
 
 
-def texts(prompts: list[InputPrompt]) -> list[str]:
-    return [prompt.text for prompt in prompts]
-
-
 def test_a_pipe_is_one_prompt(pipe: Pipe) -> None:
     pipe("one\n\n  two é\n\n")
-    assert read_prompts([], None, by_lines=False) == [InputPrompt("one\n\n  two é", "stdin")]
+    assert read_prompts([], None, by_lines=False) == ["one\n\n  two é"]
 
 
 def test_lines_are_prompts_if_asked_for(pipe: Pipe) -> None:
     pipe("one\r\n\n  two\n \n")
     assert read_prompts([], None, by_lines=True) == [
-        InputPrompt("one", "stdin, line 1"),
-        InputPrompt("  two", "stdin, line 3"),
+        "one",
+        "  two",
     ]
 
 
 def test_a_dash_is_stdin(pipe: Pipe) -> None:
     pipe("b\nc")
-    assert texts(read_prompts(["a", "-", "d"], None, by_lines=False)) == ["a", "b\nc", "d"]
+    assert read_prompts(["a", "-", "d"], None, by_lines=False) == ["a", "b\nc", "d"]
     pipe("b\nc")
     prompts = read_prompts(["a", "-", "d"], None, by_lines=True)
-    assert texts(prompts) == ["a", "b", "c", "d"]
-    assert [prompt.place for prompt in prompts] == [
-        "prompt 1",
-        "stdin, line 1",
-        "stdin, line 2",
-        "prompt 3",
-    ]
+    assert prompts == ["a", "b", "c", "d"]
 
 
 def test_piped_text_is_appended(pipe: Pipe) -> None:
     pipe("the text\n")
-    assert texts(read_prompts(["Sum:", "Say:"], None, by_lines=False)) == [
+    assert read_prompts(["Sum:", "Say:"], None, by_lines=False) == [
         "Sum:\n\nthe text",
         "Say:\n\nthe text",
     ]
     pipe("")
-    assert texts(read_prompts(["Sum:"], None, by_lines=False)) == ["Sum:"]
+    assert read_prompts(["Sum:"], None, by_lines=False) == ["Sum:"]
     pipe("one\n\ntwo\n")
     assert read_prompts(["Say:"], None, by_lines=True) == [
-        InputPrompt("Say:\n\none", "stdin, line 1"),
-        InputPrompt("Say:\n\ntwo", "stdin, line 3"),
+        "Say:\n\none",
+        "Say:\n\ntwo",
     ]
 
 
@@ -65,23 +55,20 @@ def test_a_redirected_file_is_appended(pipe: Pipe, tmp_path: Path) -> None:
     file = os.open(tmp_path / "file", os.O_RDONLY)
     os.dup2(file, 0)
     os.close(file)
-    assert texts(read_prompts(["Sum:"], None, by_lines=False)) == ["Sum:\n\nthe text"]
+    assert read_prompts(["Sum:"], None, by_lines=False) == ["Sum:\n\nthe text"]
 
 
 @pytest.mark.usefixtures("nothing")
 def test_files_are_one_prompt_or_one_for_each_line(tmp_path: Path) -> None:
     file = str(tmp_path / "file")
     Path(file).write_bytes(b"\xef\xbb\xbfone\n\xff\n")
-    assert texts(read_prompts(["a"], file, by_lines=False)) == ["a", "one\n\ufffd"]
-    assert [prompt.place for prompt in read_prompts([], file, by_lines=True)] == [
-        f"{file}, line 1",
-        f"{file}, line 2",
-    ]
+    assert read_prompts(["a"], file, by_lines=False) == ["a", "one\n\ufffd"]
+    assert read_prompts([], file, by_lines=True) == ["one", "\ufffd"]
 
 
 @pytest.mark.usefixtures("nothing")
 def test_other_than_pipes_and_files_are_not_waited_for() -> None:
-    assert texts(read_prompts(["a"], None, by_lines=False)) == ["a"]
+    assert read_prompts(["a"], None, by_lines=False) == ["a"]
 
 
 @pytest.mark.usefixtures("nothing")
@@ -97,7 +84,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"no prompt: .* is empty"):
             read_prompts(arguments, file, by_lines=True)
     for arguments in ([""], ["a", " "]):
-        with pytest.raises(ConfigError, match=f"no prompt: prompt {len(arguments)} is empty"):
+        with pytest.raises(ConfigError, match="no prompt: an argument is empty"):
             read_prompts(arguments, None, by_lines=False)
 
 
@@ -108,10 +95,10 @@ def test_a_closed_stdin(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
         read_prompts([], None, by_lines=False)
     with pytest.raises(ConfigError, match="cannot read prompts from stdin"):
         read_prompts(["-"], None, by_lines=False)
-    assert texts(read_prompts(["a"], None, by_lines=False)) == ["a"]
+    assert read_prompts(["a"], None, by_lines=False) == ["a"]
 
 
 @pytest.mark.usefixtures("nothing")
 def test_arguments_that_are_not_unicode() -> None:
     arguments = [os.fsdecode(b"a\xff"), "é"]
-    assert texts(read_prompts(arguments, None, by_lines=False)) == ["a\ufffd", "é"]
+    assert read_prompts(arguments, None, by_lines=False) == ["a\ufffd", "é"]
