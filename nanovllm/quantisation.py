@@ -64,14 +64,6 @@ class Quantisation:
             return entry == module
         return f".{entry}." in f".{module}."  # some whole names of its path
 
-    def __str__(self) -> str:
-        if self.scheme == "round_to_fp8":
-            return "fp8, a scale for each output"
-        if self.block_size is not None:
-            return f"{self.method}, blocks of {self.block_size[0]} x {self.block_size[1]}"
-        groups = "" if self.group_size == -1 else f" in groups of {self.group_size}"
-        return f"{self.method}, {self.bits} bits{groups}"
-
 
 ROUND_TO_FP8 = Quantisation("fp8", "round_to_fp8")
 

@@ -1,12 +1,11 @@
 """Sampling a whole batch with mixed parameters, in plain torch: temperature, top_k, top_p, min_p.
 
 `sampling_probs` says what a token is drawn from, on every device. The CPU draws by inverting the
-cumulative distribution, CUDA's kernels by the largest logit after noise (`sample_by_noise`).
+cumulative distribution, CUDA's kernels take the largest logit after noise (cuda/sampling.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -49,20 +48,6 @@ def sample(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tenso
         numbers = uniform(chosen.seed, positions[rows])
         tokens[rows] = _draw(sampling_probs(logits[rows], chosen), numbers)
     return torch.where(peaks.isfinite(), tokens, NO_TOKEN)
-
-
-def sample_by_noise(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
-    """Return what CUDA's kernels sample: each row's largest logit after noise was added to it."""
-    rows = columns.temperature.nonzero().squeeze(1)
-    scores = logits.float().clone()
-    if len(rows):
-        chosen = columns.select(rows)
-        is_kept = sampling_probs(logits[rows], chosen) > 0
-        noise = log_exponential(noise_bits(chosen.seed, positions[rows], logits.shape[1]))
-        drawn = scores[rows] - math.log(2) * chosen.temperature[:, None] * noise
-        scores[rows] = drawn.masked_fill(~is_kept, -torch.inf)
-    tokens = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)  # the first of ties
-    return torch.where(logits.amax(-1).isfinite(), tokens, NO_TOKEN)
 
 
 def sampling_probs(logits: Tensor, columns: SamplingColumns) -> Tensor:
@@ -122,24 +107,6 @@ def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """A float64 in [0, 1) that depends on nothing but seed and position (splitmix64)."""
     return _shift_right(_mix(seed + (position + 1) * STEP), 11).double() * 2.0**-53
-
-
-def noise_bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Return 32 random bits for every token id, [rows, vocab_size], as int64."""
-    key = _mix(_mix(seed + STEP) + position * STEP)[:, None]
-    ids = torch.arange(vocab_size, device=seed.device)
-    bits = (ids * ID_FACTOR + (key & 0xFFFFFFFF)) & 0xFFFFFFFF
-    bits ^= bits >> 16
-    bits = (bits * FIRST_FACTOR + _shift_right(key, 32)) & 0xFFFFFFFF
-    bits ^= bits >> 15
-    bits = (bits * SECOND_FACTOR) & 0xFFFFFFFF
-    return bits ^ (bits >> 16)
-
-
-def log_exponential(bits: Tensor) -> Tensor:
-    """Return log2 of exponential noise, as `sample_by_noise` subtracts it."""
-    uniform = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=LARGEST_UNIFORM)
-    return torch.log2(-math.log2(math.e) * torch.log1p(-uniform))
 
 
 def _mix(bits: Tensor) -> Tensor:

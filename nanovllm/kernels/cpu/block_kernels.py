@@ -25,7 +25,13 @@ from nanovllm.kernels.cpu.block_types import (
     splat,
     spread,
 )
-from nanovllm.kernels.cpu.interpreter import Element, compile_kept, hash_sources, like_of
+from nanovllm.kernels.cpu.interpreter import (
+    CALL_SIGNATURE,
+    Element,
+    compile_kept,
+    hash_sources,
+    like_of,
+)
 from nanovllm.kernels.cpu.simd import (
     LINE_BYTES,
     as_float,
@@ -220,7 +226,6 @@ def _narrow(builder: Any, values: Any) -> Any:
 
 
 # What a kernel encloses must be the same in every process, or its machine code is not found again.
-SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = ("block_kernels", "block_types", "simd")
 
 
@@ -268,7 +273,7 @@ def compile_product(name: str) -> Any:
                     write_sums(args, first + row, num_done, i * lanes, scratch, sums)
                     row += num_done
 
-    return compile_kept(product, SIGNATURE, f"CPU product with {name}: 2 to 10")
+    return compile_kept(product, CALL_SIGNATURE, f"CPU product with {name}: 2 to 10")
 
 
 @kernel
@@ -351,4 +356,4 @@ def compile_widening(name: str, element: Element, wide_element: Element) -> Any:
                     value = round_to(load(wide, row + j), like)
                     store(rows, i * num_in + j, value * scale)
 
-    return compile_kept(widen, SIGNATURE, f"CPU kernel to widen {name} for {element}: 2 to 10")
+    return compile_kept(widen, CALL_SIGNATURE, f"CPU kernel to widen {name} for {element}: 2 to 10")

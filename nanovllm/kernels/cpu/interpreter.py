@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numba import cfunc, int64, types
+from numba import cfunc, int64, types, uint8
 from numba.core import event
 
-from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH, run_any_instruction, run_instruction
+from nanovllm.kernels.cpu.kernels import (
+    PROGRAM_WIDTH,
+    attend,
+    rope_write,
+    run_any_instruction,
+    run_instruction,
+)
 from nanovllm.kernels.cpu.simd import FAST, call, pointer_to
 
 logger = logging.getLogger(__name__)
 Element = Literal["float32", "bfloat16"]
+# Of kernels that are compiled apart: arguments, thread, number of threads.
+CALL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
 SOURCES = ("kernels", "experts", "simd", "cache_rows")  # of what the interpreter calls
 
 
@@ -49,6 +57,35 @@ def compile_interpreter(element: Element, has_experts: bool) -> Any:
     what = f"CPU kernels for {element}{' with experts' * has_experts}: 10 to 30"
     signature = types.void(types.CPointer(types.int64))
     return compile_kept(interpret, signature, what, warns=not has_experts)  # those come second
+
+
+class Fp8CacheKernels:
+    """Addresses of the kernels that write and read a KV cache in FP8, for programs to call."""
+
+    def __init__(self, element: Element) -> None:
+        self._attend, self._rope_write = compile_attend(element), compile_rope_write(element)
+        self.attend: int = self._attend.address
+        self.rope_write: int = self._rope_write.address
+
+
+def compile_attend(element: Element) -> Any:
+    like, sources = like_of(element), hash_sources(*SOURCES)
+
+    def attend_codes(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        attend(args, 0 * sources, thread, num_threads, like, uint8(0))
+
+    what = f"CPU attention over a cache of eight bits for {element}: 2 to 10"
+    return compile_kept(attend_codes, CALL_SIGNATURE, what)
+
+
+def compile_rope_write(element: Element) -> Any:
+    like, sources = like_of(element), hash_sources(*SOURCES)
+
+    def write_codes(args, thread, num_threads):  # type: ignore[no-untyped-def]
+        rope_write(args, 0 * sources, thread, num_threads, like, uint8(0))
+
+    what = f"CPU kernel that writes a cache of eight bits for {element}: 2 to 10"
+    return compile_kept(write_codes, CALL_SIGNATURE, what)
 
 
 def like_of(element: Element) -> Any:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.cpu.cache_kernels import Fp8CacheKernels
-from nanovllm.kernels.cpu.interpreter import Element, compile_interpreter
+from nanovllm.kernels.cpu.interpreter import Element, Fp8CacheKernels, compile_interpreter
 from nanovllm.kernels.cpu.kernels import PROGRAM_WIDTH
 from nanovllm.kernels.cpu.pace import Pace
 

@@ -96,7 +96,7 @@ def sample_tokens(
     lengths: Tensor | None = None,
     host: Tensor | None = None,
 ) -> None:
-    """Write what torch_sampling.sample_by_noise returns to out [rows].
+    """Write the id of each row's largest logit, after noise, to out [rows].
 
     `columns` has the parameters of slots, context_lens are positions. `asked` may name more than
     the rows ask for: their tokens are the same. With `tokens` and `lengths` it also does what

@@ -40,11 +40,12 @@ from nanovllm.devices.cuda.prefill_graphs import (
 )
 from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.ops import LayerCache
-from nanovllm.kernels.torch_ops import TorchOps, reference_attention
+from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.models.config_json import read_model_config
 from nanovllm.worker.batch import is_decode, look_up
 from nanovllm.worker.forward import EagerForward, StepLogits
 from tests.devices import RunAgain
+from tests.kernels.reference_attention import reference_attention
 from tests.test_equals_transformers import GREEDY, make_prompts
 from tests.test_equals_transformers import MAX_TOKENS as NUM_NEW
 

@@ -15,8 +15,8 @@ from nanovllm.kernels.cuda.sampling import (
     split_vocabulary,
 )
 from nanovllm.kernels.ops import Sampling
-from nanovllm.kernels.torch_sampling import noise_bits, sample_by_noise
 from tests.kernels.cuda.interpreted import sampling_cases as cases
+from tests.kernels.sampling_by_noise import noise_bits, sample_by_noise
 from tests.kernels.test_torch_sampling import (
     SEEDS,
     Row,

@@ -30,7 +30,7 @@ from nanovllm.kernels.cuda.attention_prefill import (
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
 from nanovllm.kernels.cuda.attention_tma import CONFIG, tma_prefill
 from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise, quantise
-from nanovllm.kernels.torch_ops import reference_attention
+from tests.kernels.reference_attention import reference_attention
 
 KINDS = ("decode", "prefill", "tma", "shared")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -26,8 +26,9 @@ from nanovllm.kernels.cuda.sampling import (
     sampling_workspace,
 )
 from nanovllm.kernels.ops import Sampling
-from nanovllm.kernels.torch_sampling import SamplingColumns, sample_by_noise, sampling_probs
+from nanovllm.kernels.torch_sampling import SamplingColumns, sampling_probs
 from nanovllm.sampling_params import NO_TOKEN
+from tests.kernels.sampling_by_noise import sample_by_noise
 from tests.kernels.test_torch_sampling import SMALLEST, Row, columns, random_row
 
 INF = torch.inf

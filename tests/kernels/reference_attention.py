@@ -1,0 +1,41 @@
+"""Attention over a paged KV cache in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attention over a paged cache, rows of one query or of several, in the dtype given."""
+    out = torch.zeros_like(q)
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = q.shape[1] // num_kv_heads
+    columns = (slots, query_starts, query_lens, context_lens)
+    for slot, start, count, length in zip(*(c.tolist() for c in columns), strict=True):
+        if count == 0 or length == 0:
+            continue
+        queries = torch.arange(length - count, length, device=q.device)[:, None]
+        first = 0 if window is None else max(0, length - count - window + 1)
+        keys = torch.arange(first, length, device=q.device)
+        block_ids = block_table[slot, keys // block_size].long()
+        k = k_cache[block_ids, keys % block_size].repeat_interleave(group, dim=1)
+        v = v_cache[block_ids, keys % block_size].repeat_interleave(group, dim=1)
+        is_seen = keys <= queries
+        if window is not None:
+            is_seen &= keys > queries - window
+        scores = torch.einsum("qhd,khd->hqk", q[start : start + count], k) * scale
+        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        out[start : start + count] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
