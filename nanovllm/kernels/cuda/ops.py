@@ -50,7 +50,7 @@ MAX_PAIR_TOKENS = 4  # with more, so many share an expert that sorting them pays
 
 
 class TritonOps:
-    launcher = blocks = None
+    launcher = None
     embed = staticmethod(TorchOps.embed)
     rope_write = staticmethod(elementwise.rope_write)
     gate = staticmethod(elementwise.gate)
