@@ -49,7 +49,7 @@ def main() -> int:
 
 def as_chat(llm: LLM, questions: list[str]) -> list[str] | list[list[int]]:
     """Put each question into the model's chat template, if it has one."""
-    if not llm.engine.tokenizer.chat_template:
+    if not llm.get_tokenizer().chat_template:
         return questions
     system = {"role": "system", "content": SYSTEM}
     conversations = [[system, {"role": "user", "content": question}] for question in questions]

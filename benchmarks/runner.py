@@ -66,7 +66,7 @@ def add_workload(llm: LLM, workload: Workload, cache_salt: str, **params: Any) -
     usual = {"temperature": TEMPERATURE, "ignore_eos": True}
     for prompt, max_tokens in zip(workload.prompts, workload.max_tokens, strict=True):
         own = SamplingParams(**(usual | params), max_tokens=max_tokens)
-        llm.engine.add_request(prompt, own, cache_salt=cache_salt)
+        llm.engine.submit(llm.engine.prepare(prompt, own, cache_salt=cache_salt))
 
 
 def check_fits(llm: LLM, workload: Workload) -> None:

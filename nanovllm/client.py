@@ -36,10 +36,8 @@ class OpenAIClient:
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
         """Return the JSON body of a path; one outside of /v1 begins with a slash."""
-        try:
-            body = await asyncio.wait_for(self._body(path), timeout)
-        except asyncio.TimeoutError as error:
-            raise EngineError(f"{self.url} gave no answer within {timeout:g} s") from error
+        async with self._response("GET", path, timeout=timeout) as response:
+            body = await response.aread()
         try:
             return json.loads(body)
         except ValueError as error:
@@ -69,30 +67,32 @@ class OpenAIClient:
         if not is_complete:
             raise EngineError(f"{self.url} broke off its answer: no event says that it is complete")
 
-    async def _body(self, path: str) -> bytes:
-        async with self._response("GET", path) as response:
-            return await response.aread()
-
     @contextlib.asynccontextmanager
     async def _response(
-        self, method: str, path: str, body: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """Open a streamed response with status 200; any other status raises RequestError."""
         import httpx
 
         target = self._root + (path if path.startswith("/") else f"/v1/{path}")
         try:
-            async with self._client().stream(method, target, json=body) as response:
+            limits = httpx.Timeout(timeout, connect=60.0)
+            request = self._client().stream(method, target, json=body, timeout=limits)
+            async with request as response:
                 if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    is_long = _code(text) == "context_length_exceeded"
+                    error = _error((await response.aread()).decode(errors="replace"))
+                    is_long = error.get("code") == "context_length_exceeded"
                     kind = PromptTooLongError if is_long else RequestError
-                    raise kind(f"the server answered {response.status_code}: {_message(text)}")
+                    raise kind(f"the server answered {response.status_code}: {error['message']}")
                 yield response
-        except httpx.ConnectError as error:
-            raise EngineError(f"no server answers at {self.url}: {error}") from error
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.url} broke off its answer: {error}") from error
+        except httpx.ConnectError as failure:
+            raise EngineError(f"no server answers at {self.url}: {failure}") from failure
+        except httpx.HTTPError as failure:
+            raise EngineError(f"{self.url} broke off its answer: {failure!r}") from failure
 
     def _client(self) -> httpx.AsyncClient:
         """Return the HTTP client of the running event loop; it keeps no connection open."""
@@ -109,7 +109,6 @@ class OpenAIClient:
             self._http = httpx.AsyncClient(
                 headers=self._headers,
                 limits=limits,
-                timeout=httpx.Timeout(None, connect=60.0),
                 trust_env=False,
                 verify=ssl.create_default_context() if self.url.startswith("https:") else False,
             )
@@ -124,23 +123,16 @@ def _event(data: str) -> dict[str, Any]:
         event = None
     if isinstance(event, dict):
         if event.get("error"):
-            raise RequestError(f"the server ended its answer: {_message(json.dumps(event))}")
+            raise RequestError(f"the server ended its answer: {_error(data)['message']}")
         choices = event.get("choices") or []
         if isinstance(choices, list) and all(isinstance(each, dict) for each in choices):
             return event | {"choices": choices}
     raise EngineError(f"the server sent an event that is not OpenAI's: {data[:200]}")
 
 
-def _code(text: str) -> object:
-    """The code of an error in OpenAI's format; None if there is none."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return json.loads(text)["error"]["code"]
-    return None
-
-
-def _message(text: str) -> str:
-    """Return the message of an error body, or the whole text if it has another form."""
+def _error(text: str) -> dict[str, Any]:
+    """Return the error in a body of OpenAI's format; any other text is its message."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         error = json.loads(text)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    return text.strip() or "nothing more"
+        return {**error, "message": str(error["message"])}
+    return {"message": text.strip() or "nothing more"}

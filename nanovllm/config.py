@@ -8,7 +8,7 @@ from typing import Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import check_kv_cache, check_option
-from nanovllm.validation import check_choices, check_types, option, suggest_fields
+from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
@@ -117,9 +117,7 @@ class EngineConfig:
         return self.target_inter_token_ms is not None
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            value = getattr(self, name)
-            raise ConfigError(f"{name} must be {expected}, got {value!r}", param=name)
+        require(is_valid, name, expected, getattr(self, name), ConfigError)
 
 
 @dataclass(frozen=True, slots=True)

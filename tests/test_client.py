@@ -151,7 +151,7 @@ def test_an_answer_is_complete_once_that_is_said(sent: bytes) -> None:
 def test_a_server_that_is_silent_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = OpenAIClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with pytest.raises(EngineError, match=r"gave no answer within 0\.1 s"):
+        with pytest.raises(EngineError, match="ReadTimeout"):
             asyncio.run(client.get("models", 0.1))
 
 

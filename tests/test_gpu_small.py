@@ -101,7 +101,7 @@ def test_persistent_step(bits: int, has_experts: bool) -> None:
     """A few contexts, each shorter or longer than what one program reads."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    from nanovllm.devices.cuda.persistent.shape import NO_EXPERTS, ExpertsShape, StepShape
+    from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     experts = ExpertsShape(6, 2, 256) if has_experts else NO_EXPERTS

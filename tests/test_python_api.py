@@ -265,6 +265,13 @@ def test_steps_of_others_lose_nothing(llm: LLM) -> None:
     assert {piece.seq_id for piece in pieces} == {seq_id}
 
 
+def test_unknown_options_of_a_conversation_are_refused(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    for chat in (llm.chat, llm.stream_chat):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'unheard_of'"):
+            chat(messages, unheard_of=1)  # type: ignore[call-arg]
+
+
 # Speed
 
 

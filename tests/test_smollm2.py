@@ -51,7 +51,7 @@ def test_equals_transformers_token_for_token(llm: LLM, model: Any) -> None:
 def test_logprobs_equal_transformers(llm: LLM, model: Any) -> None:
     """Of prompts and of answers, the likeliest tokens in the same order, with their texts."""
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5)
-    tokenizer = llm.engine.tokenizer
+    tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
     for output in llm.generate(QUESTIONS, params, use_tqdm=False):
         ids = output.prompt_token_ids + output.token_ids

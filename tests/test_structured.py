@@ -241,7 +241,7 @@ def test_streams(llm: LLM) -> None:
 
 def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
     """Those of the text, too; the model's own end, if ignored, comes where it must."""
-    digits = [llm.engine.tokenizer.encode(digit)[0] for digit in "0123456789"]
+    digits = [llm.get_tokenizer().encode(digit)[0] for digit in "0123456789"]
     asked = {"regex": "[a-c]{3}[0-9]+"}
     for options in ({"stop_token_ids": digits[:5]}, {"ignore_eos": True}, {"min_tokens": 20}):
         outputs = generate(llm, [params_of(asked, seed, **options) for seed in range(6)])
@@ -260,7 +260,7 @@ def test_stop_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
 
 def test_other_options_narrow_and_never_widen(llm: LLM) -> None:
     asked = {"regex": "[a-c]{6}"}
-    letters = [llm.engine.tokenizer.encode(c)[0] for c in "abcd"]
+    letters = [llm.get_tokenizer().encode(c)[0] for c in "abcd"]
     bias = {token_id: 100.0 for token_id in range(VOCAB_SIZE) if token_id != letters[0]}
     outputs = generate(
         llm,
@@ -285,7 +285,7 @@ def test_other_options_narrow_and_never_widen(llm: LLM) -> None:
 def test_an_answer_after_a_special_token(llm: LLM) -> None:
     """Greedy, with a push to write the token; JSON may begin with a line break then."""
     asked = {"json": SCHEMA, "after": "<bos>"}
-    bias = {1: 100.0, llm.engine.tokenizer.encode("\n")[0]: 60.0}
+    bias = {1: 100.0, llm.get_tokenizer().encode("\n")[0]: 60.0}
     params = [params_of(asked, seed, max_tokens=150, logit_bias=bias) for seed in range(4)]
     for output in generate(llm, params):
         assert output.token_ids[0] == 1
@@ -296,7 +296,7 @@ def test_an_answer_after_a_special_token(llm: LLM) -> None:
 def test_only_what_a_special_token_opens_is_free(llm: LLM) -> None:
     """Greedy: with a push to write the token there is a thought, without it there is none."""
     asked = {"choice": ["yes"], "opened_by": "<bos>", "after": "!"}
-    bias = {1: 100.0, llm.engine.tokenizer.encode("!")[0]: 50.0}
+    bias = {1: 100.0, llm.get_tokenizer().encode("!")[0]: 50.0}
     pushed, plain = generate(
         llm, [params_of(asked, 0, temperature=0.0, logit_bias=each) for each in (bias, {1: -100.0})]
     )
@@ -308,7 +308,7 @@ def test_only_what_a_special_token_opens_is_free(llm: LLM) -> None:
 def test_what_opens_a_thought_does_so_where_an_answer_could_begin_alike(llm: LLM) -> None:
     """Or else that answer's form would hold the thought."""
     asked = {"regex": "[a-z]{4}", "opened_by": "b", "after": "!"}
-    bias = {llm.engine.tokenizer.encode("b")[0]: 100.0}
+    bias = {llm.get_tokenizer().encode("b")[0]: 100.0}
     [output] = generate(llm, [params_of(asked, 0, max_tokens=20, logit_bias=bias)])
     assert (output.text, output.finish_reason) == ("b" * 20, "length")
 
@@ -534,7 +534,7 @@ def test_samples_wait_for_their_grammar(path: Path) -> None:
             ),
             patch.object(grammars, "_begin_later", begin_late),
         ):
-            llm.engine.add_request([5, 6], params)
+            llm.add_request([5, 6], params)
             while (
                 len(llm.engine.core.scheduler.postponed) < 2
             ):  # once the first one's prompt is read
@@ -565,7 +565,7 @@ def test_what_waits_for_a_mask_can_be_aborted(path: Path) -> None:
         LLM(str(path), device="cpu", **OPTIONS) as llm,
     ):
         engine = llm.engine
-        seq_id = engine.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
+        seq_id = llm.add_request([5, 6], params_of({"regex": "[ab]{60}"}, 0))
         while not engine.core.scheduler.postponed:
             engine.step()
         output = engine.abort(seq_id)

@@ -115,7 +115,7 @@ def milliseconds_per_step(llm: LLM, num_rows: int, num_steps: int, asked: Any) -
             temperature=0.6, seed=row, max_tokens=num_steps + 20, ignore_eos=True,
             structured_outputs=asked,
         )  # fmt: skip
-        engine.add_request([5 + row] * 128, params)
+        engine.submit(engine.prepare([5 + row] * 128, params))
     for _ in range(4):
         engine.step()
     start = time.perf_counter()

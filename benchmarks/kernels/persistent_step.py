@@ -22,7 +22,7 @@ import torch
 from benchmarks.kernels.timing import GpuTimer, floor
 from benchmarks.models import model_path
 from nanovllm.cli.exit_code import exit_code
-from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
 from nanovllm.models.registry import read_config
 from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 

@@ -1,4 +1,15 @@
-"""The `nanovllm` command: one file per subcommand, each with `add_parser` and `run`."""
+"""A small, readable and fast LLM inference engine.
+
+examples:
+  nanovllm chat                                      talk to the default model
+  nanovllm generate "Why is the sky blue?"           answer a question
+  nanovllm serve --port 8000                         answer requests over HTTP
+  nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
+  nanovllm bench latency                             measure this machine
+  nanovllm models                                    list what can be loaded
+
+`nanovllm COMMAND --help` explains every option.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +23,6 @@ from nanovllm.cli import batch, bench_latency, bench_serve, chat, generate, mode
 from nanovllm.cli.exit_code import exit_code
 from nanovllm.cli.options import HELP_FORMAT, add_command, dashed
 from nanovllm.cli.start import configure_logging
-
-EXAMPLES = """\
-examples:
-  nanovllm chat                                      talk to the default model
-  nanovllm generate "Why is the sky blue?"           answer a question
-  nanovllm serve --port 8000                         answer requests over HTTP
-  nanovllm batch questions.jsonl -o answers.jsonl    answer a file of any size
-  nanovllm bench latency                             measure this machine
-  nanovllm models                                    list what can be loaded
-
-`nanovllm COMMAND --help` explains every option."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +54,7 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="nanovllm",
         usage="nanovllm [--help] [--version] COMMAND ...",
-        description="A small, readable and fast LLM inference engine.",
-        epilog=EXAMPLES,
+        description=__doc__,
         formatter_class=HELP_FORMAT,
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
@@ -65,8 +64,8 @@ def build_parser() -> ArgumentParser:
     for command in (generate, chat, serve, batch, trace, models):
         command.add_parser(commands)
     usage, about = "nanovllm bench NAME [options]", "measure this machine, or a server"
-    texts = f"{about.capitalize()}.", bench_latency.EXAMPLES
-    bench = add_command(commands, "bench", about, usage, *texts)
+    examples = "examples:\n  nanovllm bench latency --batch 1 64\n  nanovllm bench serve"
+    bench = add_command(commands, "bench", about, usage, examples)
     names = bench.add_subparsers(metavar="NAME", required=True, prog="nanovllm bench")
     bench_latency.add_parser(names)
     bench_serve.add_parser(names)

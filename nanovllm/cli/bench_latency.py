@@ -1,4 +1,13 @@
-"""`nanovllm bench latency`: what `LLM.generate` takes for batches of random prompts."""
+"""Measure `LLM.generate` with random prompts, by batch size.
+
+Reported are the time to the first token and of a decode step, and the throughput, as medians of
+some runs after a warm-up. Weights are random, so that only the config of a model is read;
+--load-format auto loads the real ones.
+
+examples:
+  nanovllm bench latency --batch 1 64
+  nanovllm bench latency Qwen/Qwen3-8B --input-len 2000 --output-len 100
+"""
 
 from __future__ import annotations
 
@@ -17,15 +26,6 @@ from nanovllm.validation import option
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-DESCRIPTION = """\
-Measure `LLM.generate` with random prompts: the time to the first token, of a decode step and of the
-whole run, at each batch size. Every number is the median of some runs after a warm-up. Weights are
-random, so that only the config of a model is read; --load-format auto loads the real ones."""
-
-EXAMPLES = """\
-examples:
-  nanovllm bench latency --batch 1 64
-  nanovllm bench latency Qwen/Qwen3-8B --input-len 2000 --output-len 100"""
 
 COUNT = options.at_least(1)
 
@@ -43,7 +43,7 @@ class Sizes:
 
 def add_parser(names: options.Commands) -> None:
     about, usage = "measure generate, by batch size", "nanovllm bench latency [MODEL] [options]"
-    parser = options.add_command(names, "latency", about, usage, DESCRIPTION, EXAMPLES)
+    parser = options.add_command(names, "latency", about, usage, __doc__)
     options.add_model_argument(parser)
     options.add_options(parser, "sizes", Sizes)
     options.add_engine_options(parser, load_format="dummy")

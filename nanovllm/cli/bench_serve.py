@@ -1,4 +1,12 @@
-"""`nanovllm bench serve`: what clients of an OpenAI server wait for, under a load of requests."""
+"""Send requests to a server with OpenAI's API, and measure what its clients wait for.
+
+Requests come at random times (a Poisson process) with --rate, else as soon as one of --concurrency
+(16 by default) ends. Answers are streamed.
+
+examples:
+  nanovllm bench serve --concurrency 64 --num-requests 512
+  nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50
+"""
 
 from __future__ import annotations
 
@@ -18,15 +26,6 @@ from nanovllm.cli import options
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, NanovllmError
 from nanovllm.validation import option
-
-DESCRIPTION = """\
-Send requests to a server with OpenAI's API and measure what its clients wait for. Requests come at
-random times (a Poisson process) with --rate, else as soon as one of --concurrency (16) ends."""
-
-EXAMPLES = """\
-examples:
-  nanovllm bench serve --concurrency 64 --num-requests 512
-  nanovllm bench serve --rate 10 --goodput-first-token-ms 500 --goodput-inter-token-ms 50"""
 
 WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"
 COUNT, RATE = options.at_least(1), options.positive
@@ -74,7 +73,7 @@ class Measured:
 
 def add_parser(names: options.Commands) -> None:
     about, usage = "measure a server with OpenAI's API", "nanovllm bench serve [options]"
-    parser = options.add_command(names, "serve", about, usage, DESCRIPTION, EXAMPLES)
+    parser = options.add_command(names, "serve", about, usage, __doc__)
     options.add_server_options(parser, url="http://127.0.0.1:8000")
     options.add_options(parser, "load", Load)
     parser.set_defaults(run=run, parser=parser, verbose=False)

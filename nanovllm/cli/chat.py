@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -44,16 +45,12 @@ QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
 FAREWELLS = ("/exit", "/bye", "/quit", "exit", "quit")
 # A chat shows the text of one answer, and mappings, functions and schemas do not fit on a line.
-HIDDEN = [
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-    "logit_bias",
-    "logits_processors",
-    "structured_outputs",
-]
+HIDDEN = {
+    *("n", "logprobs", "prompt_logprobs"),
+    *("logit_bias", "logits_processors", "structured_outputs"),
+}
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
-WORDS = {"": None, "none": None, "on": True, "true": True, "off": False, "false": False}
+WORDS = {"none": None, "on": True, "true": True, "off": False, "false": False}
 
 ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
 
@@ -130,13 +127,15 @@ def _handle(text: str, conversation: Conversation, read_line: ReadLine) -> None:
             text += "\n" + line.rstrip()
         text = text.removesuffix(QUOTES).strip("\n")
     if text:
-        with TextView() as view:
-            output = conversation.ask(text, view.write)
-        _end_answer(output, conversation)
+        _answer(conversation, functools.partial(conversation.ask, text))
 
 
-def _end_answer(output: RequestOutput, conversation: Conversation) -> None:
-    """End the line, and say why an answer is empty or cut."""
+def _answer(
+    conversation: Conversation, ask: Callable[[Callable[[str], None]], RequestOutput]
+) -> None:
+    """Print an answer, and why it is empty or cut."""
+    with TextView() as view:
+        output = ask(view.write)
     print()
     if conversation.num_dropped:
         text = f"[the context is full: the oldest {conversation.num_dropped} messages are dropped]"
@@ -198,12 +197,6 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _retry(conversation: Conversation, _: str) -> None:
-    with TextView() as view:
-        output = conversation.retry(view.write)
-    _end_answer(output, conversation)
-
-
 def _save(conversation: Conversation, path: str) -> str:
     text = json.dumps(conversation.messages, indent=2, ensure_ascii=False)
     Path(path).write_bytes(text.encode())
@@ -220,7 +213,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
     "/set": _set,
     "/save": _save,
     "/load": _load,
-    "/retry": _retry,
+    "/retry": lambda conversation, _: _answer(conversation, conversation.retry),
     "/reset": lambda conversation, _: conversation.reset(),
     "/stats": lambda conversation, _: conversation.stats.summary(),
     "/help": lambda *_: __doc__,

@@ -7,13 +7,14 @@ import functools
 import json
 import math
 import os
+import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from nanovllm.cli.foreign_flags import add_foreign_flags, check_foreign_flags
 from nanovllm.config import WHOLE_CONTEXT, EngineConfig
+from nanovllm.engine_options import FOREIGN, NOT_NEEDED, foreign_notes
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import read_text as read_text
@@ -64,7 +65,7 @@ def _add_option(add: Callable[..., Any], field: Field[Any], hint: Any, default: 
         options["type"] = field.metadata.get("parse", hint)
         options["metavar"] = METAVARS.get(hint, "JSON")
     text = f"{field.metadata['help']} (default: {default_text(field, default)})"
-    flags = filter(None, [f"--{field.name.replace('_', '-')}", field.metadata.get("alias")])
+    flags = filter(None, [_flag(field.name), field.metadata.get("alias")])
     action = add(*flags, dest=field.name, help=text, **options)
     given = os.environ.get(field.metadata.get("env", ""))
     action.default = default if not given else (given,) if default == () else given
@@ -100,11 +101,13 @@ def positive(text: str) -> float:
 
 
 def add_command(
-    commands: Commands, name: str, about: str, usage: str, description: str, epilog: str = ""
+    commands: Commands, name: str, about: str, usage: str, doc: str | None
 ) -> ArgumentParser:
-    """Add the parser of a command."""
-    texts: Any = {"help": about, "usage": usage, "description": description, "epilog": epilog}
-    return commands.add_parser(name, formatter_class=HELP_FORMAT, allow_abbrev=False, **texts)
+    """Add the parser of a command, whose help is a docstring; its examples come last."""
+    description, mark, examples = (doc or "").partition("examples:")
+    texts: Any = {"help": about, "usage": usage, "epilog": mark + examples}
+    texts |= {"description": description, "formatter_class": HELP_FORMAT}
+    return commands.add_parser(name, allow_abbrev=False, **texts)
 
 
 def add_model_argument(parser: ArgumentParser) -> None:
@@ -125,7 +128,10 @@ def add_engine_options(
     add("--threads", type=at_least(1), metavar="N", help=text)
     names = {field.name for field in fields(EngineConfig)}.difference(NO_FLAGS, SEVERAL_REQUESTS)
     add_options(parser, "engine", EngineConfig, names, **defaults)
-    add_foreign_flags(parser)
+    for name in FOREIGN:
+        action = argparse.BooleanOptionalAction if name in NOT_NEEDED else "store"
+        short = ["-pp"] if name == "pipeline_parallel_size" else []
+        add(_flag(name), *short, dest=_flag(name), action=action, help=argparse.SUPPRESS)
 
 
 def add_server_options(parser: ArgumentParser, url: str | None = None) -> None:
@@ -161,7 +167,7 @@ def model_of(args: Namespace) -> str:
 
 def engine_config(args: Namespace) -> EngineConfig:
     """Check the engine options before anything slow is started."""
-    check_foreign_flags(args)
+    _check_foreign_flags(args)
     options = fields_in(args, EngineConfig) | {"model": model_of(args)}
     if "temperature" in args:  # a command whose --seed is that of sampling
         options.pop("seed")
@@ -170,11 +176,11 @@ def engine_config(args: Namespace) -> EngineConfig:
 
 def check_no_engine_options(args: Namespace) -> None:
     """Refuse options of an engine: with a URL it runs elsewhere."""
-    check_foreign_flags(args)
+    _check_foreign_flags(args)
     names = fields_in(args, EngineConfig).keys() - {"model", "seed"}
     for name in sorted([*names, "threads"]):
         if getattr(args, name) != args.parser.get_default(name):
-            flag = f"--{name.replace('_', '-')}"
+            flag = _flag(name)
             raise ConfigError(f"{flag} is for an engine here, and --url asks another")
 
 
@@ -186,3 +192,13 @@ def fields_in(args: Namespace, record: type) -> dict[str, Any]:
     """Return the options that are fields of a record."""
     given = {each.name: getattr(args, each.name) for each in fields(record) if each.name in args}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+
+
+def _check_foreign_flags(args: argparse.Namespace) -> None:
+    """Print a line for each flag of vLLM that has no effect here; refuse unsupported ones."""
+    for note in foreign_notes({name: getattr(args, _flag(name)) for name in FOREIGN}, _flag):
+        print(note, file=sys.stderr)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,4 +1,14 @@
-"""`nanovllm serve`: an HTTP server with the APIs of OpenAI and Anthropic, and vLLM's flags."""
+"""Answer requests over HTTP, many at once.
+
+The APIs are OpenAI's (chat completions, completions, responses, embeddings) and Anthropic's
+messages. Flags have the names that they have in vLLM.
+
+examples:
+  nanovllm serve
+  nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
+  nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
+  nanovllm serve --config server.yaml
+"""
 
 from __future__ import annotations
 
@@ -17,17 +27,6 @@ from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions, read_text, resolve
 
-DESCRIPTION = """\
-Answer requests over HTTP, many at once: OpenAI's API (chat completions, completions, responses,
-embeddings) and Anthropic's messages. Flags have the names that they have in vLLM."""
-
-EXAMPLES = """\
-examples:
-  nanovllm serve
-  nanovllm serve Qwen/Qwen3-0.6B --port 8000 --api-key secret
-  nanovllm serve Qwen/Qwen3-32B -tp 2 --max-model-len 32k --served-model-name qwen
-  nanovllm serve --config server.yaml"""
-
 # The options of a server that batch jobs have, too.
 ANSWERS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
@@ -37,7 +36,7 @@ ANSWERS = (
 
 def add_parser(commands: Commands) -> None:
     about, usage = "answer requests over HTTP", "nanovllm serve [MODEL] [options]"
-    parser = add_command(commands, "serve", about, usage, DESCRIPTION, EXAMPLES)
+    parser = add_command(commands, "serve", about, usage, __doc__)
     shared.add_model_argument(parser)
     add_model_options(parser, target_inter_token_ms=SERVING_TARGET_MS)
     names = {field.name for field in fields(ServerOptions)}.difference(ANSWERS)

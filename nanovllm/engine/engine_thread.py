@@ -6,24 +6,21 @@ main thread alone, so Ctrl-C ends a caller's wait, and never strikes within a st
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.start import find_model, start_core
-from nanovllm.engine.step import Pooling
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CLOSED = "the engine is closed; make a new one"
 FORKED = (
@@ -35,7 +32,7 @@ OWN_STEP = (
     "step would wait for itself; make another engine for that"
 )
 MAX_UNREAD = 2  # steps of a stream that its reader has not taken before it asks for no more
-POLL_SECONDS = 0.1  # between a waiting caller's checks that the thread is there
+POLL_SECONDS = 0.1  # between a waiting caller's checks that the engine is not closed
 CLOSE_SECONDS = 5.0  # for the current step, before workers are killed
 
 T = TypeVar("T")
@@ -72,30 +69,18 @@ class EngineThread:
         self._owners: dict[int, Job] = {}  # by seq_id
         self._unowned = Job(is_streaming=False)  # of requests whose outputs `step` returns
         self._is_closed = False
+        self._process = os.getpid()
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return self.front.tokenizer
 
     def start(self) -> None:
         """Start the thread. Arrange for `close` first: an interrupt may follow."""
         self._thread.start()
 
-    def prepare(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-        pooling: Pooling | None = None,
-        request_id: str | None = None,
-    ) -> Live:
-        """Check and tokenise a prompt; nothing is queued yet."""
+    def prepare(self, prompt: str | list[int], params: SamplingParams, **options: Any) -> Live:
+        """Check and tokenise a prompt, as `Front.prepare` does; nothing is queued yet."""
         self.raise_if_closed()
-        live = self.front.prepare(prompt, params, cache_salt, is_streaming, pooling, request_id)
+        live = self.front.prepare(prompt, params, **options)
         self.core.check(live.samples[0].request)
         return live
 
@@ -132,6 +117,8 @@ class EngineThread:
 
         The interpreter must not end before the thread: it would be cut off within a step.
         """
+        if os.getpid() != self._process:  # a forked child has no part of the engine
+            return
         self._is_closed = True
         self._commands.put(_wake)
         self._join(CLOSE_SECONDS)
@@ -144,19 +131,6 @@ class EngineThread:
     def raise_if_closed(self) -> None:
         if self._is_closed:
             raise EngineError(CLOSED)
-
-    def add_request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-    ) -> int:
-        """Queue a prompt and return its seq_id; a prompt that cannot run raises RequestError."""
-        live = self.prepare(prompt, params, cache_salt=cache_salt, is_streaming=is_streaming)
-        self.submit(live)
-        return live.seq_id
 
     def submit(self, live: Live) -> None:
         """Queue a prepared request."""
@@ -204,7 +178,7 @@ class EngineThread:
             raise EngineError(OWN_STEP)
         while True:
             self.raise_if_closed()
-            if not self._thread.is_alive():
+            if os.getpid() != self._process:
                 raise EngineError(FORKED)
             try:
                 result = results.get(timeout=POLL_SECONDS)

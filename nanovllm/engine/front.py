@@ -98,8 +98,8 @@ class Front:
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        cache_salt: str | None,
-        is_streaming: bool,
+        cache_salt: str | None = None,
+        is_streaming: bool = False,
         pooling: Pooling | None = None,
         request_id: str | None = None,
     ) -> Live:

@@ -72,38 +72,29 @@ class RowOptions:
 class RowEngine:
     """Raises RowError for a bad row; another error means that the engine is dead."""
 
-    def __init__(self, options: RowOptions) -> None:
-        self.llm = AsyncLLM(**asdict(options.config))
+    def __init__(self, options: RowOptions, llm: AsyncLLM | None = None) -> None:
+        self.llm = llm or AsyncLLM(**asdict(options.config))
         server = options.server
         if server.generation_config == "auto":  # only the model has it
             defaults = sampling_in(self.llm.generation_config)
             defaults |= server.override_generation_config or {}
             server = replace(server, sampling_defaults=defaults)
-        seed, max_tokens = options.config.seed, options.max_tokens
-        self._answers = Answers(Service(self.llm, server), seed, max_tokens, options.is_raw)
-
-    async def __call__(self, row: Row) -> dict[str, Any]:
-        return await self._answers(row)
+        self._options, self._service = options, Service(self.llm, server)
+        self._is_raw = options.is_raw or not self._service.chat_template
 
     def close(self) -> None:
         self.llm.close()
-
-
-class Answers:
-    def __init__(self, service: Service, seed: int, max_tokens: int | None, is_raw: bool) -> None:
-        self._service, self._seed, self._max_tokens = service, seed, max_tokens
-        self._is_raw = is_raw or not service.chat_template
 
     async def __call__(self, row: Row) -> dict[str, Any]:
         """Return the output line of a row; raises RowError for a bad one."""
         if row.error is not None:
             raise RowError("invalid_row", row.error)
         error: NanovllmError | None = None
-        for _ in self._service.llm.replicas:  # when one is lost, another one answers
+        for _ in self.llm.replicas:  # when one is lost, another one answers
             try:
                 return await (self._batch_line(row) if row.is_batch else self._plain_line(row))
             except EngineError as failure:
-                if self._service.llm.error is not None:
+                if self.llm.error is not None:
                     raise
                 error = failure
             except (RequestError, ConfigError) as refusal:
@@ -158,10 +149,11 @@ class Answers:
 
     async def _respond(self, index: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
         kind, answer = ROUTES[url]
-        defaults = {"seed": row_seed(self._seed, index), "max_output_tokens": self._max_tokens}
+        seed, max_tokens = row_seed(self._options.config.seed, index), self._options.max_tokens
+        defaults = {"seed": seed, "max_output_tokens": max_tokens}
         body = {name: value for name, value in body.items() if value is not None}
         if "max_completion_tokens" not in body:
-            defaults["max_tokens"] = self._max_tokens
+            defaults["max_tokens"] = max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
         made = await answer(self._service, as_record(kind, {**defaults, **body}))
         whole = made if isinstance(made, dict) else await whole_body(made)

@@ -93,7 +93,7 @@ class RemoteLLM:
         errors = [engine.error for engine in self.replicas]
         return None if None in errors else NO_ENGINE
 
-    async def generate(
+    def generate(
         self,
         prompt: list[int],
         sampling_params: SamplingParams | None = None,
@@ -103,10 +103,7 @@ class RemoteLLM:
     ) -> AsyncGenerator[StreamPiece, None]:
         """Yield what an engine does; leaving the iterator early aborts the request there."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        call = Call(prompt, params, cache_salt, is_streaming)
-        async with contextlib.aclosing(self._answer("generate", call)) as pieces:
-            async for piece in pieces:
-                yield piece
+        return self._answer("generate", Call(prompt, params, cache_salt, is_streaming))
 
     async def embed(self, prompt: list[int], *, normalize: bool = True) -> EmbeddingOutput:
         call = Call(prompt, SamplingParams(max_tokens=1))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat_template import ChatTemplate
@@ -179,7 +179,8 @@ async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[Update, N
     choices = [_Choice(service, chat) for _ in range(chat.job.num_choices)]
     async with contextlib.aclosing(generate(service, chat.job)) as updates:
         async for update in updates:
-            yield choices[update.choice].parse(update)
+            choices[update.choice].parse(update)
+            yield update
 
 
 class _Choice:
@@ -192,7 +193,7 @@ class _Choice:
         self._is_reasoning = self._end_id is not None
         self._num_reasoning_tokens = 0
 
-    def parse(self, update: Update) -> Update:
+    def parse(self, update: Update) -> None:
         ids, is_over = update.token_ids, update.finish_reason is not None
         if self._is_reasoning:
             self._is_reasoning = self._end_id not in ids
@@ -201,11 +202,11 @@ class _Choice:
         events = self._parser.feed(
             self._visible.feed(update.text, update.token_ids, has_more=not is_over)
         )
-        if not is_over:
-            return replace(update, events=events)
-        events += self._parser.finish(is_complete=update.finish_reason == "stop")
-        num_tokens = self._num_reasoning_tokens if self._parser.has_reasoning else 0
-        return replace(update, events=events, num_reasoning_tokens=num_tokens)
+        if is_over:
+            events += self._parser.finish(is_complete=update.finish_reason == "stop")
+            if self._parser.has_reasoning:
+                update.num_reasoning_tokens = self._num_reasoning_tokens
+        update.events = events
 
 
 class VisibleText:

@@ -38,7 +38,7 @@ class Job:
         return sum(map(len, self.prompts))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for every token, and chats add `events`
 class Update:
     """What is new of one choice; the fields from `finish_reason` on come with its last update."""
 

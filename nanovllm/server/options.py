@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.validation import check_choices, check_types, option
+from nanovllm.validation import check_choices, check_types, option, require
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -61,12 +62,10 @@ class ServerOptions:
         for name in ("max_body_bytes", "max_queued_requests", "limit_concurrency"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1")
-        timeout = self.request_timeout
+        timeout, shutdown = self.request_timeout, self.shutdown_timeout
         is_time = timeout is None or 0 < timeout < math.inf
         self._require("request_timeout", is_time, "above 0 seconds")
-        self._require(
-            "shutdown_timeout", 0 <= self.shutdown_timeout < math.inf, "0 or more seconds"
-        )
+        self._require("shutdown_timeout", 0 <= shutdown < math.inf, "0 or more seconds")
         override = self.override_generation_config
         if override is not None:
             is_known = isinstance(override, dict) and override.keys() <= set(SAMPLING_NAMES)
@@ -75,8 +74,7 @@ class ServerOptions:
             SamplingParams(**override)
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        require(is_valid, name, expected, getattr(self, name), ConfigError)
 
 
 def resolve(
@@ -88,7 +86,8 @@ def resolve(
     return replace(
         options,
         served_model_name=options.served_model_name or (model,),
-        allowed_origins=_origins(options.allowed_origins),
+        # One by one, or a JSON list of them as in vLLM.
+        allowed_origins=tuple(re.findall(r'[^\s,"\[\]]+', " ".join(options.allowed_origins))),
         root_path=f"/{root_path}" if root_path else "",
         chat_template=read_chat_template(options.chat_template),
         sampling_defaults=defaults | dict(options.override_generation_config or {}),
@@ -143,15 +142,3 @@ def read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def _origins(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Accept a JSON list too, as in vLLM."""
-    try:
-        lists = [json.loads(each) if each.startswith("[") else [each] for each in given]
-        found = [origin for each in lists for origin in each]
-    except ValueError:
-        found = [None]
-    if not all(isinstance(each, str) for each in found):
-        raise ConfigError(f"allowed_origins must be origins or a JSON list of them, got {given!r}")
-    return tuple(found)

@@ -78,7 +78,7 @@ class ResponseFormat(ApiRecord):
     def _check_schema(self) -> ResponseFormat:
         has_schema = self.json_schema is not None and self.json_schema.schema_ is not None
         is_valid = has_schema if self.type == "json_schema" else self.json_schema is None
-        require(is_valid, "json_schema", "there, with a schema, for that type alone", self.type)
+        require(is_valid, "json_schema", "given, with a schema, for that type alone", self.type)
         return self
 
     def structured(self) -> dict[str, Any] | None:

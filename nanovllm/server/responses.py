@@ -124,7 +124,8 @@ class ResponseAnswer(EventStream):
         return {**self._response, "output": list(self._output)}
 
     def _render(self, update: Update) -> Iterator[Event]:
-        self._tokens += zip(update.token_ids, update.logprobs or (), strict=False)
+        if update.logprobs:
+            self._tokens += zip(update.token_ids, update.logprobs, strict=True)
         # The newest tokens end where the last piece of text does.
         pieces = [each for each in update.events if not isinstance(each, BlockStop)]
         for event in update.events:

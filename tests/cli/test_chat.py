@@ -154,7 +154,7 @@ def test_set_changes_the_parameters(line: str, changes: dict[str, Any]) -> None:
         ("/set n 2", "/set: there is no parameter n; there are "),  # one answer is shown
         ("/set logprobs 2", "/set: there is no parameter logprobs; there are temperature, "),
         ("/set temperature hot", "/set: temperature must be of type float, got 'hot'"),
-        ("/set temperature", "/set: temperature must be of type float, got None"),
+        ("/set temperature", "/set: temperature must be of type float, got ''"),
         ("/set max_tokens 0", "/set: max_tokens must be at least 1, or 0 with"),
         ("/set stop_token_ids x", "/set: stop_token_ids must be items of type int"),
         ("/fly high", "/fly: there is no such command; /help lists them"),

@@ -112,8 +112,8 @@ def test_one_text_is_not_its_characters(texts: LLM) -> None:
     assert ids[0].prompt is None
     assert many[0].token_ids == alone.token_ids == ids[0].token_ids
     assert many[0].text == alone.text == ids[0].text
-    assert texts.engine.tokenizer is not None
-    assert texts.engine.tokenizer.encode("The sky is") == alone.prompt_token_ids
+    assert texts.get_tokenizer() is not None
+    assert texts.get_tokenizer().encode("The sky is") == alone.prompt_token_ids
 
 
 def test_one_params_for_all_or_one_each(llm: LLM) -> None:
@@ -133,9 +133,9 @@ def test_a_long_prompt_leaves_streams_a_token_in_every_step(checkpoint: TinyChec
     prompt = [1 + i % 50 for i in range(300)]
     with make_llm(checkpoint.path, max_model_len=400, target_inter_token_ms=1e-6) as llm:
         engine = llm.engine
-        stream = engine.add_request([1, 2, 3], params, is_streaming=True)
+        stream = llm.add_request([1, 2, 3], params)
         engine.step()
-        late = engine.add_request(prompt, params, is_streaming=True)
+        late = llm.add_request(prompt, params)
         steps = [engine.step()]
         while late not in [piece.seq_id for piece in steps[-1].pieces]:
             steps.append(engine.step())
@@ -464,8 +464,8 @@ def test_stop_strings(texts: LLM, monkeypatch: pytest.MonkeyPatch, depth: int) -
         assert output.text == free.text[: free.text.index(stop)]
         assert output.finish_reason == "stop"
         assert output.token_ids == free.token_ids[: len(output.token_ids)]
-        assert stop in texts.engine.tokenizer.decode(output.token_ids)
-        assert stop not in texts.engine.tokenizer.decode(output.token_ids[:-1])
+        assert stop in texts.get_tokenizer().decode(output.token_ids)
+        assert stop not in texts.get_tokenizer().decode(output.token_ids[:-1])
     assert_idle(texts)
 
 
@@ -824,13 +824,13 @@ def test_a_bad_cache_salt_is_refused(path: str, salt: Any) -> None:
 
 @pytest.mark.parametrize("messages", ["hi", [{"role": "user"}], [[]], [["hi"]], [{"content": "x"}]])
 def test_bad_messages_are_refused(texts: LLM, messages: Any) -> None:
-    texts.engine.tokenizer.chat_template = texts.engine.tokenizer.chat_template or "{{ messages }}"
+    texts.get_tokenizer().chat_template = texts.get_tokenizer().chat_template or "{{ messages }}"
     with pytest.raises(RequestError):
         texts.chat(messages, use_tqdm=False)
 
 
 def test_a_template_that_refuses_is_a_request_error(texts: LLM) -> None:
-    tokenizer, old = texts.engine.tokenizer, texts.engine.tokenizer.chat_template
+    tokenizer, old = texts.get_tokenizer(), texts.get_tokenizer().chat_template
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RequestError, match="roles must alternate"):
         texts.chat([{"role": "user", "content": "x"}], use_tqdm=False)
@@ -851,7 +851,7 @@ def test_other_things_than_sampling_params_are_refused(path: str, params: Any) -
 def test_bad_words_are_not_said(texts: LLM) -> None:
     """Neither as the answer begins nor within it."""
     free = texts.generate("The sky is", GREEDY, use_tqdm=False)[0]
-    decode = texts.engine.tokenizer.decode
+    decode = texts.get_tokenizer().decode
     words = [decode([token_id]) for token_id in (free.token_ids[0], free.token_ids[3])]
     params = replace(GREEDY, bad_words=[words[0], words[1].strip()])
     answer = texts.generate("The sky is", params, use_tqdm=False)[0].token_ids

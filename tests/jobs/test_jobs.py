@@ -18,13 +18,12 @@ import pytest
 from nanovllm.cli import main
 from nanovllm.errors import ConfigError, EngineError, NanovllmError
 from nanovllm.jobs import engine
-from nanovllm.jobs.engine import Answers, RowError, row_seed
+from nanovllm.jobs.engine import RowEngine, RowError, RowOptions, row_seed
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import Row, read_rows, scan, windows
 from nanovllm.jobs.run import run_job
 from nanovllm.outputs import StreamPiece
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.service import Service
 from tests.server.fake_llm import FakeLLM
 
 
@@ -35,6 +34,11 @@ async def echo(row: Row) -> dict[str, Any]:
     if row.is_batch:
         return {"id": f"batch_req_{row.index}", "custom_id": row.custom_id, "response": {}}
     return {**row.fields, "index": row.index, "text": row.fields["prompt"][::-1]}
+
+
+def row_engine(llm: FakeLLM, **options: Any) -> RowEngine:
+    server = ServerOptions(("tiny",), generation_config="vllm")
+    return RowEngine(RowOptions(llm.config, server, **options), llm)  # type: ignore[arg-type]
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -340,7 +344,7 @@ class FailingLLM(FakeLLM):
 
 def test_a_row_that_fails_in_every_engine_is_an_error_of_its_own() -> None:
     llm = FailingLLM(others=[FakeLLM()])
-    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None, is_raw=True)
+    answers = row_engine(llm, is_raw=True)
     with pytest.raises(RowError, match="not finite"):
         asyncio.run(answers(Row(0, {"prompt": "x"})))
     assert llm.num_tries == 2

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm.jobs.engine import Answers, RowError, row_seed
+from nanovllm.jobs.engine import RowError, row_seed
 from nanovllm.jobs.rows import Row
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.service import Service
-from tests.jobs.test_jobs import read_lines, run, write_rows
+from tests.jobs.test_jobs import read_lines, row_engine, run, write_rows
 from tests.server.fake_llm import FakeLLM
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -29,8 +27,7 @@ CHAT = [{"role": "user", "content": "Hello"}]
 def answer(
     fields: dict[str, Any], llm: FakeLLM, index: int = 3, is_raw: bool = True
 ) -> dict[str, Any]:
-    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, max_tokens=7, is_raw=is_raw)
-    return asyncio.run(answers(Row(index, fields)))
+    return asyncio.run(row_engine(llm, max_tokens=7, is_raw=is_raw)(Row(index, fields)))
 
 
 def test_a_prompt_is_a_message_for_a_model_with_a_chat_template() -> None:

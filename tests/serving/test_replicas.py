@@ -17,13 +17,13 @@ import httpx
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.jobs.engine import Answers
+from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.ledger import Ledger
 from nanovllm.jobs.rows import scan
 from nanovllm.jobs.run import OnLine, run_job
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.service import Service
 from tests.jobs.test_jobs import read_lines, write_rows
 from tests.server.byte_model import make_byte_model
 from tests.server.running import Running, running
@@ -192,7 +192,8 @@ def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -
         for i in range(60)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
-    answers = Answers(Service(llm, ServerOptions(("tiny",))), 0, None, is_raw=True)
+    server = ServerOptions(("tiny",), generation_config="vllm")
+    answers = RowEngine(RowOptions(EngineConfig("tiny"), server, is_raw=True), llm)
 
     def run(name: str, on_line: OnLine) -> list[Any]:
         found = scan(path)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
 from nanovllm.attention.triton import TritonAttention
-from nanovllm.devices.cuda.sampler import GraphKey
 from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
@@ -33,6 +32,7 @@ SHORT_SIZES = range(24, 81)
 DRIVER_BYTES = 1 << 29  # what graphs take beside logits and activations
 
 Replay = Callable[[], None]
+GraphKey = tuple[int, int]  # rows, longest context
 
 
 def graph_bytes(num_slots: int, vocab_size: int, dtype: torch.dtype) -> int:
@@ -131,12 +131,12 @@ class DecodeGraphs:
 
     # Captures.
 
-    def run_every_size(self, run_samplers: Callable[[StepLogits], None]) -> None:
-        """Launch every kernel that a step may have, the largest sizes first: all share memory."""
+    def run_every_size(self) -> Iterator[StepLogits]:
+        """Launch the kernels of every size, the largest first: all share memory. Yield logits."""
         for size in reversed(self.sizes):
             for max_context in {self.max_context, self.bound_of(size, 1)}:
                 logits = self._run_layers(size, max_context)
-            run_samplers(self._step_logits(logits, None))
+            yield self._step_logits(logits, None)
             if self.persistent is not None and size in self.persistent.rows:
                 self._run_persistent(self.persistent, logits)
             if size >= MIN_ROWS and self.can_share:

@@ -29,7 +29,7 @@ from nanovllm.devices.cuda.prefill_graphs import (
     bucket_sizes,
     count_many_tokens,
 )
-from nanovllm.devices.cuda.sampler import SamplerGraphs, TritonSampler
+from nanovllm.devices.cuda.sampler import TritonSampler
 from nanovllm.devices.cuda.steps import CudaSteps
 from nanovllm.distributed.group import ALONE, TPGroup
 from nanovllm.errors import ConfigError
@@ -329,8 +329,7 @@ class CudaDevice:
             persistent = None
         decode = DecodeGraphs(eager, attention, self, is_loaded, persistent)
         sampler = self.sampler(eager.tables, eager.model.config.vocab_size)
-        samplers = SamplerGraphs(sampler, self, is_loaded)
-        return CudaSteps(eager, self, decode, prefill, samplers, is_loaded)
+        return CudaSteps(eager, self, sampler, decode, prefill, is_loaded)
 
     def prefill_sizes(self, model: ModelConfig) -> list[Bucket]:
         most = count_many_tokens(model)

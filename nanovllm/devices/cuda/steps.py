@@ -14,14 +14,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from nanovllm.devices.cuda.decode_graphs import DecodeGraphs
+from nanovllm.devices.cuda.decode_graphs import DecodeGraphs, GraphKey, Replay
 from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
-from nanovllm.devices.cuda.sampler import GraphKey, SamplerGraphs
+from nanovllm.devices.cuda.sampler import TritonSampler
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.masks import keep_allowed, keep_allowed_in_slots
@@ -34,29 +37,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What is captured, the simplest first; a batch is served by the first that has all it asks for.
+CAPTURED_SAMPLING = (
+    Sampling.GREEDY,
+    Sampling.NOISE,
+    Sampling.NOISE | Sampling.MIN_P,
+    Sampling.NOISE | Sampling.MIN_P | Sampling.TOP,
+)
+
 Way = Callable[[StepPlan], StepLogits | None]  # None: it does not suit the step
+SamplerKey = tuple[GraphKey, Sampling, bool]  # whose logits, and whether a bitmask comes first
 
 
 class CudaSteps:
-    """Graphs are captured before the first request if `captures_ahead`, else on first use."""
+    """Graphs are captured before the first request if `captures_ahead`, else on first use.
+
+    There are two graphs of each sampler, which take turns and write to host memory of their own: a
+    step begins before the host has read the tokens of the one before.
+    """
 
     def __init__(
         self,
         eager: EagerForward,
         device: CudaDevice,
+        sampler: TritonSampler,
         decode: DecodeGraphs,
         prefill: PrefillGraphs | None,
-        samplers: SamplerGraphs,
         captures_ahead: bool,
     ) -> None:
         self.eager, self.device, self.captures_ahead = eager, device, captures_ahead
-        self.decode, self.prefill, self.samplers = decode, prefill, samplers
+        self.decode, self.prefill, self.sampler = decode, prefill, sampler
         self.decode_ways: tuple[Way, ...] = (
             decode.run_persistent,
             decode.run_shared,
             decode.run_layers,
         )
         self.prompt_ways: tuple[Way, ...] = (eager,) if prefill is None else (prefill, eager)
+        # Sampled by graphs. Not in their pool: while it is copied, the next step may run.
+        num_slots = eager.tables.num_slots
+        self._tokens = torch.zeros(num_slots, dtype=torch.int32, device=device.torch_device)
+        self._masks: Tensor | None = None  # pinned host memory, read by the graphs
+        self._samplers: dict[SamplerKey, Iterator[tuple[Replay, Tensor]]] = {}
 
     def __call__(self, plan: StepPlan) -> StepLogits:
         if is_decode(plan):
@@ -68,22 +89,45 @@ class CudaSteps:
         return logits
 
     def sample(self, logits: StepLogits, plan: StepPlan) -> Sampled:
-        return self._replay_sampler(logits, plan, None) or self.samplers.sampler(logits, plan)
+        key = self._sampler_of(logits, plan, None)
+        return self.sampler(logits, plan) if key is None else self._replay(key, len(plan.slots))
 
     def replay_masked(self, logits: StepLogits, plan: StepPlan, masks: IntColumn) -> Sampled | None:
         """Sample what masks allow by one graph; None, and nothing done, if there is none for it."""
-        return self._replay_sampler(logits, plan, masks)
+        key = self._sampler_of(logits, plan, masks)
+        return None if key is None else self._replay(key, len(plan.slots))
 
-    def _replay_sampler(
+    def _sampler_of(
         self, logits: StepLogits, plan: StepPlan, masks: IntColumn | None
-    ) -> Sampled | None:
-        key, is_masked = logits.graph, masks is not None
-        sampling = None if key is None else self.samplers.find(key, plan, masks)
-        if key is None or sampling is None:
+    ) -> SamplerKey | None:
+        """Return the graph that samples a step; None if there is none, nor may be captured."""
+        asked = self.eager.tables.sampling(plan)
+        sampling = next((each for each in CAPTURED_SAMPLING if asked in each), None)
+        if logits.graph is None or sampling is None:
             return None
-        if not self.samplers.has(key, sampling, is_masked):
-            self._capture_sampler(key, sampling, is_masked)
-        return self.samplers.replay(key, sampling, is_masked, len(plan.slots))
+        if masks is None:
+            return logits.graph, sampling, False
+        if len(masks) < len(plan.slots) or not self._can_read(masks):
+            return None
+        key = logits.graph, sampling, True
+        return key if key in self._samplers or not self.captures_ahead else None
+
+    def _can_read(self, masks: IntColumn) -> bool:
+        """Whether graphs find masks there, which mostly are where they were before."""
+        if self._masks is None or self._masks.data_ptr() != masks.ctypes.data:
+            if not self.device.is_pinned(masks):
+                return False
+            self._masks = self.device.readable(masks)
+            self._samplers = {key: each for key, each in self._samplers.items() if not key[2]}
+        return True
+
+    def _replay(self, key: SamplerKey, num_rows: int) -> Sampled:
+        if key not in self._samplers:
+            self._capture_sampler(key)
+        replay, host = next(self._samplers[key])
+        replay()
+        is_alone = self.sampler.group.is_alone  # else another rank's tokens come after sampling
+        return Sampled(self._tokens[:num_rows], host[:num_rows] if is_alone else None)
 
     def note(self, plan: StepPlan) -> None:
         """Learn which sequences enter with a plan, also with one that runs elsewhere."""
@@ -103,7 +147,17 @@ class CudaSteps:
 
     def run_every_size(self) -> None:
         """Launch every kernel that a step may have."""
-        self.decode.run_every_size(self._run_samplers)
+        for step in self.decode.run_every_size():
+            logits, host = step.values, self.device.pinned(self._tokens[: len(step.values)])
+            if len(logits) == len(self._tokens):
+                shape = len(logits), -(-logits.shape[1] // 32)
+                masks = self.device.readable(self.device.host_memory(shape))
+                keep_allowed(logits, None, masks)  # as after a step with prompts
+                keep_allowed_in_slots(logits, masks, step.slots, self.decode.padding)
+                token_logprobs(logits, self._tokens, 1)
+            for sampling in CAPTURED_SAMPLING:
+                self.sampler.sample(step, sampling)  # as after a step with prompts
+                self.sampler.sample(step, sampling, None, host)
         if self.prefill is not None:
             self.prefill.run_every_size()
 
@@ -114,12 +168,11 @@ class CudaSteps:
         a group have no such moment in common, so theirs are captured here.
         """
         for key in self.decode.all_keys():
-            self.decode.graph(key)
-            for _, sampling in self.samplers.missing([key], is_masked=False):
-                self._capture_sampler(key, sampling, is_masked=False)
+            for sampling in CAPTURED_SAMPLING:
+                self._capture_sampler((key, sampling, False))
         if self.prefill is not None:
-            for chunk_size in reversed(self.prefill.sizes):
-                self.prefill.graph(chunk_size, is_loaded=True)
+            for bucket in reversed(self.prefill.sizes):
+                self.prefill.graph(bucket, is_loaded=True)
         while not self.device.group.is_alone and self.capture_one():
             pass
 
@@ -136,24 +189,36 @@ class CudaSteps:
             return False
         if self.decode.capture_one_shared():
             return True
-        missing = self.samplers.missing(list(self.decode.graphs), is_masked=True)
-        for key, sampling in missing[:1]:
-            self._capture_sampler(key, sampling, is_masked=True)
-        return bool(missing)
+        keys = [(key, each, True) for key in self.decode.graphs for each in CAPTURED_SAMPLING]
+        missing = [key for key in keys if key not in self._samplers]
+        if self._masks is None or not missing:
+            return False
+        self._capture_sampler(missing[0])
+        return True
 
-    def _capture_sampler(self, key: GraphKey, sampling: Sampling, is_masked: bool) -> None:
+    def _capture_sampler(self, key: SamplerKey) -> None:
+        """Takes no memory of the graphs' pool, which would be that of the logits."""
+        graph, sampling, is_masked = key
+        step = self.decode.whole_step(graph)
+        tokens = self._tokens[: len(step.values)]
+        hosts = [self.device.pinned(tokens) for _ in range(2)]
+        masks = self._masks if is_masked else None
+        samples = [partial(self._sample, step, masks, sampling, tokens, host) for host in hosts]
         with self.decode.padded():  # sampling would advance sequences
-            self.samplers.capture(key, self.decode.whole_step(key), sampling, is_masked)
+            replays = [self.device.capture(sample, self.captures_ahead)[0] for sample in samples]
+        self._samplers[key] = cycle(zip(replays, hosts, strict=True))
 
-    def _run_samplers(self, step: StepLogits) -> None:
-        logits, padding = step.values, self.decode.padding
-        if len(logits) == self.decode.sizes[-1]:
-            shape = len(logits), -(-logits.shape[1] // 32)
-            masks = self.device.readable(self.device.host_memory(shape))
-            keep_allowed(logits, None, masks)  # as after a step with prompts
-            keep_allowed_in_slots(logits, masks, step.slots, padding)
-            token_logprobs(logits, torch.zeros_like(step.slots), 1)
-        self.samplers.run_all(step)
+    def _sample(
+        self,
+        step: StepLogits,
+        masks: Tensor | None,
+        sampling: Sampling,
+        tokens: Tensor,
+        host: Tensor,
+    ) -> Tensor:
+        if masks is not None:
+            keep_allowed_in_slots(step.values, masks, step.slots, self.decode.padding)
+        return self.sampler.sample(step, sampling, tokens, host)
 
 
 def _first(ways: tuple[Way, ...], plan: StepPlan) -> StepLogits:

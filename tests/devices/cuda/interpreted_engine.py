@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.devices.cpu.device import CpuDevice
-from nanovllm.devices.cuda import decode_graphs, device, sampler, shared_prefixes
+from nanovllm.devices.cuda import decode_graphs, device, shared_prefixes, steps
 from nanovllm.devices.cuda.device import CudaDevice
 from nanovllm.devices.cuda.persistent.weights import (
     step_constants,
@@ -131,7 +131,7 @@ def check_shared_prefixes(root: Path) -> None:
     with (
         mock.patch.object(decode_graphs, "MIN_ROWS", 3),
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
-        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
     ):
         graphed = runner_of(llm).forward.decode
@@ -171,14 +171,14 @@ def check_masks(root: Path) -> None:
     """Decode steps are masked and sampled by one graph, which reads masks wherever they are."""
     path = make_checkpoint(root / "masks", VARIANTS["qwen3"]).path
     with (
-        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         LLM(path, max_num_seqs=3, max_num_batched_tokens=48, **OPTIONS) as llm,
     ):
         engine, graphed = llm.engine, runner_of(llm).forward
         grammars: Any = OneToken(160)
         engine.front.grammars = engine.core.grammars = grammars
-        replay = mock.Mock(side_effect=graphed.samplers.replay)
-        graphed.samplers.replay = replay
+        replay = mock.Mock(side_effect=graphed._replay)
+        graphed._replay = replay
         tokens, lens = [7, 31, 96], [4, 2, 3]
         params = [
             SamplingParams(temperature=0, max_tokens=n, structured_outputs={"regex": str(token)})
@@ -187,7 +187,11 @@ def check_masks(root: Path) -> None:
         outputs = llm.generate([[1, 2], [3], [4, 5, 6]], params, use_tqdm=False)
     assert [o.token_ids for o in outputs] == [[t] * n for t, n in zip(tokens, lens, strict=True)]
     # The first of four steps reads prompts, and has no graph.
-    assert [call.args[2:] for call in replay.mock_calls] == [(True, 3), (True, 2), (True, 1)]
+    assert [(key[2], count) for (key, count), _ in replay.call_args_list] == [
+        (True, 3),
+        (True, 2),
+        (True, 1),
+    ]
 
 
 def check_captures_ahead(root: Path) -> None:
@@ -204,7 +208,7 @@ def check_captures_ahead(root: Path) -> None:
     with (
         mock.patch.object(decode_graphs, "MIN_ROWS", 3),
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
-        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(
             RunAgain, "capture", autospec=True, side_effect=RunAgain.capture
         ) as record,
@@ -215,9 +219,9 @@ def check_captures_ahead(root: Path) -> None:
         grammars: Any = OneToken(160)
         engine.front.grammars = engine.core.grammars = grammars
         engine.core.executor.mask_memory = lambda num_rows, _: masks[:num_rows]
-        replay = mock.Mock(side_effect=graphed.samplers.replay)
+        replay = mock.Mock(side_effect=graphed._replay)
         shared = mock.Mock(side_effect=graphed.decode.shared_graph)
-        graphed.samplers.replay, graphed.decode.shared_graph = replay, shared
+        graphed._replay, graphed.decode.shared_graph = replay, shared
         for num_rare in (0, 1 + 3):  # rows that share, and masks for each number of rows
             record.reset_mock()
             replay.reset_mock()
@@ -229,7 +233,7 @@ def check_captures_ahead(root: Path) -> None:
             assert [output.token_ids for output in outputs] == [[7] * 3, [31] * 3, [96] * 3]
             assert record.call_count == 0
             assert (shared.call_count > 0) == (num_rare > 0)
-            assert any(call.args[2] for call in replay.mock_calls) == (num_rare > 0)
+            assert any(call.args[0][2] for call in replay.mock_calls) == (num_rare > 0)
             captured = [engine.core.executor.capture_one() for _ in range(6)]
             if num_rare == 0:
                 assert captured == [True] * 4 + [False] * 2
@@ -248,7 +252,7 @@ def check_cache_of_eight_bits(root: Path) -> None:
     with (
         mock.patch.object(decode_graphs, "MIN_ROWS", 3),
         mock.patch.object(shared_prefixes, "MIN_SAVED", 16),
-        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         LLM(checkpoint.path, max_num_seqs=3, max_num_batched_tokens=12, **options) as llm,
     ):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -275,7 +279,7 @@ def check_logits(root: Path) -> None:
     for max_num_seqs, engines in ((1, interpreted()), (3, interpreted()), (3, of_one_rank)):
         with (
             engines,
-            mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+            mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
             LLM(path, dtype="float16", max_num_seqs=max_num_seqs, **options) as llm,
         ):
             ours = forced_logits(llm, prompts, answers)
@@ -341,7 +345,7 @@ def check_whole_step(root: Path) -> None:
         exact = forced_logits(llm, prompts, answers)
     with (
         interpreted(),
-        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, None)),
         LLM(path, dtype="float16", max_num_seqs=1, **OPTIONS) as llm,
     ):
@@ -360,7 +364,7 @@ def check_lost_step(root: Path) -> None:
         want = llm.generate([[1, 2]], params, use_tqdm=False)[0].token_ids
     with (
         interpreted(),
-        mock.patch.object(sampler, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
+        mock.patch.object(steps, "CAPTURED_SAMPLING", (Sampling.GREEDY,)),
         mock.patch.object(device, "build", lambda model, _: ReferenceStep(model, 3)),
         LLM(path, dtype="float16", max_num_seqs=1, depth=1, **OPTIONS) as llm,
     ):

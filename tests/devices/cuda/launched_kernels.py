@@ -100,12 +100,12 @@ def run_beside_answers(llm: LLM, num_answers: int) -> None:
     """Some answers, then more prompts at once than a graph has room for."""
     params = SamplingParams(ignore_eos=True, max_tokens=4)
     for _ in range(num_answers):
-        llm.engine.add_request([1] * 5, params)
+        llm.add_request([1] * 5, params)
     for _ in range(2):
         llm.engine.step()
     for index in range(11):
         prompt = [num_answers, index] * 250  # nobody else's, or it would be in the cache
-        llm.engine.add_request(prompt, params)
+        llm.add_request(prompt, params)
     while not llm.engine.is_finished():
         llm.engine.step()
 

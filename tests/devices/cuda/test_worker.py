@@ -21,7 +21,7 @@ from triton import knobs
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices.cuda.decode_graphs import graph_bytes
-from nanovllm.devices.cuda.steps import CudaSteps
+from nanovllm.devices.cuda.steps import CAPTURED_SAMPLING, CudaSteps
 from nanovllm.engine import start
 from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
@@ -89,8 +89,8 @@ def record_every_size(llm: LLM) -> None:
     with torch.inference_mode(), runner.tables.device.in_order():
         steps = runner.forward
         for key in steps.decode.all_keys():
-            for _, sampling in steps.samplers.missing([key], is_masked=False):
-                steps._capture_sampler(key, sampling, is_masked=False)
+            for sampling in CAPTURED_SAMPLING:
+                steps._capture_sampler((key, sampling, False))
         for size in steps.prefill.sizes:
             steps.prefill.graph(size)
 
@@ -100,7 +100,7 @@ class NoEagerDecode:
 
     def __init__(self, graphed: CudaSteps) -> None:
         self.graphed = graphed
-        self.eager, self.sampler = graphed.eager, graphed.samplers.sampler
+        self.eager, self.sampler = graphed.eager, graphed.sampler
         self.asked: set[Sampling] = set()
         self.num_rows: set[int] = set()
 
@@ -109,12 +109,10 @@ class NoEagerDecode:
         if is_decode(plan):
             self.asked.add(self.eager.tables.sampling(plan))
             self.num_rows.add(len(plan.slots))
-            graphed.samplers.sampler = SimpleNamespace(
-                tables=self.eager.tables, group=self.sampler.group
-            )
+            graphed.sampler = SimpleNamespace(group=self.sampler.group)
             graphed.decode.eager = None
         else:
-            graphed.decode.eager, graphed.samplers.sampler = self.eager, self.sampler
+            graphed.decode.eager, graphed.sampler = self.eager, self.sampler
         logits: StepLogits = graphed(plan)
         assert (logits.graph is not None) == is_decode(plan)
         return logits

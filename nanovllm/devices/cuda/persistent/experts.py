@@ -18,8 +18,6 @@ from nanovllm.devices.cuda.persistent.sizes import (
 )
 from nanovllm.devices.cuda.persistent.stream import LANES
 
-# Tiles of experts on their way at once
-GATE_FLYING, DOWN_FLYING = gl.constexpr(6), gl.constexpr(3)
 HIGH, LOW = gl.constexpr(-65536), gl.constexpr(0xFFFF)  # bits of a key: its logit, its expert
 LOWEST = gl.constexpr(-(1 << 31))
 
@@ -138,7 +136,7 @@ class Experts:
             is_there = block * CHUNK + stream.sm * 8 < LINES
             for tile in gl.static_range(TILES):
                 group = g + (block * TILES + tile) // GROUP
-                owners = stream.claim(t, group, owners, LINE, DOWN_FLYING)
+                owners = stream.claim(t, group, owners, LINE, stream.flying)
                 self.fetch_pieces(
                     stream, weights, t, is_there, rows + block * CHUNK, 16 * tile, LINE
                 )

@@ -1,4 +1,4 @@
-"""A whole decode step of one sequence as one kernel: the phases of a layer, and who loads for them.
+"""A whole decode step of one sequence as one kernel: the phases of a layer, and their loads.
 
 128 programs stay on a multiprocessor each. One warp of a program asks for its weights, eight do
 everything else. docs/persistent-step.md has the picture.
@@ -23,14 +23,15 @@ from nanovllm.devices.cuda.persistent.exchange import (
     prefetch,
     thread_index,
 )
-from nanovllm.devices.cuda.persistent.experts import DOWN_FLYING, GATE_FLYING, Experts
-from nanovllm.devices.cuda.persistent.loader import load
+from nanovllm.devices.cuda.persistent.experts import ExpertLines, Experts
 from nanovllm.devices.cuda.persistent.products import FACTORS
-from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.sizes import (
+    ExpertsShape,
+    StepShape,
     blocks_at_once,
     factor_piece,
     gated_at_once,
+    gated_width,
     group_tiles,
     head_blocks_at_once,
     line_of,
@@ -39,19 +40,22 @@ from nanovllm.devices.cuda.persistent.sizes import (
     num_head_blocks,
     num_slots,
     num_splits,
+    q_width,
+    qkv_width,
     slot_factors,
 )
 from nanovllm.devices.cuda.persistent.stream import (
     HEAD_FLYING,
+    LANES,
     NUM_USED,
     RING,
     RING_WORDS,
+    Lines,
     Stream,
     add_up,
     spread,
     total,
 )
-from nanovllm.kernels.ops import ACTIVATIONS
 
 
 @aggregate
@@ -67,19 +71,12 @@ class Parameters:
     scale: gl.tensor  # of the scores, for powers of two
     has_norm: gl.constexpr  # of q and k
     has_bias: gl.constexpr
-    gate_linear: gl.constexpr  # gate * sigmoid(gate * (linear + cubic * gate * gate))
-    gate_cubic: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, norms, final_norm, qk_norms, qkv_bias, rope, eps, scale, has_norm, has_bias,
-        activation,
-    ):  # fmt: skip
+    def __init__(self, norms, final_norm, qk_norms, qkv_bias, rope, eps, scale, has_norm, has_bias):
         self.norms, self.final_norm, self.qk_norms = norms, final_norm, qk_norms
         self.qkv_bias, self.rope, self.eps, self.scale = qkv_bias, rope, eps, scale
         self.has_norm, self.has_bias = gl.constexpr(has_norm), gl.constexpr(has_bias)
-        linear, cubic = ACTIVATIONS[activation]
-        self.gate_linear, self.gate_cubic = gl.constexpr(linear), gl.constexpr(cubic)
 
 
 @gluon.jit
@@ -134,12 +131,11 @@ def project_back(
     N: gl.constexpr = blocks_at_once(B, LINE)
     HAS_WEIGHTS: gl.constexpr = GATED and experts.count > 0
     PIECE: gl.constexpr = factor_piece(experts.size, bits) if HAS_WEIGHTS else 8
-    FLYING: gl.constexpr = DOWN_FLYING if HAS_WEIGHTS else stream.flying
-    held = stream.grab_early(t, g, B, LINE, FLYING, PIECE)
+    held = stream.grab_early(t, g, B, LINE, stream.flying, PIECE)
     x = experts.take(source, now, bits) if HAS_WEIGHTS else source.take(now, bits)
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, N, LINE, FLYING, PIECE)
+        sums = stream.products(t, g, held, x, held_x, N, LINE, stream.flying, PIECE)
         added = residual + add_up(stream.sums, sums, i * N, N)
         row = block_index() - i * N
         is_new = (row >= 0) & (row < N)
@@ -158,18 +154,16 @@ def project_gate_up(stream, t, g, given, norm, parameters, experts, now):
     B: gl.constexpr = num_blocks(given.gated.width)
     LINE: gl.constexpr = line_of(given.y.width, stream.bits)
     N: gl.constexpr = gated_at_once(B, LINE, experts.count > 0)
-    FLYING: gl.constexpr = GATE_FLYING if experts.count > 0 else stream.flying
-    held = stream.grab_early(t, g, 2 * B, LINE, FLYING)
+    held = stream.grab_early(t, g, 2 * B, LINE, stream.flying)
     if experts.count == 0:
         x, factor = given.y.take_normed(now, norm, parameters.eps, stream.bits)
     held_x = stream.hold_x(x, LINE)
     for i in range(B // N):
-        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, FLYING)
+        sums = stream.products(t, g, held, x, held_x, 2 * N, LINE, stream.flying)
         spread(stream.sums, sums, 0, 0, 2, N)
         spread(stream.more_sums, sums, 0, 1, 2, N)
         gate, up = total(stream.sums) * factor, total(stream.more_sums) * factor
-        slope = parameters.gate_linear + parameters.gate_cubic * gate * gate
-        given.gated.publish(gate / (1.0 + gl.exp(-gate * slope)) * up, 0, i * N, now, N)
+        given.gated.publish(gate / (1.0 + gl.exp(-gate)) * up, 0, i * N, now, N)
         t += 2 * N * LINE.tiles
         g += 2 * N * LINE.tiles // group_tiles(2 * N, LINE)
     return t, g
@@ -264,6 +258,55 @@ def compute(
         gl.store(turns + 1, next_buffer(x_now))
 
 
+@gluon.jit
+def load(stream, experts, weights, head, num_layers, SHAPE: gl.constexpr):
+    """Ask for tiles, across phases and layers, as slots come free."""
+    HIDDEN: gl.constexpr = SHAPE.hidden
+    QKV: gl.constexpr = qkv_width(SHAPE)
+    MLP: gl.constexpr = SHAPE.mlp
+    VOCAB: gl.constexpr = SHAPE.vocab
+    EXPERTS: gl.constexpr = experts.count
+    qkv, o, gate_up, down, router = weights
+    # lines
+    H: gl.constexpr = line_of(HIDDEN, stream.bits)
+    A: gl.constexpr = line_of(q_width(SHAPE), stream.bits)
+    M: gl.constexpr = line_of(gated_width(SHAPE), stream.bits)
+    V: gl.constexpr = line_of(HIDDEN, 16)
+    # blocks of them
+    B: gl.constexpr = num_blocks(HIDDEN)
+    BQ: gl.constexpr = num_blocks(QKV)
+    BM: gl.constexpr = num_blocks(MLP)
+    BV: gl.constexpr = num_head_blocks(VOCAB, V.tiles)
+    # tiles in a group
+    GQ: gl.constexpr = group_tiles(blocks_at_once(BQ, H), H)
+    GO: gl.constexpr = group_tiles(blocks_at_once(B, A), A)
+    GG: gl.constexpr = group_tiles(2 * gated_at_once(BM, H, EXPERTS > 0), H)
+    GD: gl.constexpr = group_tiles(blocks_at_once(B, M), M)
+    GR: gl.constexpr = group_tiles(1, V)
+    GV: gl.constexpr = group_tiles(head_blocks_at_once(V.tiles), V)
+    F: gl.constexpr = stream.flying
+    t, g = gl.to_tensor(0), gl.to_tensor(0)
+    owners = gl.zeros([32], gl.int32, LANES)
+    for layer in range(num_layers):
+        lines = Lines(layer * QKV, QKV)
+        t, g, owners = stream.fetch(qkv, lines, t, g, owners, BQ, H, 1, GQ, F)
+        lines = Lines(layer * HIDDEN, HIDDEN)
+        t, g, owners = stream.fetch(o, lines, t, g, owners, B, A, 1, GO, F)
+        if EXPERTS == 0:
+            gates = Lines(layer * (2 * MLP), MLP)
+            t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
+            t, g, owners = stream.fetch(down, lines, t, g, owners, B, M, 1, GD, F)
+        else:
+            routed = Lines(layer * EXPERTS, EXPERTS)
+            t, g, owners = stream.fetch(router, routed, t, g, owners, 1, V, 1, GR, F)
+            chosen = experts.wait(layer)
+            gates = ExpertLines(chosen, MLP, experts.size)
+            t, g, owners = stream.fetch(gate_up, gates, t, g, owners, BM, H, 2, GG, F)
+            t, g, owners = experts.fetch_down(stream, down, chosen, t, g, owners, HIDDEN, B, M, GD)
+    lines = Lines(gl.to_tensor(0), VOCAB)
+    stream.fetch((head, head), lines, t, g, owners, BV, V, 1, GV, HEAD_FLYING)
+
+
 @gluon.constexpr_function
 def shape_of(numbers):
     return StepShape(*numbers[:7], ExpertsShape(*numbers[7:]))
@@ -323,7 +366,7 @@ def make_attention(
 def persistent_step(
     qkv, qkv_factors, o, o_factors, gate_up, gate_up_factors, down, down_factors, router, head,
     vectors, caches, tables, signals, memories, outputs, numbers,
-    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr, ACTIVATION: gl.constexpr,
+    NUMBERS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """`PersistentStep.run` says what the tuples hold. A tuple cannot hold what is described.
 
@@ -358,7 +401,7 @@ def persistent_step(
     parameters = Parameters(
         norms, final_norm, norms if qk_norms is None else qk_norms,
         norms if qkv_bias is None else qkv_bias, rope + position * DIM, eps, scale,
-        qk_norms is not None, qkv_bias is not None, ACTIVATION,
+        qk_norms is not None, qkv_bias is not None,
     )  # fmt: skip
     token = gl.load(tokens + slot.to(gl.int64) * tokens_width + position)
     embedding += token.to(gl.int64) * HIDDEN

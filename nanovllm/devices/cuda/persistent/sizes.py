@@ -1,13 +1,79 @@
-"""How the persistent step divides its work: counts and layouts known when it is compiled."""
+"""Which sizes the persistent step serves, and how it divides its work: all that is known when it
+is compiled."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SHARED_BYTES = 232448  # of a Hopper multiprocessor, for one program
 HALF_BYTES = gl.constexpr(8192)  # of a tile
-FEW_TILES = gl.constexpr(4)  # of wide lines: so many are multiplied before sums are added up
+MAX_EXPERTS = 256  # of which a lane of a warp has up to eight
+MAX_TOP_K = 32
+MIN_SLOTS = 7  # a group of tiles
+
+
+class ExpertsShape(NamedTuple):
+    num_experts: int = 0
+    top_k: int = 1
+    size: int = 64  # of an expert's MLP
+    is_normalized: bool = False  # whether the weights of the chosen sum to one
+
+    def problem(self, bits: int) -> str | None:
+        if self.num_experts > MAX_EXPERTS or self.top_k > MAX_TOP_K:
+            return f"{self.top_k} of {self.num_experts} experts"
+        if self.num_experts > 0 and (self.size % 8 or self.size * bits % 1024):
+            return f"experts of {self.size}"
+        return None
+
+
+NO_EXPERTS = ExpertsShape()
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a kernel is compiled for."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp: int  # of experts: all that a token goes to
+    vocab: int
+    bits: int = 16  # of all weights but the head's and the router's
+    experts: ExpertsShape = NO_EXPERTS
+
+    @property
+    def q(self) -> int:
+        return int(q_width(self))
+
+    @property
+    def qkv(self) -> int:
+        return int(qkv_width(self))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of it: a kernel's parameter can be a tuple, but no record."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return self.hidden, *heads, self.mlp, self.vocab, self.bits, *self.experts
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no kernel for these sizes."""
+        group, rest = divmod(self.num_heads, self.num_kv_heads)
+        if self.head_dim not in (64, 128):
+            return f"heads of {self.head_dim}"
+        if rest or group > 8 or self.num_kv_heads > 32:
+            return f"{self.num_heads} heads with {self.num_kv_heads} of keys"
+        if power_of_two(group) * self.head_dim < 256:  # two threads would hand on the same value
+            return f"a kv head for every {group} of {self.head_dim}"
+        if problem := self.experts.problem(self.bits):
+            return problem
+        part = {16: 64, 8: 128, 4: 256}[self.bits]  # of which the copy engine takes whole ones
+        if self.hidden % part or self.mlp % part or self.q % part or self.hidden > 8192:
+            return f"widths of {self.hidden} and {self.mlp}"
+        return None if num_slots(self) >= MIN_SLOTS else "too little shared memory"
 
 
 # A tile of codes is also 16 KB, so it has twice or four times the columns. Both of its halves are
@@ -126,12 +192,9 @@ def goes_by_tile(blocks, line):
 
 @gluon.constexpr_function
 def blocks_at_once(blocks, line):
-    """Blocks of lines that are multiplied before their sums are added up.
-
-    Tiles of a wide line come one by one: of these it is one block, or two of two tiles.
-    """
+    """Blocks of lines that are multiplied before their sums are added up."""
     if goes_by_tile(blocks, line):
-        return blocks if blocks * line.tiles <= FEW_TILES.value else 1
+        return 1
     return max(n for n in range(1, 7) if blocks % n == 0 and n * line.tiles <= max_held(line))
 
 

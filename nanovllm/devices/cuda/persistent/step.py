@@ -11,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nanovllm.devices.cuda.persistent.exchange import NUM_BUFFERS, NUM_PROGRAMS
 from nanovllm.devices.cuda.persistent.kernel import persistent_step
 from nanovllm.devices.cuda.persistent.products import FACTORS
-from nanovllm.devices.cuda.persistent.shape import StepShape
 from nanovllm.devices.cuda.persistent.sizes import (
+    StepShape,
     expert_segments,
     gated_parts,
     gated_room,
@@ -25,7 +25,7 @@ from nanovllm.devices.cuda.persistent.sizes import (
     segment_groups,
 )
 from nanovllm.devices.cuda.persistent.stream import RING
-from nanovllm.kernels.ops import Activation, LayerCache, Routing
+from nanovllm.kernels.ops import LayerCache, Routing
 
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -68,7 +68,6 @@ class StepConstants:
     eps: float
     scale: float  # of the scores
     window: int | None
-    activation: Activation
     routing: Routing | None = None  # among experts
 
 
@@ -157,7 +156,6 @@ class PersistentStep:
             (stride // 4, self.num_layers, window, constants.eps, constants.scale * LOG2_E),
             NUMBERS=shape.numbers,
             BLOCK_SIZE=k.shape[1],
-            ACTIVATION=constants.activation,
             num_warps=8,
             launch_cooperative_grid=True,  # all programs run at once, or none
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm.attention.base import AttentionSpec
 from nanovllm.devices.cuda.persistent.products import LOWER, MIDDLE
-from nanovllm.devices.cuda.persistent.shape import NO_EXPERTS, ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import NO_EXPERTS, ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.step import (
     StackedCodes,
     StepConstants,
@@ -121,6 +121,8 @@ def find_problem(model: DecoderModel, layers: list[StepLayer], cache: KVCacheSpe
 def _odd_layers(model: DecoderModel, layers: list[StepLayer]) -> str | None:
     if model.model.embed_tokens.scale != 1:
         return "it scales embeddings"
+    if any(linear.activation not in (None, "silu") for layer in layers for linear in layer.linears):
+        return "its activation is not silu"
     if any(linear.bias is not None for layer in layers for linear in layer.linears[1:]):
         return "there are biases beside those of q, k and v"
     if len({(layer.attention, layer.rope.data_ptr()) for layer in layers}) > 1:
@@ -151,11 +153,8 @@ def step_shape(model: DecoderModel, layers: list[StepLayer]) -> StepShape:
 
 
 def step_constants(model: DecoderModel, layers: list[StepLayer]) -> StepConstants:
-    first = layers[0]
-    activation = "silu" if first.experts is not None else first.linears[2].activation
-    assert activation is not None
-    spec, eps = first.attention, model.model.norm.weights.eps
-    return StepConstants(eps, spec.scale, spec.window, activation, first.routing)
+    spec, eps = layers[0].attention, model.model.norm.weights.eps
+    return StepConstants(eps, spec.scale, spec.window, layers[0].routing)
 
 
 def step_tensors(model: DecoderModel, layers: list[StepLayer]) -> StepTensors:

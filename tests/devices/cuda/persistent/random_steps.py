@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanovllm.devices.cuda.persistent.shape import StepShape
+from nanovllm.devices.cuda.persistent.sizes import StepShape
 from nanovllm.devices.cuda.persistent.step import (
     PersistentStep,
     StackedCodes,
@@ -15,7 +15,7 @@ from nanovllm.devices.cuda.persistent.step import (
     StepTensors,
 )
 from nanovllm.devices.cuda.persistent.weights import factors_of
-from nanovllm.kernels.ops import Activation, LayerCache, Routing
+from nanovllm.kernels.ops import LayerCache, Routing
 from nanovllm.kernels.quantized_weight import (
     QuantizedWeight,
     pack_words,
@@ -31,7 +31,6 @@ class Variant:
     has_qk_norm: bool = True
     has_bias: bool = False
     window: int | None = None
-    activation: Activation = "silu"
     block_size: int = 64
 
 
@@ -45,7 +44,7 @@ class RandomStep:
         self.tensors = self._tensors(max_context)
         experts, scale = shape.experts, shape.head_dim**-0.5
         routing = Routing(experts.top_k, experts.is_normalized) if experts.num_experts else None
-        self.constants = StepConstants(1e-6, scale, variant.window, variant.activation, routing)
+        self.constants = StepConstants(1e-6, scale, variant.window, routing)
         num_blocks = -(-max_context // variant.block_size) + 3
         sizes = variant.num_layers, 2, num_blocks, variant.block_size, shape.num_kv_heads
         caches = self._random(*sizes, shape.head_dim)

@@ -37,17 +37,17 @@ def reference_step(
         normed = rms_norm(x, mlp_norm, constants.eps)
         gate_up, down = _plain(tensors.gate_up)[layer], _plain(tensors.down)[layer]
         if tensors.router is None:
-            x = x + _mlp(normed, gate_up.to(dtype), down.to(dtype), constants)
+            x = x + _mlp(normed, gate_up.to(dtype), down.to(dtype))
             continue
         logits = F.linear(normed, tensors.router[layer].to(dtype))
         for expert, weight in _choose(logits.bfloat16(), constants.routing):
-            y = _mlp(normed, gate_up[expert].to(dtype), down[expert].to(dtype), constants)
+            y = _mlp(normed, gate_up[expert].to(dtype), down[expert].to(dtype))
             x = x + (weight * y).to(dtype)
     return F.linear(rms_norm(x, tensors.final_norm, constants.eps), tensors.head.to(dtype))
 
 
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor, constants: StepConstants) -> Tensor:
-    return F.linear(TorchOps().gate(F.linear(x, gate_up), constants.activation), down)
+def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(TorchOps().gate(F.linear(x, gate_up), "silu"), down)
 
 
 def _choose(logits: Tensor, routing: Routing | None) -> list[tuple[int, float]]:

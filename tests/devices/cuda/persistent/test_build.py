@@ -18,7 +18,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks.models import model_path
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.devices.cuda.persistent import build, weights
-from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.step import StackedCodes
 from nanovllm.fp8 import FP8
 from nanovllm.kernels.cuda.ops import TritonOps, pack_quantized
@@ -72,6 +72,7 @@ def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen3-0.6b", {"architectures": ["MistralForCausalLM"], "sliding_window": 99}, None),
         ("llama-3.1-8b", {"attention_bias": True}, "biases"),
         ("llama-3.1-8b", {"mlp_bias": True}, "biases"),
+        ("qwen3-0.6b", {"hidden_act": "gelu_pytorch_tanh"}, "activation"),
         (
             "qwen3-0.6b",
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},

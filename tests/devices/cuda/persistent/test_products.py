@@ -19,8 +19,13 @@ from nanovllm.kernels.quantized_weight import (
 from tests.devices.cuda.persistent.gluon_on_numpy import Shared, Source, array, load_modules
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
-from nanovllm.devices.cuda.persistent.sizes import num_halves, piece_segments, segment_groups
+from nanovllm.devices.cuda.persistent.sizes import (
+    ExpertsShape,
+    StepShape,
+    num_halves,
+    piece_segments,
+    segment_groups,
+)
 from nanovllm.devices.cuda.persistent.step import by_tile
 from nanovllm.devices.cuda.persistent.weights import factors_of
 

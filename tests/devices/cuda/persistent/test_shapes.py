@@ -7,9 +7,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from nanovllm.devices.cuda.persistent.shape import MIN_SLOTS, ExpertsShape, StepShape
 from nanovllm.devices.cuda.persistent.sizes import (
+    MIN_SLOTS,
+    ExpertsShape,
     Line,
+    StepShape,
     blocks_at_once,
     expert_columns,
     gated_at_once,

@@ -38,7 +38,7 @@ EXPERTS = {
 
 @pytest.fixture(params=list(SHAPES))
 def shape(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from nanovllm.devices.cuda.persistent.sizes import StepShape
 
     return StepShape(*SHAPES[request.param])
 
@@ -58,7 +58,7 @@ def test_equals_the_reference(shape) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "tiny"])
 def test_weights_that_stay_codes(name: str, bits: int) -> None:
-    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES[name], bits), Variant(), 700)
@@ -72,7 +72,7 @@ def test_weights_that_stay_codes(name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_experts(name: str, bits: int) -> None:
     """A choice that is nearly a tie may fall either way: the median of some tokens counts."""
-    from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+    from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     experts, sizes = EXPERTS[name]
@@ -90,7 +90,6 @@ def test_experts(name: str, bits: int) -> None:
     "change",
     [
         {"window": 100},
-        {"activation": "gelu_tanh"},
         {"block_size": 32},
         {"block_size": 256},
         {"num_layers": 1},
@@ -100,7 +99,7 @@ def test_experts(name: str, bits: int) -> None:
     ids=str,
 )
 def test_variants(change: dict[str, object]) -> None:
-    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), replace(Variant(), **change), 700)
@@ -121,7 +120,7 @@ def test_many_steps_in_a_graph_are_alike(name: str, bits: int, length: int) -> N
 
     Those of a narrow model, or without keys, have the least to wait for.
     """
-    from nanovllm.devices.cuda.persistent.shape import ExpertsShape, StepShape
+    from nanovllm.devices.cuda.persistent.sizes import ExpertsShape, StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     experts, sizes = EXPERTS[name] if name in EXPERTS else ((), SHAPES[name])
@@ -141,7 +140,7 @@ def test_many_steps_in_a_graph_are_alike(name: str, bits: int, length: int) -> N
 
 
 def test_padding_writes_no_key() -> None:
-    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
@@ -154,7 +153,7 @@ def test_padding_writes_no_key() -> None:
 
 
 def test_gives_up_instead_of_hanging() -> None:
-    from nanovllm.devices.cuda.persistent.shape import StepShape
+    from nanovllm.devices.cuda.persistent.sizes import StepShape
     from tests.devices.cuda.persistent.random_steps import RandomStep, Variant
 
     step = RandomStep(StepShape(*SHAPES["tiny"]), Variant(), 300)
