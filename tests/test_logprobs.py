@@ -183,9 +183,9 @@ def test_scores(tiny: Any) -> None:
     best = checkpoint.generate(prompt, 3)
     with LLM(checkpoint.path, device="cpu", **OPTIONS) as llm:
         greedy, other, one = llm.score(prompt, [best, [9, 2, 6, 5], [best[0]]])
-        with pytest.raises(RequestError, match="empty"):
+        with pytest.raises(RequestError, match="at least one token"):
             llm.score(prompt, [[]])
-        with pytest.raises(RequestError, match="continuations are a list"):
+        with pytest.raises(RequestError, match="continuations must be a list"):
             llm.score(prompt, "text")
     assert greedy.is_greedy
     assert one.is_greedy
@@ -208,5 +208,5 @@ def test_scores_take_every_form_of_a_prompt(tiny: Any) -> None:
         for salt, is_cached in (("a", True), ("b", False)):
             [output] = llm.generate([ids], SamplingParams(max_tokens=1), cache_salt=salt)
             assert bool(output.num_cached_tokens) == is_cached
-        with pytest.raises(RequestError, match="a string or a list of token ids"):
+        with pytest.raises(RequestError, match="a string or token ids"):
             llm.score(ids, [{"prompt_token_ids": [9, 2], "cache_salt": "a"}])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM
-from nanovllm.serving import restarts
+from nanovllm.serving import replica
 from tests.cli.test_serve import ENGINE, ServeProcess
 from tests.server.byte_model import make_byte_model
 from tests.server.running import Running, running
@@ -78,7 +78,7 @@ def test_engines_that_fail_again_and_again(
     count: Callable[[int], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(restarts, "SOON_SECONDS", 0.0)  # none of them fails too soon
+    monkeypatch.setattr(replica, "SOON_SECONDS", 0.0)  # none of them fails too soon
     before = restarting.llm.replicas[0].num_restarts
     for turn in range(count(10)):
         until_healthy(restarting.http)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,14 @@ class Launcher:
 
     def record(self, function: Callable[[], Tensor]) -> tuple[Program, Tensor]:
         """Note the kernels of a function that runs nothing else; its result is theirs to fill."""
+        # In another thread: Ctrl-C in this one could leave torch's dispatch mode on.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._record, function, torch.is_inference_mode_enabled()).result()
+
+    def _record(self, function: Callable[[], Tensor], is_inference: bool) -> tuple[Program, Tensor]:
         recording = self._recordings.current = Recording([], [])
         try:
-            with OnlyViews():
+            with torch.inference_mode(is_inference), OnlyViews():
                 output = function()
         finally:
             self._recordings.current = None

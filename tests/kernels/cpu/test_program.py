@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
 pytest.importorskip("numba")
 
@@ -155,71 +150,6 @@ def test_an_error_while_recording_leaves_the_launcher_usable(block: Block) -> No
     program, output = block.launcher.record(lambda: block(inputs))
     program.run()
     assert torch.equal(output, want)
-
-
-def assert_usable(block: Block, inputs: Tensor, want: Tensor) -> None:
-    """Kernels run at once, torch computes as ever, and the next recording works."""
-    assert _len_torch_dispatch_stack() == 0
-    assert torch.equal(block(inputs), want)
-    assert torch.equal(want + 1, want.clone().add_(1))
-    program, output = block.launcher.record(lambda: block(inputs))
-    program.run()
-    assert torch.equal(output, want)
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_line_of_a_recording_leaves_nothing_behind() -> None:
-    block, inputs = Block(torch.float32), tokens(4, 8)
-    want = block(inputs)
-    num_lines, last = 0, 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal num_lines
-        if event == "line" and "nanovllm" in frame.f_code.co_filename:
-            num_lines += 1
-            if num_lines == last:
-                raise KeyboardInterrupt
-        return trace
-
-    def traced() -> Tensor:
-        sys.settrace(trace)  # in the thread that records, too
-        return block(inputs)
-
-    is_done = False
-    while not is_done:
-        num_lines, last = 0, last + 1
-        sys.settrace(trace)
-        try:
-            block.launcher.record(traced)
-            is_done = True
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        assert_usable(block, inputs, want)
-    assert last > 20
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer")
-def test_a_signal_during_a_recording_leaves_nothing_behind() -> None:
-    block, inputs = Block(torch.float32), tokens(4, 8)
-    want = block(inputs)
-    num_interrupted = 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for i in range(60):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + i))
-                for _ in range(100):
-                    block.launcher.record(lambda: block(inputs))
-            except KeyboardInterrupt:
-                num_interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert_usable(block, inputs, want)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert num_interrupted > 0
 
 
 def test_scratch_is_float32_whatever_the_default_is() -> None:
