@@ -88,6 +88,7 @@ class Supervisor:
         self._step_timeout = step_timeout  # seconds; 0: no checks
         self._silence = [0.0] * len(children.names)  # seconds since the last message of each
         self._owner = os.getpid()
+        self._is_closed = False
         self._lock = threading.RLock()  # the collector may close us in the midst of a failure
         self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
         self._thread.start()
@@ -108,7 +109,10 @@ class Supervisor:
         self._fail(CLOSED)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            self._children.close()
+            with self._lock:  # two threads may close at the same time
+                if not self._is_closed:
+                    self._is_closed = True
+                    self._children.close()
 
     def _run(self) -> None:
         try:
