@@ -335,6 +335,15 @@ def test_a_forked_child_is_told_so_at_once(llm: LLM) -> None:
 NUM_INTERRUPTS = 200
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT even where a shell started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals between threads here")
 def test_real_interrupts_at_random_times_do_no_harm(llm: LLM) -> None:
     """A thread sends SIGINT to this one during `generate` and `stream` calls, until 200 struck."""
@@ -355,11 +364,14 @@ def test_real_interrupts_at_random_times_do_no_harm(llm: LLM) -> None:
         assert (generate(llm) if number % 2 else streamed(llm)) == want
         while is_running.is_set():  # it was too quick: the signal strikes here
             time.sleep(0.001)
-        time.sleep(60)
+        assert is_lost.wait(60)
+        is_lost.clear()
+        raise KeyboardInterrupt
 
     thread = threading.Thread(target=interrupt, daemon=True)
-    # What is raised in a finaliser is printed, and pytest would keep its traceback.
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    # An interrupt in a finaliser is lost, and pytest would keep its traceback.
+    is_lost = threading.Event()
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: is_lost.set()
     thread.start()
     try:
         for number in range(NUM_INTERRUPTS):
@@ -385,6 +397,7 @@ def streamed(llm: LLM) -> list[list[int]]:
     return token_ids
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_does_not_wait_for_a_long_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm(path) as llm:
         want = generate(llm)
