@@ -277,7 +277,7 @@ class AsyncLLM:
             self._streams[live.seq_id] = stream
             self.front.submit(live)
         core.add(requests)
-        stream.unread.loop.call_soon(core.flush)  # with those of callers who wait their turn
+        stream.unread.loop.call_soon(core.flush)  # together with requests of other callers
         return stream
 
     def _end(self, seq_id: int) -> Stream | None:
@@ -288,7 +288,7 @@ class AsyncLLM:
         return stream
 
     def _drop(self, seq_id: int) -> None:
-        """End a request of which nothing more is wanted."""
+        """End a request and discard its output."""
         with self._lock:
             stream = self._end(seq_id)
             unfinished = self.front.unfinished(seq_id)

@@ -33,7 +33,7 @@ COUNT, RATE = options.at_least(1), options.positive
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent, and when."""
+    """The requests of a load and their arrival times."""
 
     model: str | None = option(None, "name to ask for", unset="the server's first")
     rate: float | None = option(None, "requests a second", parse=RATE, alias="--request-rate")

@@ -27,7 +27,7 @@ from nanovllm.config import SERVING_TARGET_MS, WHOLE_CONTEXT, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions, read_text, resolve
 
-# The options of a server that batch jobs have, too.
+# Server options that `nanovllm batch` accepts too.
 ANSWERS = (
     *("served_model_name", "chat_template", "generation_config", "override_generation_config"),
     *("tool_call_parser", "reasoning_parser"),
@@ -57,7 +57,7 @@ def add_model_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     set_child_threads(args.threads, config)
-    options = server_options(args, config.model, {})  # what is wrong is found before a model loads
+    options = server_options(args, config.model, {})  # validate options before the model is loaded
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.server.run import check_certificate, is_loopback, listen, make_server
 

@@ -167,7 +167,7 @@ class EngineThread:
         return [output for output in outputs if output is not None]
 
     def drop(self, seq_id: int) -> None:
-        """End a request of which nothing more is wanted."""
+        """End a request and discard its output."""
         for each in self.front.unfinished(seq_id):
             self.core.finish(each, "abort")
         self.front.forget(seq_id)

@@ -47,7 +47,7 @@ class StartedCore:
 
 
 def start_core(found: FoundModel, grammars: Grammars) -> StartedCore:
-    """Load the model and make what runs it."""
+    """Load the model and create its engine core."""
     config = found.config
     executor = create_executor(config, found.model_config, found.checkpoint)
     info = executor.start()
@@ -97,7 +97,7 @@ class LocalExecutor:
     """One worker in this process."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker: Worker | None = worker  # None: closed
+        self.worker: Worker | None = worker  # None once closed
 
     def start(self) -> ExecutorInfo:
         assert self.worker is not None

@@ -41,7 +41,7 @@ KEPT_PRODUCTS = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 
 
 POLL_SECONDS = 0.25  # the longest wait for messages, and the most silence that one wait counts for
 HEARTBEAT_TIMEOUT = 4.5  # seconds without a message; a child sends a heartbeat every second
-GRACE_SECONDS = 0.2  # for the death to show that explains another child's error
+GRACE_SECONDS = 0.2  # wait for the exit that caused another child's error
 STOP_SECONDS = 2.0  # from asking a process to end to killing it
 CLOSE_SECONDS = 5.0  # for a thread's current step; one that is paused for longer is left behind
 
@@ -64,7 +64,7 @@ class Children(Protocol):
         """End all children."""
 
     def close(self) -> None:
-        """Free what is left when they have ended and nobody receives."""
+        """Free connections; call it after the children ended and no thread receives."""
 
 
 class Supervisor:

@@ -112,7 +112,7 @@ def build_worker(task: WorkerTask, rank: int) -> RankWorker:
 
 
 def join_group(task: WorkerTask, rank: int) -> TPGroup:
-    """Take the rank's share of the machine and meet the other ranks, who leave if it is dropped."""
+    """Set up the rank's device and join the process group; dropping it leaves the group."""
     import torch
 
     from nanovllm.devices.choose import claim_device

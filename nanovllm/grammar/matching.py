@@ -63,7 +63,7 @@ class Grammar:
 
 @dataclass(slots=True)
 class Compiled:
-    """A matcher at the beginning, to be copied, and what is known about its grammar."""
+    """A compiled grammar: a matcher in its initial state, to be copied, and its first bitmask."""
 
     start: LLMatcher
     first_mask: IntColumn

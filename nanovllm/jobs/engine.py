@@ -70,7 +70,7 @@ class RowOptions:
 
 
 class RowEngine:
-    """Raises RowError for a bad row; another error means that the engine is dead."""
+    """Raise RowError for an invalid row; any other error means that the engine failed."""
 
     def __init__(self, options: RowOptions, llm: AsyncLLM | None = None) -> None:
         self.llm = llm or AsyncLLM(**asdict(options.config))

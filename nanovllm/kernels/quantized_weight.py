@@ -184,7 +184,7 @@ class QuantizedRows:
         rows.put(0, quantized, scales, None, fill)
 
     def _by_group(self, numbers: Tensor) -> Tensor:
-        """Repeat what is shared by more inputs than a group of ours has; pad to whole blocks."""
+        """Repeat scales of larger groups, and pad to whole groups."""
         wanted = self.weight.scales.shape[1]
         if self.group == -1:
             return numbers.expand(len(numbers), wanted)

@@ -17,7 +17,7 @@ from nanovllm.layers.weights import Layouts
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The device, dtype and layouts of parameters, what runs them, and who shares them."""
+    """Device, dtype and layouts of parameters, their operations and the ranks that share them."""
 
     device: torch.device
     dtype: torch.dtype

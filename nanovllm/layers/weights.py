@@ -36,7 +36,7 @@ from nanovllm.quantisation import QuantLayout
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
 
-# The outputs of a weight by checkpoint name: one name may hold several, such as q, k and v.
+# Output sizes of a weight by checkpoint name; one tensor may hold several outputs (q, k and v).
 Outputs = dict[str, list[Share]]
 Layouts = Callable[[str], QuantLayout | None]  # by module; None: dense, or to be dequantized
 

@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What is known of an engine once it runs."""
+    """Facts about a running engine."""
 
     config: EngineConfig
     model_config: ModelConfig

@@ -46,7 +46,7 @@ async def whole_body(answer: EventStream) -> Event:
 
 
 class WholeResponse(Response):
-    """Sends a body when it is there; whatever is wrong with it raises."""
+    """A response that is sent whole; errors raise before anything is sent."""
 
     def __init__(self, body: Awaitable[Event], timeout: float | None) -> None:
         super().__init__(media_type="application/json")

@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(slots=True)  # not frozen: there is one for every token, and chats add `events`
 class Update:
-    """What is new of one choice; the fields from `finish_reason` on come with its last update."""
+    """New output of one choice; fields from `finish_reason` on are set in its last update."""
 
     choice: int
     text: str = ""

@@ -94,7 +94,7 @@ class CoreClient:
 
     def _send(self, record: object) -> None:
         body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
-        with contextlib.suppress(NanovllmError):  # `on_failure` is told why
+        with contextlib.suppress(NanovllmError):  # `on_failure` receives the reason
             self._supervisor.send(pack(Kind.TASK, body))
 
     def _receive(self, _: int, body: bytearray) -> None:

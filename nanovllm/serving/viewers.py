@@ -1,4 +1,4 @@
-"""Readers in event loops: each gets what came for it and was not read yet, whoever is late."""
+"""Readers in event loops: each receives its unread items, independent of slower readers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Unread(Generic[T]):
         self._has_news = asyncio.Event()
 
     async def take(self) -> list[T]:
-        """Wait for items and take them; none when there will be no more, or raise the reason."""
+        """Wait for items and return them; empty once the stream ended, raises if it failed."""
         await self._has_news.wait()
         if self._error is not None:
             raise copy_error(self._error)
@@ -44,7 +44,7 @@ class Unread(Generic[T]):
         self._has_news.set()
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have the reader's loop call a function; nobody reads in one that is closed."""
+        """Schedule a call in the reader's loop; a closed loop has no reader."""
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -53,7 +53,7 @@ class Unread(Generic[T]):
 
 
 def copy_error(error: NanovllmError) -> NanovllmError:
-    """One for each who raises it, with a traceback of its own."""
+    """Copy an error, so that each waiter raises one with its own traceback."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy

@@ -86,7 +86,7 @@ def fill_dummy_weights(model: nn.Module, device: Device, seed: int) -> None:
 
 def _fill_randomly(expected: ExpectedTensor, generator: torch.Generator, device: Device) -> None:
     target = expected.parts[0].target
-    if isinstance(target, QuantizedRows):  # each rank quantizes its own share
+    if isinstance(target, QuantizedRows):  # each rank quantizes its own shard
         whole = torch.empty(expected.shape, device=device.torch_device)
         whole.normal_(0.0, 0.02, generator=generator)
         for part in expected.parts:

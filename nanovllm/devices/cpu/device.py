@@ -120,7 +120,7 @@ class CpuDevice:
         return granted
 
     def check_cache_bytes(self, num_bytes: int) -> None:
-        """Any size will do: memory is taken as it is used."""
+        """Accept any size: pages are allocated on first use."""
 
     def allocate_cache(self, num_bytes: int) -> Tensor:
         return allocate_lazily(num_bytes)

@@ -162,7 +162,7 @@ class CudaDevice:
             target.copy_(pinned, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-            copied.synchronize()  # before pinned is freed and handed out again
+            copied.synchronize()  # the pinned buffer must not be reused before
 
     def upload(self, array: np.ndarray) -> Tensor:
         return self._pin(array).to(self.torch_device, non_blocking=True)

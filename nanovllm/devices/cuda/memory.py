@@ -41,7 +41,7 @@ def use_device(index: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """What a device's bytes are spoken for, and what is left for the KV cache."""
+    """How the memory of a device is divided, and what remains for the KV cache."""
 
     total: int
     utilization: float

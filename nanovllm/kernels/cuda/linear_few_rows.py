@@ -221,6 +221,6 @@ def add_parts(sums, parts):  # type: ignore[no-untyped-def]
     if is_last:
         tl.store(parts[1] + tile, 0)
         sums = tl.zeros_like(sums)
-        for split in tl.range(0, num_splits):  # in one order, whoever is last
+        for split in tl.range(0, num_splits):  # in a fixed order, whichever program is last
             sums += tl.load(first + split * SIZE + places, cache_modifier=".cg")
     return sums, is_last

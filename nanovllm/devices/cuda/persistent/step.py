@@ -161,7 +161,7 @@ class PersistentStep:
         )
 
     def gave_up(self) -> bool:
-        """Whether a step that has ended went wrong, told once; none may be run afterwards.
+        """Return once whether a finished step failed; no step may run afterwards.
 
         Its programs wait for each other, in vain if other work takes part of the device.
         """
