@@ -75,13 +75,12 @@ class LLM:
         sampling_params: Params = None,
         *,
         cache_salt: str | None = None,
-        on_step: Callable[[StepOutput], None] | None = None,
         on_refusal: Callable[[int, RequestError], None] | None = None,
     ) -> Generator[StreamPiece, None, None]:
         """Like `generate`, but yield text as it comes; closing the iterator aborts the rest.
 
-        `on_step` sees every engine step before its pieces are yielded. With `on_refusal` a prompt
-        that cannot run is reported by its index, and the others are answered; without, it raises.
+        With `on_refusal` a prompt that cannot run is reported by its index, and the others are
+        answered; without, it raises.
         """
         requests = self._prepare(
             prompts, sampling_params, cache_salt, on_refusal, is_streaming=True
@@ -89,8 +88,6 @@ class LLM:
         job = Job(is_streaming=True)
         with contextlib.closing(self.engine.stream(job, requests)) as steps:
             for step in steps:
-                if on_step is not None:
-                    on_step(step)
                 yield from step.pieces
 
     def generate_stream(
