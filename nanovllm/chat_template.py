@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,80 +15,62 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
-# Options of transformers' apply_chat_template that take effect after rendering.
-AFTERWARDS = frozenset((
-    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-))  # fmt: skip
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to the message that the model continues
 
 
 class ChatTemplate:
-    """A model's template with the options of transformers' `apply_chat_template` that it can see.
+    """A compiled template, which several threads may render at once.
 
     A template that cannot be compiled or rendered raises RequestError.
     """
-
-    def __init__(
-        self,
-        template: str | Mapping[str, str],  # or several, by name
-        special_tokens: Mapping[str, Any],
-        compile_source: Callable[[str], Program] | None = None,  # one that remembers, if any
-        *,
-        chat_template: str | None = None,
-        tools: Sequence[Any] | None = None,
-        continue_final_message: bool = False,
-        **options: Any,
-    ) -> None:
-        is_either = not (continue_final_message and options.get("add_generation_prompt"))
-        expected = "left out with add_generation_prompt: a message is continued or answered"
-        require(is_either, "continue_final_message", expected, continue_final_message)
-        if refused := sorted(AFTERWARDS.intersection(options)):
-            message = f"a chat template has no option {refused[0]}: its text becomes ids"
-            raise RequestError(message, param=refused[0])
-        self._is_continuing = continue_final_message
-        schemas = None if tools is None else _tool_schemas(tools)
-        defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
-        self._variables = {**special_tokens, "tools": schemas, **defaults, **options}
-        source = _choose(template, chat_template, has_tools=tools is not None)
-        self._program = (compile_source or Program)(source)
-
-    def render(self, conversation: Sequence[Mapping[str, Any]]) -> str:
-        if not self._is_continuing:
-            return self._program.run(conversation, self._variables)
-        *before, last = conversation
-        marked = [*before, {**last, "content": last["content"] + _MARK}]
-        text = self._program.run(marked, self._variables)
-        start = text.rfind(_MARK.strip())
-        if start < 0:
-            message = "the chat template does not show the message to be continued"
-            raise RequestError(message, param="messages")
-        is_trimmed = not text.startswith(_MARK, start)
-        return text[:start].rstrip() if is_trimmed else text[:start]
-
-
-class Program:
-    """A compiled template; several threads may run it at once."""
 
     def __init__(self, source: str) -> None:
         with _request_errors():
             self._template = _sandbox().from_string(source)
 
-    def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Render a conversation as `apply_chat_template` of transformers does."""
+        is_either = not (continue_final_message and variables.get("add_generation_prompt"))
+        expected = "left out with add_generation_prompt: a message is continued or answered"
+        require(is_either, "continue_final_message", expected, continue_final_message)
+        defaults = {"documents": None, "add_generation_prompt": not continue_final_message}
+        if continue_final_message:
+            *before, last = conversation
+            conversation = [*before, {**last, "content": last["content"] + _MARK}]
+        schemas = None if tools is None else [_tool_schema(tool) for tool in tools]
         with _request_errors():
-            return self._template.render(messages=messages, **variables)
+            text = self._template.render(
+                messages=conversation, tools=schemas, **{**defaults, **variables}
+            )
+        return _before_mark(text) if continue_final_message else text
 
 
-def _choose(template: str | Mapping[str, str], asked: str | None, has_tools: bool) -> str:
-    """A template that was asked for, by its name or as a text; else the model's for the purpose."""
+def choose_template(
+    template: str | Mapping[str, str], asked: str | None = None, has_tools: bool = False
+) -> str:
+    """Return the template asked for, by its name or as a text; else the model's for the purpose."""
     templates = {"default": template} if isinstance(template, str) else template
-    is_valid = isinstance(templates, Mapping) and isinstance(asked, str | None)
-    require(is_valid, "chat_template", "a text, or one of several by name", asked or template)
     if asked is not None:
         return templates.get(asked, asked)
     name = "tool_use" if has_tools and "tool_use" in templates else "default"
     require(name in templates, "chat_template", f"one of {', '.join(templates)}", asked)
     return templates[name]
+
+
+def _before_mark(text: str) -> str:
+    start = text.rfind(_MARK.strip())
+    if start < 0:
+        message = "the chat template does not show the message to be continued"
+        raise RequestError(message, param="messages")
+    is_trimmed = not text.startswith(_MARK, start)
+    return text[:start].rstrip() if is_trimmed else text[:start]
 
 
 @contextlib.contextmanager
@@ -125,11 +107,6 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
     return sandbox
 
 
-def _tool_schemas(tools: Sequence[Any]) -> list[Any]:
-    require(isinstance(tools, (list, tuple)), "tools", "a list of schemas or functions", tools)
-    return [_tool_schema(tool) for tool in tools]
-
-
 def _tool_schema(tool: Any) -> Any:
     """Describe a function by its signature and docstring; a schema stays as it is."""
     if isinstance(tool, Mapping):
@@ -143,21 +120,9 @@ def _tool_schema(tool: Any) -> Any:
         raise RequestError(message, param="tools") from error
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Write JSON without Jinja's HTML escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:

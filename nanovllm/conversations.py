@@ -29,25 +29,25 @@ def template_options(options: ChatOptions) -> dict[str, Any]:
     return {**given.pop("chat_template_kwargs", {}), **given}
 
 
-def prompts_of(front: Front, messages: Messages, **template_options: Any) -> list[list[int]]:
+def prompts_of(front: Front, messages: Messages, **options: Any) -> list[list[int]]:
     """Return one prompt of token ids per conversation."""
-    from nanovllm.chat_template import ChatTemplate  # jinja2, which only chats need
+    from nanovllm.chat_template import ChatTemplate, choose_template  # jinja2, only for chats
 
     tokenizer = front.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise RequestError("chat needs a tokenizer with a chat template; use generate instead")
-    shown = template_options.get("chat_template") or str(tokenizer.chat_template)
-    if template_options.get("tools") and "tools" not in shown:
+    has_tools = bool(options.get("tools"))
+    source = choose_template(tokenizer.chat_template, options.pop("chat_template", None), has_tools)
+    if has_tools and "tools" not in source:
         raise RequestError(
             "this model's chat template does not show tools to the model; pass another "
             "chat_template, or leave out tools"
         )
-    special_tokens = tokenizer.special_tokens_map
-    template = ChatTemplate(tokenizer.chat_template, special_tokens, **template_options)
+    template, variables = ChatTemplate(source), {**tokenizer.special_tokens_map, **options}
     prompts, conversations = [], as_conversations(messages)
     for index, conversation in enumerate(conversations):
         try:
-            text = template.render(conversation)
+            text = template.render(conversation, **variables)
             require_text("messages", text)
         except RequestError as error:
             raise at_index(error, "messages", index, len(conversations)) from error

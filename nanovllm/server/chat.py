@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.chat_template import ChatTemplate
+from nanovllm.chat_template import choose_template
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.grammar.forms import enforced_json
@@ -33,7 +33,7 @@ from nanovllm.validation import errors_about, require, require_text
 
 # Variables that a request sets elsewhere, or not at all.
 RESERVED = (
-    *("self", "template", "special_tokens", "compile_source", "messages", "tools"),
+    *("self", "conversation", "messages", "tools"),
     *("chat_template", "add_generation_prompt", "continue_final_message"),
 )
 UNWRITTEN = {"annotations", "cache_control", "parsed", "provider_specific_fields"}  # of a message
@@ -134,19 +134,15 @@ def _render(
 ) -> str:
     if not service.chat_template:
         raise RequestError("this model has no chat template; use completions, or --chat-template")
-    names = {"add_generation_prompt", "continue_final_message"}
-    template = ChatTemplate(
-        service.chat_template,
-        service.tokenizer.special_tokens_map,
-        service.compile_template,
-        tools=tools or None,
-        **chat.model_dump(include=names, exclude_none=True),
-        **variables,
-    )
+    source = choose_template(service.chat_template, has_tools=bool(tools))
     has_developer = "developer" in service.template_text
     messages = [_as_template_message(message, has_developer) for message in chat.messages]
     (conversation,) = as_conversations([messages])
-    return template.render(conversation)
+    names = {"add_generation_prompt", "continue_final_message"}
+    given = chat.model_dump(include=names, exclude_none=True) | variables
+    return service.compile_template(source).render(
+        conversation, tools=tools or None, **{**service.tokenizer.special_tokens_map, **given}
+    )
 
 
 def _variables(chat: ChatFields) -> dict[str, Any]:

@@ -98,11 +98,11 @@ def read_chat_template(given: str | None) -> str | None:
     """Return the text of a template that is given as such, or as the name of a file."""
     if given is None:
         return None
-    from nanovllm.chat_template import Program
+    from nanovllm.chat_template import ChatTemplate
 
     text = given if "{" in given else read_text(given)
     try:
-        Program(text)
+        ChatTemplate(text)
     except RequestError as error:
         raise ConfigError(f"--chat-template: {error}") from error
     return text

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.chat_template import Program
+from nanovllm.chat_template import ChatTemplate
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.prompts import at_index
 from nanovllm.server.metrics import Metrics
@@ -32,7 +32,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(llm, options.metrics_prefix, self.model_name)
         self.chat_template = options.chat_template or self.tokenizer.chat_template
-        self.compile_template = functools.cache(Program)
+        self.compile_template = functools.cache(ChatTemplate)
         template = self.chat_template or ""
         texts = template if isinstance(template, str) else "".join(template.values())
         self.template_text = texts
