@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import SERVING_TARGET_MS, EngineConfig
+from nanovllm.config import SERVING_TARGET_MS
 from nanovllm.conversations import ChatOptions, prompts_of, template_options
 from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.step import Pooling
 from nanovllm.engine_options import EngineOptions, engine_config
-from nanovllm.errors import ConfigError, NanovllmError, RequestError
+from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
-from nanovllm.serving.core_client import CoreClient
 from nanovllm.serving.core_records import CoreStats, EngineState, Finish, total
-from nanovllm.serving.replica import Replica
+from nanovllm.serving.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from nanovllm.serving.routing import PrefixRouter
 from nanovllm.serving.viewers import Unread, copy_error
 
@@ -36,7 +37,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
+STARTED_ANEW = "it is started anew"
+GIVEN_UP = f"{MAX_FAILURES} in a row lasted less than {SOON_SECONDS:.0f} s, so no more are started"
 Pieces = Unread[StreamPiece]
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -77,25 +82,31 @@ class AsyncLLM:
         # Grammars that are slow to compile only delay requests that have one too.
         self._compiling = ThreadPoolExecutor(16, "nanovllm-prepare")
         self._in_process = in_process
+        self._is_ready = self._restart_core = False
+        self._closing = threading.Event()
         options.setdefault("target_inter_token_ms", SERVING_TARGET_MS)
-        given = engine_config(model, options)
+        given = self._given = engine_config(model, options)
         if in_process and given.data_parallel_size > 1:
             raise ConfigError("in_process runs one engine; leave out data_parallel_size")
         self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
-        self.replicas = [self._start(0, given)]
+        self.replicas: list[Replica] = []
+        atexit.register(self.close)
         try:
+            self.replicas.append(self._start(0))
             # The first one fetches a model that is not here; the others then find it.
-            found = self.replicas[0].core.found.result()
+            found = self.replicas[0].found.result()
             for number in range(1, given.data_parallel_size):
-                self.replicas.append(self._start(number, given))
+                self.replicas.append(self._start(number))
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
             gc.collect()  # or a full one comes amid the first requests: see start_core
             infos = [replica.wait_until_ready().info for replica in self.replicas]
             self._router.max_blocks = min(info.num_blocks for info in infos)
-            for replica in self.replicas:
-                replica.begin(restart_core)
+            with self._lock:  # from now on a core that fails may be replaced
+                for error in filter(None, (replica.error for replica in self.replicas)):
+                    raise error
+                self._is_ready, self._restart_core = True, restart_core
         except BaseException:
             self.close()
             raise
@@ -177,13 +188,19 @@ class AsyncLLM:
             found = [(self._streams[i], self.front.unfinished(i)) for i in ids]
         for stream, unfinished in found:
             if unfinished:
-                self._core_of(stream).finish(Finish(unfinished, "abort"))
+                self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
     def close(self, reason: NanovllmError | None = None) -> None:
         """End the processes of all cores; whoever waits gets an error. Once is enough."""
+        self._closing.set()
+        atexit.unregister(self.close)
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        for replica in self.replicas:
-            replica.close(reason)
+        with self._lock:
+            replicas = list(self.replicas)
+        for replica in replicas:
+            if reason is not None:
+                self._lost(replica, reason)
+            replica.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -212,13 +229,13 @@ class AsyncLLM:
         errors = [replica.error for replica in self.replicas]
         return None if None in errors else errors[0]
 
-    def _start(self, number: int, config: EngineConfig) -> Replica:
-        calls = self._collect, self._lost, self._back
+    def _start(self, number: int) -> Replica:
+        calls = self._collect, self._lost
         if not self._in_process:
-            return Replica(number, config, self._lock, *calls)
+            return Replica(self._given, number, *calls)
         from nanovllm.serving.core_process import serve  # and torch with it
 
-        return Replica(number, config, self._lock, *calls, serve)
+        return Replica(self._given, number, *calls, serve)
 
     async def _generate(
         self,
@@ -273,7 +290,7 @@ class AsyncLLM:
             replica = self._router.choose(ids, first.cache_salt)
             stream = Stream(Unread(), replica, len(first.token_ids) + sum(lengths))
             self._router.started(replica, stream.num_tokens)
-            core = self._core_of(stream)
+            core = self.replicas[replica]
             self._streams[live.seq_id] = stream
             self.front.submit(live)
         core.add(requests)
@@ -294,16 +311,14 @@ class AsyncLLM:
             unfinished = self.front.unfinished(seq_id)
             self.front.forget(seq_id)
         if stream is not None and unfinished:
-            self._core_of(stream).finish(Finish(unfinished, "abort", is_wanted=False))
-
-    def _core_of(self, stream: Stream) -> CoreClient:
-        return self.replicas[stream.replica].core
+            finish = Finish(unfinished, "abort", is_wanted=False)
+            self.replicas[stream.replica].finish(finish)
 
     def _collect(self, replica: Replica, step: CoreStep) -> None:
         """In a core's thread: turn a step into text, and wake those who wait for it."""
 
         def finish_later(seq_id: int, reason: FinishReason) -> None:
-            replica.core.finish(Finish([seq_id], reason))
+            replica.finish(Finish([seq_id], reason))
 
         with self._lock:
             if not self._streams:  # an idle core may say so before there is a front
@@ -332,16 +347,50 @@ class AsyncLLM:
             raise copy_error(error)
 
     def _lost(self, replica: Replica, error: NanovllmError) -> None:
-        """With the lock: tell whoever waits for a replica; the others go on."""
-        ids = [i for i, stream in self._streams.items() if stream.replica == replica.number]
-        for seq_id in ids:
-            stream = self._streams.pop(seq_id)
-            self.front.forget(seq_id)  # what it sent before may still come
-            stream.unread.call(stream.unread.end, error)
-        self._router.lost(replica.number)
+        """In a core's thread: fail the callers of a replica, and have it replaced if it is to be.
 
-    def _back(self, replica: Replica) -> None:
-        self._router.joined(replica.number)
+        The other replicas go on.
+        """
+        delay = None
+        with self._lock:
+            if self._is_ready and not self._closing.is_set():
+                if self._restart_core:
+                    delay = replica.restart_delay()
+                    outlook = GIVEN_UP if delay is None else STARTED_ANEW
+                    what, *traceback = str(error).split("\n", 1)
+                    error = EngineError("\n".join([f"{what}; {outlook}", *traceback]))
+                logger.error("%s", error)
+            replica.fail(error)
+            self._router.lost(replica.number)
+            ids = [i for i, stream in self._streams.items() if stream.replica == replica.number]
+            for seq_id in ids:
+                stream = self._streams.pop(seq_id)
+                self.front.forget(seq_id)  # what it sent before may still come
+                stream.unread.call(stream.unread.end, error)
+        replica.viewers.fail(error)
+        if delay is not None:
+            threading.Thread(target=self._replace, args=[replica, delay], daemon=True).start()
+
+    def _replace(self, lost: Replica, delay: float) -> None:
+        """In a thread of its own: put another core in the place of one that failed."""
+        lost.close()  # returns once its process is gone, and what it held is free
+        self._closing.wait(delay)
+        with self._lock:
+            if self._closing.is_set():
+                return
+            replica = self.replicas[lost.number] = self._start(lost.number)
+            replica.take_place_of(lost)
+        try:
+            replica.wait_until_ready()
+        except NanovllmError:
+            return  # `_lost` was called, and sees to the next one
+        with self._lock:
+            if replica.has_failed:
+                return
+            replica.num_restarts += 1
+            replica.error = None
+            self._router.joined(replica.number)
+        logger.warning("%s was started anew (process %d)", replica.name, replica.pid)
 
 
 @dataclass(frozen=True, slots=True)

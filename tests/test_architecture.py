@@ -62,7 +62,6 @@ CLIENT = (
     "serving.routing",
     "serving.replica",
     "engine.found_model",
-    "serving.core_client",
 )
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {

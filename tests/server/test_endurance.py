@@ -97,7 +97,7 @@ async def fail_under_load(server: Running, number: signal.Signals, chance: rando
         while not all(streams):
             await asyncio.sleep(0.01)
         await asyncio.sleep(chance.random() * 0.2)
-        os.kill(server.llm.replicas[0].core.pid, number)
+        os.kill(server.llm.replicas[0].pid, number)
         await asyncio.wait_for(asyncio.gather(*tasks), 20)  # 5 s, and what a busy machine adds
     for lines in streams:
         error = json.loads(lines[-2])["error"]

@@ -42,7 +42,7 @@ def test_every_stream_is_told(tmp_path: Path, number: signal.Signals) -> None:
             tasks = [asyncio.create_task(read(client, begun)) for _ in range(NUM_STREAMS)]
             while len(begun) < NUM_STREAMS:
                 await asyncio.sleep(0.01)
-            os.kill(llm.replicas[0].core.pid, number)
+            os.kill(llm.replicas[0].pid, number)
             start = time.monotonic()
             streams = await asyncio.gather(*tasks)
             assert time.monotonic() - start < SECONDS[number]

@@ -78,7 +78,7 @@ async def until_idle(llm: AsyncLLM, seconds: float = 240.0) -> None:
 
 def test_callers_who_begin_together_reach_the_core_together(llm: AsyncLLM) -> None:
     """Ids wait for no thread, which would have to wait for the event loop's."""
-    core = llm.replicas[0].core
+    core = llm.replicas[0]
 
     async def main() -> list[Any]:
         with (
@@ -273,7 +273,7 @@ def test_everybody_is_told_of_a_core_that_is_gone(
         calls = [collect(llm, [1, 2, 3], LONG, is_streaming=each) for each in streaming]
         tasks = [asyncio.create_task(call) for call in calls]
         await asyncio.sleep(delay)
-        os.kill(llm.replicas[0].core.pid, number)
+        os.kill(llm.replicas[0].pid, number)
         start = time.monotonic()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - start < SECONDS
@@ -311,7 +311,7 @@ def test_closing_fails_whoever_waits(path: Path) -> None:
         llm = AsyncLLM(path, **OPTIONS)
         task = asyncio.create_task(collect(llm, [1, 2, 3], LONG))
         await asyncio.sleep(0.2)
-        pid = llm.replicas[0].core.pid
+        pid = llm.replicas[0].pid
         await asyncio.to_thread(llm.close)
         with pytest.raises(EngineError, match="closed"):
             await task

@@ -158,7 +158,7 @@ def test_one_of_two_is_killed_and_comes_back(llm: AsyncLLM) -> None:
             homes = {stream.replica for stream in llm._streams.values()}
             num_doomed = sum(stream.replica == 1 for stream in llm._streams.values())
             assert homes == {0, 1}
-            os.kill(llm.replicas[1].core.pid, signal.SIGKILL)
+            os.kill(llm.replicas[1].pid, signal.SIGKILL)
             start = time.monotonic()
             while sum(reader.task.done() for reader in readers) < num_doomed:
                 await asyncio.sleep(0.01)
@@ -207,7 +207,7 @@ def test_rows_of_a_job_move_to_the_other_engine(llm: AsyncLLM, tmp_path: Path) -
         lines.append(line)
         busy = {stream.replica for stream in llm._streams.values()}
         if not killed and len(lines) >= 10 and 1 in busy:
-            killed.append(llm.replicas[1].core.pid)
+            killed.append(llm.replicas[1].pid)
             os.kill(killed[0], signal.SIGKILL)
 
     lines: list[Any] = []
@@ -223,7 +223,7 @@ def test_without_restarts_the_rest_goes_on_until_none_is_left(path: Path) -> Non
     llm = AsyncLLM(path, data_parallel_size=2, **OPTIONS)
 
     def kill(number: int) -> None:
-        os.kill(llm.replicas[number].core.pid, signal.SIGKILL)
+        os.kill(llm.replicas[number].pid, signal.SIGKILL)
         while llm.replicas[number].error is None:
             time.sleep(0.01)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +14,71 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.errors import EngineError
 from nanovllm.serving import replica
-from nanovllm.serving.replica import MAX_SOON, SOON_SECONDS, Restarts
+from nanovllm.serving.replica import MAX_FAILURES, SOON_SECONDS, Replica
 from tests.server.byte_model import make_byte_model
 from tests.server.running import Running, running
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
-class FakeTime:
-    now = 0.0
+class IdleProcesses:
+    """Children that are never started."""
 
-    def __call__(self) -> float:
-        return self.now
+    pids = (1,)
+
+    def __init__(self, *_: object) -> None:
+        pass
 
 
-def test_cores_that_fail_soon_are_replaced_later_and_in_the_end_not_at_all() -> None:
-    time = FakeTime()
-    policy = Restarts(time)
-    delays = []
-    while (delay := policy.delay()) is not None:
+class IdleSupervisor:
+    failure = None
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def send(self, packed: bytes) -> None:
+        pass
+
+
+@pytest.fixture
+def make_replica(monkeypatch: pytest.MonkeyPatch) -> Callable[[float | None], Replica]:
+    """Make a replica that was ready some seconds ago, or never."""
+    monkeypatch.setattr(replica, "ChildProcesses", IdleProcesses)
+    monkeypatch.setattr(replica, "Supervisor", IdleSupervisor)
+
+    def make(lasted: float | None) -> Replica:
+        made = Replica(EngineConfig("x"), 0, lambda *_: None, lambda *_: None)
+        made._ready_time = None if lasted is None else time.monotonic() - lasted
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("lasted", [SOON_SECONDS / 2, None], ids=["fails soon", "never ready"])
+def test_cores_that_fail_soon_are_replaced_later_and_in_the_end_not_at_all(
+    make_replica: Callable[[float | None], Replica], lasted: float | None
+) -> None:
+    delays, lost = [], make_replica(lasted)
+    while (delay := lost.restart_delay()) is not None:
         delays.append(delay)
-        policy.ready()
-        time.now += SOON_SECONDS / 2
-    assert delays == [0, 1, 2, 4, 8]
-    assert policy.num_restarts == len(delays) == MAX_SOON - 1
+        another = make_replica(lasted)
+        another.take_place_of(lost)
+        lost = another
+    assert delays == [0, 1, 3, 7, 15]
 
 
-def test_a_core_that_lasts_is_replaced_at_once() -> None:
-    time = FakeTime()
-    policy = Restarts(time)
-    for _ in range(3 * MAX_SOON):
-        time.now += SOON_SECONDS + 1
-        assert policy.delay() == 0
-        assert policy.delay() == 1  # another one failed while it started
-        policy.ready()
+def test_a_core_that_lasts_is_replaced_at_once(
+    make_replica: Callable[[float | None], Replica],
+) -> None:
+    lost = make_replica(SOON_SECONDS + 1)
+    for seconds in [SOON_SECONDS + 1, SOON_SECONDS / 2] * MAX_FAILURES:
+        assert lost.restart_delay() == (0 if seconds > SOON_SECONDS else 1)
+        another = make_replica(None if seconds > SOON_SECONDS else SOON_SECONDS + 1)
+        another.take_place_of(lost)
+        lost = another
 
 
 @pytest.fixture
@@ -70,7 +100,7 @@ async def answer(llm: AsyncLLM, params: SamplingParams) -> list[int]:
 def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     wanted = asyncio.run(answer(llm, params))
-    pid = llm.replicas[0].core.pid
+    pid = llm.replicas[0].pid
 
     async def fail(server: Running) -> None:
         waiting = [asyncio.create_task(answer(llm, LONG)) for _ in range(4)]
@@ -87,7 +117,7 @@ def test_another_core_answers(llm: AsyncLLM, number: signal.Signals) -> None:
         asyncio.run(fail(server))
         until_healthy(server.http)
         assert asyncio.run(answer(llm, params)) == wanted
-        assert llm.replicas[0].core.pid != pid
+        assert llm.replicas[0].pid != pid
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
         assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
@@ -104,11 +134,11 @@ def until_healthy(http: httpx.Client) -> None:
 
 @pytest.mark.slow
 def test_in_the_end_it_gives_up(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "MAX_SOON", 2)
+    monkeypatch.setattr(replica, "MAX_FAILURES", 2)
     monkeypatch.setattr(replica, "SOON_SECONDS", 600.0)
     with running(llm) as server:
         for _ in range(2):
-            os.kill(llm.replicas[0].core.pid, signal.SIGKILL)
+            os.kill(llm.replicas[0].pid, signal.SIGKILL)
             while llm.error is None:
                 time.sleep(0.01)
             if "in a row" not in str(llm.error):

@@ -12,9 +12,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.request import Request
 from nanovllm.executor.channel import unpack
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving import core_client
-from nanovllm.serving.core_client import CoreClient
+from nanovllm.serving import replica
 from nanovllm.serving.core_records import Add, Finish, StartCore
+from nanovllm.serving.replica import Replica
 
 
 class FakeSupervisor:
@@ -39,10 +39,10 @@ def request(seq_id: int, num_tokens: int) -> Request:
 
 
 def test_requests_go_together_and_before_what_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_client, "ChildProcesses", FakeProcesses)
-    monkeypatch.setattr(core_client, "Supervisor", FakeSupervisor)
+    monkeypatch.setattr(replica, "ChildProcesses", FakeProcesses)
+    monkeypatch.setattr(replica, "Supervisor", FakeSupervisor)
     config = EngineConfig("x")
-    client = CoreClient(config, lambda _: None, lambda _: None)
+    client = Replica(config, 0, lambda *_: None, lambda *_: None)
     client.add([request(0, 9)])
     client.add([request(1, 9), request(2, 9)])
     client.flush()
