@@ -88,15 +88,15 @@ class AsyncLLM:
         given = self._given = engine_config(model, options)
         if in_process and given.data_parallel_size > 1:
             raise ConfigError("in_process runs one engine; leave out data_parallel_size")
-        self._router = PrefixRouter(given.data_parallel_size, given.kvcache_block_size)
+        numbers = range(given.data_parallel_size)
+        self._router = PrefixRouter(numbers, given.kvcache_block_size)
         self.replicas: list[Replica] = []
         atexit.register(self.close)
         try:
             self.replicas.append(self._start(0))
             # The first one fetches a model that is not here; the others then find it.
             found = self.replicas[0].found.result()
-            for number in range(1, given.data_parallel_size):
-                self.replicas.append(self._start(number))
+            self.replicas += map(self._start, numbers[1:])
             self.config, self.model_config = found.config, found.model_config
             self.generation_config = found.checkpoint.generation_config
             self.front = make_front(found, is_remote=True)
@@ -288,8 +288,9 @@ class AsyncLLM:
         with self._lock:
             self._raise_if_failed()
             replica = self._router.choose(ids, first.cache_salt)
-            stream = Stream(Unread(), replica, len(first.token_ids) + sum(lengths))
-            self._router.started(replica, stream.num_tokens)
+            stream = Stream(Unread(), replica)
+            num_tokens = len(first.token_ids) + sum(lengths)
+            self._router.started(live.seq_id, replica, num_tokens)
             core = self.replicas[replica]
             self._streams[live.seq_id] = stream
             self.front.submit(live)
@@ -299,10 +300,8 @@ class AsyncLLM:
 
     def _end(self, seq_id: int) -> Stream | None:
         """With the lock: expect no more for a stream, unless its replica failed before."""
-        stream = self._streams.pop(seq_id, None)
-        if stream is not None:
-            self._router.finished(stream.replica, stream.num_tokens)
-        return stream
+        self._router.finished(seq_id)
+        return self._streams.pop(seq_id, None)
 
     def _drop(self, seq_id: int) -> None:
         """End a request and discard its output."""
@@ -399,7 +398,6 @@ class Stream:
 
     unread: Pieces
     replica: int  # where it is answered
-    num_tokens: int  # that the router counts for it
 
 
 def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:

@@ -63,8 +63,7 @@ class Engines:
     @property
     def loads(self) -> dict[str, int]:
         loads = self.router._prefixes.loads
-        numbers = self.router._numbers
-        return {replica_id.unique_id: loads[number] for replica_id, number in numbers.items()}
+        return {replica_id.unique_id: load for replica_id, load in loads.items()}
 
 
 @pytest.fixture
