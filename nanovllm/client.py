@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,18 +21,22 @@ class OpenAIClient:
     def __init__(
         self, url: str, api_key: str | None = None, max_connections: int | None = 64
     ) -> None:
-        try:
-            is_http = urlsplit(url).scheme in ("http", "https") and urlsplit(url).port != 0
-        except ValueError:  # a bad port or IPv6 address
-            is_http = False
-        if not is_http:
+        import httpx
+
+        scheme = ""
+        with contextlib.suppress(ValueError):  # a bad port or IPv6 address
+            scheme = urlsplit(url).scheme if urlsplit(url).port != 0 else ""
+        if scheme not in ("http", "https"):
             raise ConfigError(f"the URL must be as in http://127.0.0.1:8000, got {url!r}")
         self.url = url
         self._root = url.rstrip("/").removesuffix("/v1")
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._max_connections = max_connections
-        self._http: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # the one that _http belongs to
+        # No connection stays open, so that one event loop after another may use the client.
+        self._http = httpx.AsyncClient(
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
+            trust_env=False,
+            verify=ssl.create_default_context() if scheme == "https" else False,
+        )
 
     async def get(self, path: str, timeout: float = 60.0) -> Any:
         """Return the JSON body of a path; one outside of /v1 begins with a slash."""
@@ -51,8 +55,14 @@ class OpenAIClient:
         except (LookupError, TypeError) as error:
             raise EngineError(f"{self.url} does not say which models it has") from error
 
-    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a streamed response; raise if it ends before it is complete."""
+    async def stream(self, prompt: Any, **fields: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of an answer to messages, a text or token ids.
+
+        Raises if the stream ends before it is complete.
+        """
+        is_chat = any(isinstance(each, dict) for each in prompt)
+        path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
+        body = {"stream_options": {"include_usage": True}, **fields, name: prompt}
         is_complete = False
         async with self._response("POST", path, body | {"stream": True}) as response:
             async for line in response.aiter_lines():
@@ -81,7 +91,7 @@ class OpenAIClient:
         target = self._root + (path if path.startswith("/") else f"/v1/{path}")
         try:
             limits = httpx.Timeout(timeout, connect=60.0)
-            request = self._client().stream(method, target, json=body, timeout=limits)
+            request = self._http.stream(method, target, json=body, timeout=limits)
             async with request as response:
                 if response.status_code != 200:
                     error = _error((await response.aread()).decode(errors="replace"))
@@ -94,40 +104,19 @@ class OpenAIClient:
         except httpx.HTTPError as failure:
             raise EngineError(f"{self.url} broke off its answer: {failure!r}") from failure
 
-    def _client(self) -> httpx.AsyncClient:
-        """Return the HTTP client of the running event loop; it keeps no connection open."""
-        import ssl
-
-        import httpx
-
-        loop = asyncio.get_running_loop()
-        if self._http is None or self._loop is not loop:
-            limits = httpx.Limits(
-                max_connections=self._max_connections, max_keepalive_connections=0
-            )
-            self._loop = loop
-            self._http = httpx.AsyncClient(
-                headers=self._headers,
-                limits=limits,
-                trust_env=False,
-                verify=ssl.create_default_context() if self.url.startswith("https:") else False,
-            )
-        return self._http
-
 
 def _event(data: str) -> dict[str, Any]:
     """Parse an event with a list of choices; an error event raises RequestError."""
     try:
         event = json.loads(data)
-    except ValueError:
-        event = None
-    if isinstance(event, dict):
-        if event.get("error"):
-            raise RequestError(f"the server ended its answer: {_error(data)['message']}")
-        choices = event.get("choices") or []
-        if isinstance(choices, list) and all(isinstance(each, dict) for each in choices):
-            return event | {"choices": choices}
-    raise EngineError(f"the server sent an event that is not OpenAI's: {data[:200]}")
+        has_failed = bool(event.get("error"))
+        event["choices"] = [dict(choice) for choice in event.get("choices") or ()]
+    except (ValueError, TypeError, AttributeError) as error:
+        text = f"the server sent an event that is not OpenAI's: {data[:200]}"
+        raise EngineError(text) from error
+    if has_failed:
+        raise RequestError(f"the server ended its answer: {_error(data)['message']}")
+    return dict(event)
 
 
 def _error(text: str) -> dict[str, Any]:

@@ -27,11 +27,11 @@ def fake() -> Iterator[Running]:
 
 
 async def answer(client: OpenAIClient, **fields: object) -> str:
-    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
-    text = ""
-    async with contextlib.aclosing(client.stream("chat/completions", body)) as events:
+    text, messages = "", [{"role": "user", "content": "Hi"}]
+    async with contextlib.aclosing(client.stream(messages, **fields)) as events:
         async for event in events:
-            text += event["choices"][0]["delta"].get("content") or ""
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
     return text
 
 

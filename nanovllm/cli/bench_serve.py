@@ -146,14 +146,11 @@ async def send_all(
 async def measure(
     client: OpenAIClient, prompt: Any, fields: dict[str, Any], origin: float
 ) -> Measured:
-    is_chat = any(isinstance(each, dict) for each in prompt)  # else a text, or token ids
-    path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
-    body = {**fields, name: prompt, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     times: list[float] = []
     usage: dict[str, int] = {}
     try:
-        async for event in client.stream(path, body):
+        async for event in client.stream(prompt, **fields):
             usage = event.get("usage") or usage
             if any(map(has_text, event["choices"])):
                 times.append(time.perf_counter())

@@ -91,13 +91,10 @@ class RemoteLLM:
     async def _answer(
         self, index: int, prompt: Any, params: SamplingParams, queue: asyncio.Queue[Any]
     ) -> None:
-        is_chat = not isinstance(prompt, str)
-        path, name = ("chat/completions", "messages") if is_chat else ("completions", "prompt")
-        body = {**_fields(params), "model": self._model, name: prompt}
-        body["stream_options"] = {"include_usage": True}
         start, first_token_time, text, reason = time.perf_counter(), 0.0, "", "stop"
         usage: dict[str, Any] = {}
-        async with contextlib.aclosing(self._client.stream(path, body)) as events:
+        stream = self._client.stream(prompt, model=self._model, **_fields(params))
+        async with contextlib.aclosing(stream) as events:
             async for event in events:
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:

@@ -15,9 +15,7 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.jobs.engine import RowEngine, RowOptions
 from nanovllm.jobs.rows import Row
 
-# Engines that may be lost beside all that there were, without a row between them; more are no
-# accident.
-MAX_LOST = 5
+MAX_TRIES = 6  # of a row whose engines are lost; more are no accident
 
 logger = logging.getLogger(__name__)
 
@@ -61,117 +59,88 @@ def _checked(room: Room, fitting: int) -> Room:
 
 
 class RowActor:
-    """An engine in a process that Ray started."""
+    """An engine in a process that Ray starts, and starts again when it dies."""
 
-    async def start(self, options: RowOptions) -> None:
-        self._engine = await asyncio.to_thread(RowEngine, options)
+    def __init__(self, options: RowOptions) -> None:
+        self._options = options
+        self._engine: RowEngine | None = None
+        self._starting = asyncio.Lock()
+
+    @ray.method(max_task_retries=-1)
+    async def ready(self) -> None:
+        """Wait for an engine that works; Ray calls this again if the process dies meanwhile."""
+        await self._working_engine()
 
     async def answer(self, row: Row) -> dict[str, Any]:
-        return await self._engine(row)
+        engine = await self._working_engine()
+        return await engine(row)
 
-
-@dataclass(eq=False, slots=True)
-class RowReplica:
-    actor: Any
-    num_rows: int = 0  # that it was handed and has not answered
-    is_ready: bool = False
+    async def _working_engine(self) -> RowEngine:
+        async with self._starting:
+            if self._engine is not None and self._engine.llm.error is not None:
+                await asyncio.to_thread(self._engine.close)
+                self._engine = None
+            if self._engine is None:
+                self._engine = await asyncio.to_thread(RowEngine, self._options)
+            return self._engine
 
 
 class RayEngine:
-    """To a job what one engine is: answers any row, by whichever replica has the least to do."""
+    """To a job what one engine is: answers any row, by whichever engine has the least to do."""
 
     def __init__(self, options: RowOptions, room: Room) -> None:
-        self._options = options
-        make = ray.remote(
-            **room.each, max_concurrency=options.num_at_once, scheduling_strategy="SPREAD"
+        make: Any = ray.remote(
+            **room.each,
+            max_concurrency=options.num_at_once,
+            max_restarts=-1,
+            scheduling_strategy="SPREAD",
         )
-        self._actors: Any = make(RowActor)
-        self._replicas: list[RowReplica] = []
-        self._starting: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
-        self._num_lost = 0  # since the last answer
-        self._max_lost = room.num_engines + MAX_LOST
+        self.actors = [make(RowActor).remote(options) for _ in range(room.num_engines)]
+        # A slot is the number of a row at an engine, and the number of the engine.
+        self.free: asyncio.PriorityQueue[tuple[int, int]] = asyncio.PriorityQueue()
+        self._waiting: dict[asyncio.Task[None], int] = {}  # for engines, by number, to be ready
         self._error: Exception | None = None  # why there will be no more answers
-        for _ in range(room.num_engines):
-            self._add_replica()
+        for number in range(room.num_engines):
+            for row in range(options.num_at_once):
+                self._free_when_ready((row, number))
 
     async def __call__(self, row: Row) -> dict[str, Any]:
-        while True:
-            replica = await self._claim()
+        for _ in range(MAX_TRIES):
+            slot = await self.free.get()
+            if self._error is not None:
+                self.free.put_nowait(slot)  # for the next one who waits
+                raise self._error
             try:
-                line: dict[str, Any] = await replica.actor.answer.remote(row)
-            except RayTaskError as error:
-                if not isinstance(error.cause, EngineError):
-                    self._num_lost = 0
-                    raise error.cause from None  # not the engine's fault
-                await self._lose(replica, error.cause)
-            except RayError as error:  # the actor is gone, or its node with an answer
-                await self._lose(replica, error)
+                line: dict[str, Any] = await self.actors[slot[1]].answer.remote(row)
+            except RayError as error:  # of the row, or the engine or its process or node is gone
+                reason = error.cause if isinstance(error, RayTaskError) else error
+                if isinstance(error, RayTaskError) and not isinstance(reason, EngineError):
+                    self.free.put_nowait(slot)
+                    raise reason from None
+                if slot[1] not in self._waiting.values():
+                    logger.warning("an engine is lost, and its rows go to others: %s", reason)
+                self._free_when_ready(slot)
             else:
-                self._num_lost = 0
+                self.free.put_nowait(slot)
                 return line
-            finally:
-                replica.num_rows -= 1
-                async with self._changed:
-                    self._changed.notify()
+        text = f"{MAX_TRIES} engines were lost with row {row.index}, the last one because of"
+        raise EngineError(f"{text}: {reason}")
 
     def close(self) -> None:
         """End the engines; rows that wait are never answered."""
-        for task in self._starting:
+        for task in self._waiting:
             task.cancel()
-        for replica in self._replicas:
-            ray.kill(replica.actor)
+        for actor in self.actors:
+            ray.kill(actor)
 
-    async def _claim(self) -> RowReplica:
-        """Wait for a replica that can take a row, and count the row as its own."""
-        async with self._changed:
-            while (replica := self._least_busy()) is None:
-                await self._changed.wait()
-        replica.num_rows += 1
-        return replica
+    def _free_when_ready(self, slot: tuple[int, int]) -> None:
+        task = asyncio.create_task(self._wait(slot))
+        self._waiting[task] = slot[1]
+        task.add_done_callback(self._waiting.pop)
 
-    def _least_busy(self) -> RowReplica | None:
-        if self._error is not None:
-            raise self._error
-        ready = [each for each in self._replicas if each.is_ready]
-        replica = min(ready, key=lambda each: each.num_rows, default=None)
-        is_free = replica is not None and replica.num_rows < self._options.num_at_once
-        return replica if is_free else None
-
-    def _add_replica(self) -> None:
-        replica = RowReplica(self._actors.remote())
-        self._replicas.append(replica)
-        task = asyncio.create_task(self._start(replica))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
-
-    async def _start(self, replica: RowReplica) -> None:
+    async def _wait(self, slot: tuple[int, int]) -> None:
         try:
-            await replica.actor.start.remote(self._options)
-        except RayTaskError as error:
-            if any(each.is_ready for each in self._replicas):
-                await self._lose(replica, error.cause)  # it may be its machine
-                return
-            self._error = error.cause  # another would not start either
-        except RayError as error:
-            await self._lose(replica, error)
-            return
-        replica.is_ready = True
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _lose(self, replica: RowReplica, reason: Exception) -> None:
-        """Put another engine in the place of one that is gone; its rows all tell of that."""
-        if replica not in self._replicas:
-            return
-        self._replicas.remove(replica)
-        ray.kill(replica.actor)  # it may live on with a dead engine
-        self._num_lost += 1
-        logger.warning("an engine is lost, and its rows go to others: %s", reason)
-        if self._num_lost <= self._max_lost:
-            self._add_replica()
-            return
-        text = f"{self._num_lost} engines in a row were lost, the last one because of: {reason}"
-        self._error = EngineError(text)
-        async with self._changed:
-            self._changed.notify_all()
+            await self.actors[slot[1]].ready.remote()
+        except RayError as error:  # it cannot be started
+            self._error = error.cause if isinstance(error, RayTaskError) else error
+        self.free.put_nowait(slot)

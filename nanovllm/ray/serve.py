@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.checkpoint.find import find_checkpoint
@@ -160,15 +160,7 @@ class Ingress:
         await llm.look()
         self._following = asyncio.create_task(llm.follow())
         options = server_options(self._args, config.model, checkpoint.generation_config)
-        app = make_app(Service(llm, options))
-
-        async def without_prefix(scope: Scope, receive: Receive, send: Send) -> None:
-            """Hide where Serve has put the application, which `root_path` tells."""
-            if scope["type"] == "http":
-                scope = {**scope, "path": scope["path"].removeprefix(scope["root_path"])}
-            await app(scope, receive, send)
-
-        return without_prefix
+        return make_app(Service(llm, options))
 
 
 def _parse(named: dict[str, Any]) -> Namespace:
