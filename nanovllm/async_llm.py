@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import SERVING_TARGET_MS, EngineConfig
 from nanovllm.conversations import ChatOptions, prompts_of, template_options
-from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
+from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
 from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
@@ -255,7 +255,7 @@ class AsyncLLM:
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:
-            pool = None if self.front.grammars.is_compiled(asked) else self._compiling
+            pool = None if self.front.get_grammars().is_compiled(asked) else self._compiling
             return await asyncio.get_running_loop().run_in_executor(pool, prepare)
         if isinstance(prompt, list) and not getattr(params, "bad_words", ()):
             return prepare()

@@ -23,7 +23,8 @@ ORDER = """
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.batch < worker.forward < logits < worker
     < devices < executor
-    < engine.core < engine.start < engine.engine_thread, serving.observer < serving.core_process
+    < engine.core < engine.start < engine.engine_thread, serving.observer, serving.core_client
+    < serving.replica, serving.core_process
     < scoring, conversations, client, engine_options
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
@@ -56,14 +57,7 @@ HOST = (
 # What executors and workers know of the engine.
 WIRE = ("engine.step",)
 # What a front may know of a core in another process; imports no torch either.
-CLIENT = (
-    "serving.core_records",
-    "serving.viewers",
-    "serving.routing",
-    "serving.replica",
-    "engine.found_model",
-    "serving.core_client",
-)
+CLIENT = ("serving.core_records", "serving.viewers", "serving.routing")
 # Parts beside the order: what they may import, and the first part that may import them.
 BESIDE = {
     "checkpoint": (("errors", "quantisation", "fp8"), "worker.tables"),
@@ -83,7 +77,11 @@ PARSING = tuple(
     f"server.parsing.{name}"
     for name in ("events", "formats", "grammar", "parser", "reader", "tools")
 )
-TORCH_FREE = (*LEAVES, *HOST, *CLIENT, *PARSING, "scoring", "async_llm")
+TORCH_FREE = (
+    *(*LEAVES, *HOST, *CLIENT, *PARSING),
+    *("engine.core", "engine.start", "serving.core_client", "serving.replica"),
+    *("scoring", "async_llm"),
+)
 # Dotted names, and the only files that may use them.
 ONLY_IN = {
     "torch.cuda": ("devices/cuda/", "kernels/cuda/"),
@@ -213,7 +211,7 @@ from nanovllm.cli import parse
 print(parse(["serve"]).port)
 with LLM(sys.argv[1], skip_tokenizer_init=True) as llm:
     executor = llm.engine.core.executor
-    assert list(executor.worker.runner.forward._steps) == [1], "the second token would wait"
+    assert list(executor.runner.forward._steps) == [1], "the second token would wait"
     before = set(sys.modules)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.5, max_tokens=4), use_tqdm=False)
 names = ("torch._dynamo", "torch._inductor", "sympy")

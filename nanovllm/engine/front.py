@@ -21,13 +21,14 @@ from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
-from nanovllm.grammar.matching import Grammars, Vocabulary
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require, require_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanovllm.grammar.matching import Grammars
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -40,6 +41,12 @@ BROKEN = (
     "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
     "for the dtype: try dtype='float32'"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +90,31 @@ class Front:
         has_workers: bool = False,
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
+        self._vocabulary = vocabulary
         self._texts = TokenTexts(self.tokenizer)
         self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
-        self.grammars = Grammars(lambda: vocabulary, vocab_size)
+        self.grammars: Grammars | None = None  # until a request has one: see `get_grammars`
         self._seed_of_all = seed
         self._seq_ids = itertools.count()
+        self._lock = threading.Lock()
         self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
+
+    def get_grammars(self) -> Grammars:
+        """Create the grammars for the first request that has one. Safe in any thread."""
+        with self._lock:
+            if self.grammars is None:
+                from nanovllm.grammar.matching import Grammars
+
+                self.grammars = Grammars(lambda: self._vocabulary, self._vocab_size)
+            return self.grammars
+
+    def close(self) -> None:
+        if self.grammars is not None:
+            self.grammars.close()
 
     def prepare(
         self,
@@ -115,7 +137,8 @@ class Front:
         seq_id = next(self._seq_ids)
         grammar, asked = None, params.structured_outputs
         if asked is not None:
-            grammar, params = self.grammars.compile(asked), replace(params, structured_outputs=None)
+            grammar = self.get_grammars().compile(asked)
+            params = replace(params, structured_outputs=None)
         first = Request(
             seq_id,
             token_ids,

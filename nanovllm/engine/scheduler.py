@@ -6,6 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, Waiting
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
-from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
+
+if TYPE_CHECKING:
+    from nanovllm.grammar.matching import Matcher
 
 
 class Scheduler:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.found_model import FoundModel
 from nanovllm.engine.request import Request
+from nanovllm.engine.start import FoundModel
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child import Failure, Serve

@@ -61,7 +61,7 @@ def generate(llm: LLM, params: list[SamplingParams] = GREEDY) -> list[list[int]]
 
 def runner_of(llm: LLM) -> ModelRunner:
     executor: Any = llm.engine.core.executor
-    runner: ModelRunner = executor.worker.runner
+    runner: ModelRunner = executor.runner
     return runner
 
 

@@ -234,7 +234,7 @@ def test_padded_steps_equal_transformers(
         checkpoint.path, skip_tokenizer_init=True, max_num_batched_tokens=max_tokens, **options
     ) as llm:
         executor: Any = llm.engine.core.executor
-        runner = executor.worker.runner
+        runner = executor.runner
         eager: EagerForward = runner.forward
         device: Any = GraphedDevice(EngineConfig("none"))
         attention: Any = eager.attention
