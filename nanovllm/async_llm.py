@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import SERVING_TARGET_MS, EngineConfig
+from nanovllm.config import SERVING_TARGET_MS, EngineConfig, engine_config
 from nanovllm.conversations import ChatOptions, prompts_of, template_options
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
-from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
@@ -34,6 +33,8 @@ from nanovllm.serving.viewers import Unread, copy_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
+
+    from nanovllm.engine_options import EngineOptions
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
 Pieces = Unread[StreamPiece]

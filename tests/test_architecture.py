@@ -19,13 +19,13 @@ PACKAGE = "nanovllm"
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
     errors, pending, fp8 < validation < quantisation < sampling_params, outputs
-    < prompts, chat_template, config
+    < prompts, chat_template, engine_options < config
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
-    < worker.tables < worker.batch < worker.forward < logits < worker
+    < worker.tables < worker.forward < logits < worker
     < devices < executor
     < engine.core < engine.start < engine.engine_thread, serving.observer, serving.core_client
     < serving.replica, serving.core_process
-    < scoring, conversations, client, engine_options
+    < scoring, conversations, client
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """
 LEAVES = (

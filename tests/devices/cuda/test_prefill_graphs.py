@@ -42,8 +42,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.models.config_json import read_model_config
-from nanovllm.worker.batch import is_decode, look_up
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode, look_up
 from tests.devices import RunAgain
 from tests.kernels.reference_attention import reference_attention
 from tests.test_equals_transformers import GREEDY, make_prompts
