@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import SERVING_TARGET_MS
+from nanovllm.config import SERVING_TARGET_MS, engine_config
 from nanovllm.conversations import ChatOptions, prompts_of, template_options
-from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
+from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
-from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.prompts import Messages, as_prompt
@@ -35,6 +34,8 @@ from nanovllm.serving.viewers import Unread, copy_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
+
+    from nanovllm.engine_options import EngineOptions
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
 STARTED_ANEW = "it is started anew"
@@ -272,7 +273,7 @@ class AsyncLLM:
         """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:
-            pool = None if self.front.grammars.is_compiled(asked) else self._compiling
+            pool = None if self.front.get_grammars().is_compiled(asked) else self._compiling
             return await asyncio.get_running_loop().run_in_executor(pool, prepare)
         if isinstance(prompt, list) and not getattr(params, "bad_words", ()):
             return prepare()

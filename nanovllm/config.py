@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import check_kv_cache, check_option
@@ -118,6 +119,15 @@ class EngineConfig:
 
     def _require(self, name: str, is_valid: bool, expected: str) -> None:
         require(is_valid, name, expected, getattr(self, name), ConfigError)
+
+
+def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
+    """Check the options of an engine, which may have options of vLLM's among them."""
+    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
+        from nanovllm.engine_options import without_foreign
+
+        options = without_foreign(options)
+    return EngineConfig(str(model), **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,8 +86,8 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
 
 
-def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
-    """Check the options of an engine; warn of those that only vLLM needs, and leave them out."""
+def without_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Warn of options that only vLLM needs, and leave them out."""
     for note in foreign_notes(options):
         logger.warning("%s", note)
     own = {name: value for name, value in options.items() if name not in FOREIGN}
@@ -96,7 +95,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
         if "kvcache_block_size" in own:
             raise TypeError("block_size is another name of kvcache_block_size; give one of them")
         own["kvcache_block_size"] = own.pop("block_size")
-    return EngineConfig(str(model), **own)
+    return own
 
 
 def foreign_notes(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> Iterator[str]:

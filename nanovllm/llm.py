@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+from nanovllm.config import engine_config
 from nanovllm.conversations import ChatOptions, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live
 from nanovllm.engine.step import Pooling
-from nanovllm.engine_options import EngineOptions, engine_config
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
 from nanovllm.prompts import (
@@ -36,6 +36,8 @@ from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_o
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
+
+    from nanovllm.engine_options import EngineOptions
 
 
 class LLM:

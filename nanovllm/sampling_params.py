@@ -102,6 +102,18 @@ class SamplingParams:
         return NO_LIMIT if self.max_tokens is None else self.max_tokens
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing edits the logits, and nothing is returned beside the tokens."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return (
+            penalties == (0.0, 0.0, 1.0)
+            and not (self.min_tokens or self.logit_bias or self.bad_words or self.logits_processors)
+            and self.allowed_token_ids is None
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+        )
+
+    @property
     def can_exclude_tokens(self) -> bool:
         """Whether these options, and not only the model's logits, may leave no token to sample."""
         return bool(

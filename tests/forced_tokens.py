@@ -7,8 +7,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
-from nanovllm.worker.batch import sampled_rows
-from nanovllm.worker.forward import Forward, StepLogits
+from nanovllm.worker.forward import Forward, StepLogits, sampled_rows
 from tests.devices import runner_of
 
 Ids = list[list[int]]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import StepPlan
-from nanovllm.worker.batch import is_decode
-from nanovllm.worker.forward import Forward, StepLogits
+from nanovllm.worker.forward import Forward, StepLogits, is_decode
 from tests.checkpoints import VARIANTS, TinyCheckpoint
 from tests.devices import NEEDS_GPU, runner_of
 from tests.test_equals_transformers import GREEDY, MAX_TOKENS, make_prompts

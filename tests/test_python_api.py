@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.config import EngineConfig
-from nanovllm.engine_options import FOREIGN, EngineOptions, engine_config
+from nanovllm.config import EngineConfig, engine_config
+from nanovllm.engine_options import FOREIGN, EngineOptions
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import StreamPiece
 from tests.server.byte_model import make_byte_model

@@ -79,7 +79,10 @@ class ThreadedExecutor:
             return Worker(config, model_config, checkpoint, device)
 
         self.workers = self.ranks.run(make)
-        self.worker = self.workers[0]
+
+    @property
+    def runner(self) -> Any:
+        return self.workers[0].runner
 
     def start(self) -> ExecutorInfo:
         infos = self.ranks.run(lambda rank: self.workers[rank].start())
@@ -87,7 +90,7 @@ class ThreadedExecutor:
         return infos[0]
 
     def submit(self, plan: StepPlan) -> PendingOnAll:
-        return PendingOnAll(self.ranks.submit(lambda rank: self.workers[rank].run(plan)))
+        return PendingOnAll(self.ranks.submit(lambda rank: self.workers[rank].submit(plan)))
 
     def sample(self, masks: IntColumn) -> None:
         self.ranks.run(lambda rank: self.workers[rank].sample(masks))
@@ -100,7 +103,7 @@ class ThreadedExecutor:
 
     def close(self) -> None:
         self.ranks.close()
-        self.worker.device.release()
+        self.workers[0].device.release()
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Clock:
     def start(self) -> ExecutorInfo:
         return ExecutorInfo(1, 1, "cpu", "none")
 
-    def run(self, plan: StepPlan) -> Times:
+    def submit(self, plan: StepPlan) -> Times:
         if len(plan.slots):
             self.notes.append(time.monotonic_ns())
             return Times([])

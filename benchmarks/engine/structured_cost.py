@@ -23,7 +23,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from benchmarks.models import model_path
 from nanovllm import LLM, SamplingParams
-from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
+from nanovllm.engine.front import Vocabulary
+from nanovllm.grammar.matching import Grammar, Grammars
 
 SCHEMA: dict[str, Any] = {
     "type": "array",

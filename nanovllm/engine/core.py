@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.request import (
     POOL_TOO_SMALL,
@@ -20,8 +22,10 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Executor, StepPlan, StepResult
 from nanovllm.errors import EngineError
-from nanovllm.grammar.matching import Grammars
 from nanovllm.pending import Pending
+
+if TYPE_CHECKING:
+    from nanovllm.grammar.matching import Grammars
 
 MAX_RECORDED = 1024  # steps, and ended sequences
 
@@ -38,10 +42,11 @@ class EngineCore:
         executor: Executor,
         depth: int,
         max_model_len: int,
-        grammars: Grammars | None = None,
+        create_grammars: Callable[[], Grammars] | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.grammars = grammars
+        self.grammars: Grammars | None = None  # until a request has one
+        self._create_grammars = create_grammars
         self.executor = executor
         self.depth = depth
         # A sequence that outgrew the whole pool could never be resumed, so it ends there.
@@ -76,8 +81,7 @@ class EngineCore:
             seq.is_cut_by_pool = self._is_pool_short and seq.max_len > self.max_len
             seq.max_len = min(seq.max_len, self.max_len)
         if request.grammar is not None:
-            assert self.grammars is not None
-            seq.matcher = self.grammars.matcher(request.grammar, request.stop_token_ids)
+            seq.matcher = self._get_grammars().matcher(request.grammar, request.stop_token_ids)
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
 
@@ -103,9 +107,8 @@ class EngineCore:
             raise
         if not self._in_flight and self._sequences:
             assert self.scheduler.postponed, "sequences wait but nothing runs"
-            assert self.grammars is not None
             matchers = [seq.matcher for seq in self.scheduler.postponed.values()]
-            self.grammars.wait([matcher for matcher in matchers if matcher is not None])
+            self._get_grammars().wait([matcher for matcher in matchers if matcher is not None])
         return CoreStep([], [], [])
 
     def finish(self, seq_id: int, reason: FinishReason) -> Ending | None:
@@ -173,9 +176,10 @@ class EngineCore:
         """Have all sequences recomputed, as the steps in flight build on one that was lost."""
         for plan, pending, _ in self._in_flight:
             if len(plan.masked_rows):  # such a step does not end before it is sampled
-                assert self.grammars is not None
                 ended = [None] * len(plan.masked_rows)
-                self.executor.sample(self.grammars.masks(ended, self.executor.mask_memory)[0])
+                self.executor.sample(
+                    self._get_grammars().masks(ended, self.executor.mask_memory)[0]
+                )
             pending.result()
         self._in_flight.clear()
         self.scheduler.drop_in_flight()
@@ -185,11 +189,16 @@ class EngineCore:
         """Let the oldest step in flight be sampled: all tokens before it are known by now."""
         plan = self._in_flight[0][0]
         if len(plan.masked_rows):
-            assert self.grammars is not None
             matchers = self.scheduler.matchers(plan)
-            masks, late = self.grammars.masks(matchers, self.executor.mask_memory)
+            masks, late = self._get_grammars().masks(matchers, self.executor.mask_memory)
             self.scheduler.postpone(plan.masked_rows[late].tolist())
             self.executor.sample(masks)
+
+    def _get_grammars(self) -> Grammars:
+        if self.grammars is None:
+            assert self._create_grammars is not None
+            self.grammars = self._create_grammars()
+        return self.grammars
 
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None

@@ -15,9 +15,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.found_model import make_front
 from nanovllm.engine.front import Live
-from nanovllm.engine.start import find_model, start_core
+from nanovllm.engine.start import find_model, make_front, start_core
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
@@ -63,7 +62,7 @@ class EngineThread:
         found = find_model(config)
         self.config, self.model_config = found.config, found.model_config
         self.front = make_front(found)
-        started = start_core(found, self.front.grammars)
+        started = start_core(found, self.front.get_grammars)
         self.core, self.info = started.core, started.info
         self._jobs: dict[Job, None] = {}  # those with unfinished requests
         self._owners: dict[int, Job] = {}  # by seq_id
@@ -122,7 +121,7 @@ class EngineThread:
         self._is_closed = True
         self._commands.put(_wake)
         self._join(CLOSE_SECONDS)
-        self.front.grammars.close()
+        self.front.close()
         self.core.executor.close()  # workers that hang are killed, which ends the wait for them
         self._join(None)
         while not self._commands.empty():  # commands and the engine refer to each other

@@ -17,17 +17,18 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer, decode_whole
-from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts, as_dict
 from nanovllm.engine.request import CoreStep, Ending, FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
-from nanovllm.grammar.matching import Grammars, Vocabulary
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput, StreamPiece
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.validation import require, require_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
+    from nanovllm.grammar.matching import Grammars
 
 NOTHING_ALLOWED = (
     "no token may be sampled: allowed_token_ids, bad_words, logit_bias, min_tokens and "
@@ -40,6 +41,12 @@ BROKEN = (
     "the model's {} are not numbers (NaN or infinity); the weights may be damaged, or too large "
     "for the dtype: try dtype='float32'"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +90,31 @@ class Front:
         has_workers: bool = False,
     ) -> None:
         self.tokenizer = vocabulary.tokenizer
-        self._texts = TokenTexts(self.tokenizer)
+        self._vocabulary = vocabulary
+        self._texts: TokenTexts | None = None  # until a request asks for logprobs
         self._has_workers = has_workers  # in processes of their own, which take no functions
         self.live: dict[int, Live] = {}  # by seq_id
         self._samples: dict[int, tuple[Live, Sample]] = {}  # by seq_id of the sample
         self._vocab_size = vocab_size
         self._eos_token_ids = vocabulary.eos_token_ids
-        self.grammars = Grammars(lambda: vocabulary, vocab_size)
+        self.grammars: Grammars | None = None  # until a request has one: see `get_grammars`
         self._seed_of_all = seed
         self._seq_ids = itertools.count()
+        self._lock = threading.Lock()
         self._tokenizing = threading.Lock()  # to encode may change a tokenizer's settings
+
+    def get_grammars(self) -> Grammars:
+        """Create the grammars for the first request that has one. Safe in any thread."""
+        with self._lock:
+            if self.grammars is None:
+                from nanovllm.grammar.matching import Grammars
+
+                self.grammars = Grammars(lambda: self._vocabulary, self._vocab_size)
+            return self.grammars
+
+    def close(self) -> None:
+        if self.grammars is not None:
+            self.grammars.close()
 
     def prepare(
         self,
@@ -115,7 +137,8 @@ class Front:
         seq_id = next(self._seq_ids)
         grammar, asked = None, params.structured_outputs
         if asked is not None:
-            grammar, params = self.grammars.compile(asked), replace(params, structured_outputs=None)
+            grammar = self.get_grammars().compile(asked)
+            params = replace(params, structured_outputs=None)
         first = Request(
             seq_id,
             token_ids,
@@ -226,10 +249,10 @@ class Front:
         request, best = live.samples[0].request, outputs[0]
         endings = [each.ending for each in live.samples if each.ending is not None]  # all, by now
         own, broken = endings[0], [each for each in endings if each.finish_reason == "error"]
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None:
-            entries = (as_dict(each, self._texts) for each in own.prompt_logprobs)
-            prompt_logprobs = [None, *entries]
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        num_best = request.params.prompt_logprobs
+        if num_best is not None:
+            prompt_logprobs = [None, *self._logprobs(own.prompt_logprobs, num_best)]
         return RequestOutput(
             seq_id=live.seq_id,
             prompt=live.prompt,
@@ -259,8 +282,7 @@ class Front:
             text = "" if tokenizer is None else decode_whole(tokenizer, ending.token_ids, params)
         logprobs = cumulative = None
         if params.logprobs is not None:
-            entries = sample.logprobs[: len(ending.token_ids)]
-            logprobs = AnswerLogprobs(entries, params.logprobs, self._texts)
+            logprobs = self._logprobs(sample.logprobs[: len(ending.token_ids)], params.logprobs)
             cumulative = logprobs.cumulative
         return CompletionOutput(
             index=sample.index,
@@ -278,8 +300,7 @@ class Front:
         text = sample.detokenizer.take() if sample.detokenizer is not None else ""
         output, num_best, logprobs = outputs.get(live.seq_id), sample.request.params.logprobs, None
         if token_ids and num_best is not None:
-            entries = sample.logprobs[-len(token_ids) :]
-            logprobs = AnswerLogprobs(entries, num_best, self._texts)
+            logprobs = self._logprobs(sample.logprobs[-len(token_ids) :], num_best)
         return StreamPiece(
             live.seq_id,
             text,
@@ -289,6 +310,13 @@ class Front:
             sample.index,
             request_id=live.request_id,
         )
+
+    def _logprobs(self, entries: list[TokenLogprobs], num_best: int) -> AnswerLogprobs:
+        from nanovllm.engine.logprobs import AnswerLogprobs, TokenTexts
+
+        if self._texts is None:
+            self._texts = TokenTexts(self.tokenizer)
+        return AnswerLogprobs(entries, num_best, self._texts)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:

@@ -23,9 +23,10 @@ RANK_BYTES, PAIR_BYTES = 4, 8
 
 
 def pack_logprobs(
-    ids: IntColumn, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
+    ids: IntColumn | None, logprobs: npt.NDArray[np.float32] | None, ranks: IntColumn | None
 ) -> abc.Iterator[TokenLogprobs]:
     """Yield an entry for each row of ids and logprobs [rows, 1 + the likeliest]."""
+    assert ids is not None
     assert logprobs is not None
     assert ranks is not None
     pairs = np.stack((ids, logprobs.view(np.int32)), 2).reshape(len(ids), -1)
@@ -41,10 +42,8 @@ def entry_bytes(num_best: int | None) -> int:
 
 def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
     """Give the sequences that ask the log-probabilities of their newest tokens."""
-    if result.logprob_ids is None:
-        return
     asking = [seq for seq in sampled if seq.request.params.logprobs is not None]
-    entries = pack_logprobs(result.logprob_ids, result.logprobs, result.ranks)
+    entries = pack_logprobs(result.logprob_ids, result.logprobs, result.logprob_ranks)
     for seq, entry in zip(asking, entries, strict=True):
         if seq.finish_reason is None and not seq.is_dropped:
             seq.newest_logprobs = entry[: entry_bytes(seq.request.params.logprobs)]
@@ -52,9 +51,8 @@ def add_logprobs(sampled: list[Sequence], result: StepResult) -> None:
 
 def add_prompt_logprobs(rows: list[Sequence], plan: StepPlan, result: StepResult) -> None:
     """Give the sequences that ask those of the prompt tokens that this step read past."""
-    if result.prompt_ids is None:
-        return
-    entries = pack_logprobs(result.prompt_ids, result.prompt_logprobs, result.prompt_ranks)
+    columns = result.prompt_logprob_ids, result.prompt_logprobs, result.prompt_logprob_ranks
+    entries = pack_logprobs(*columns)
     spans = zip(rows, plan.starts.tolist(), plan.counts.tolist(), strict=True)
     for seq, start, count in spans:
         num_best = seq.request.params.prompt_logprobs

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nanovllm.engine.step import Pooling, Vector
 from nanovllm.errors import PromptTooLongError
-from nanovllm.grammar.matching import Grammar
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.grammar.matching import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 POOL_TOO_SMALL = "num_kvcache_blocks"  # stop_reason of a sequence for which the pool is too small

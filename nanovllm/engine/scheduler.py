@@ -6,17 +6,19 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.logprobs import add_logprobs, add_prompt_logprobs
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.request import FinishReason
 from nanovllm.engine.sequence import NO_SLOT, Sequence, Waiting
 from nanovllm.engine.step import BlockCopy, BlockUpdate, NewRow, StepPlan, StepResult
-from nanovllm.grammar.matching import Matcher
 from nanovllm.sampling_params import NO_TOKEN
+
+if TYPE_CHECKING:
+    from nanovllm.grammar.matching import Matcher
 
 
 class Scheduler:
@@ -80,8 +82,14 @@ class Scheduler:
             self.prompt_budget.end(plan.num_prefill_tokens, plan.num_decode_tokens)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
-        add_prompt_logprobs(rows, plan, result)
-        add_logprobs(sampled, result)
+        if result.prompt_logprobs is not None:
+            from nanovllm.engine.logprobs import add_prompt_logprobs
+
+            add_prompt_logprobs(rows, plan, result)
+        if result.logprobs is not None:
+            from nanovllm.engine.logprobs import add_logprobs
+
+            add_logprobs(sampled, result)
         for index, error in (result.failures or {}).items():
             sampled[index].error = error
         updated = self._end_pooled(rows, plan, result)

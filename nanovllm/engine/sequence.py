@@ -7,11 +7,14 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockKey, Prefix
 from nanovllm.engine.request import FinishReason, Request, TokenLogprobs
 from nanovllm.engine.step import Vector
-from nanovllm.grammar.matching import Matcher
+
+if TYPE_CHECKING:
+    from nanovllm.grammar.matching import Matcher
 
 NO_SLOT = -1
 

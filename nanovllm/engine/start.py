@@ -1,43 +1,42 @@
-"""From a config to a running core: find the model, choose where its workers run, load it."""
+"""From a config to a running engine: find the model, load its tokenizer, start its core.
+
+A front whose core runs in another process imports this file but no torch, so the functions that
+run beside the model import what they need themselves.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from nanovllm.checkpoint.find import Checkpoint, find_checkpoint
-from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.devices.choose import check_device, create_device
+from nanovllm.checkpoint.find import Checkpoint, eos_token_ids, find_checkpoint
+from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.config import WHOLE_CONTEXT, EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.found_model import FoundModel, clamp_model_len
+from nanovllm.engine.front import Front, Vocabulary
 from nanovllm.engine.prompt_budget import PromptBudget
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.executor.multiproc import MultiprocExecutor
-from nanovllm.grammar.matching import Grammars
-from nanovllm.models.registry import read_config
-from nanovllm.pending import Pending
-from nanovllm.worker.memory import check_model
-from nanovllm.worker.worker import Worker
+from nanovllm.engine.step import Executor, ExecutorInfo
+from nanovllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanovllm.grammar.matching import Grammars
 
 logger = logging.getLogger(__name__)
 
 
-def find_model(config: EngineConfig) -> FoundModel:
-    device = check_device(config)
-    checkpoint = find_checkpoint(
-        config.model,
-        revision=config.revision,
-        need_weights=config.load_format != "dummy",
-        need_tokenizer=not config.skip_tokenizer_init,
-        quantization=config.quantization,
-        check=partial(check_model, config, device),
-    )
-    model_config = read_config(checkpoint.config)
-    return FoundModel(clamp_model_len(config, model_config), model_config, checkpoint)
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model that can run here, and the options with which it will."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,64 @@ class StartedCore:
     info: ExecutorInfo
 
 
-def start_core(found: FoundModel, grammars: Grammars) -> StartedCore:
+def find_model(config: EngineConfig) -> FoundModel:
+    from nanovllm.devices.choose import check_device
+    from nanovllm.models.registry import read_config
+    from nanovllm.worker.memory import check_model
+
+    checkpoint = find_checkpoint(
+        config.model,
+        revision=config.revision,
+        need_weights=config.load_format != "dummy",
+        need_tokenizer=not config.skip_tokenizer_init,
+        quantization=config.quantization,
+        check=partial(check_model, config, check_device(config)),
+    )
+    model_config = read_config(checkpoint.config)
+    return FoundModel(clamp_model_len(config, model_config), model_config, checkpoint)
+
+
+def clamp_model_len(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len <= limit:
+        return config
+    if config.max_model_len != WHOLE_CONTEXT:
+        logger.warning("max_model_len=%d is clamped to the model's %d", config.max_model_len, limit)
+    return replace(config, max_model_len=limit)
+
+
+def make_front(found: FoundModel, is_remote: bool = False) -> Front:
+    """Load the tokenizer; a remote core, like workers, is in another process."""
+    config = found.config
+    if config.data_parallel_size > 1 and not is_remote:
+        raise ConfigError("data_parallel_size is for AsyncLLM, `nanovllm serve` and `batch`")
+    has_workers = is_remote or config.tensor_parallel_size > 1
+    return Front(load_vocabulary(found), found.model_config.vocab_size, config.seed, has_workers)
+
+
+def make_grammars(found: FoundModel) -> Grammars:
+    """For a core in another process than its front."""
+    from nanovllm.grammar.matching import Grammars
+
+    return Grammars(partial(load_vocabulary, found), found.model_config.vocab_size)
+
+
+def load_vocabulary(found: FoundModel) -> Vocabulary:
+    tokenizer = None if found.config.skip_tokenizer_init else load_tokenizer(found.checkpoint)
+    eos_ids = eos_token_ids(found.checkpoint)
+    if not eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_ids = (tokenizer.eos_token_id,)
+    vocab_size = found.model_config.vocab_size
+    return Vocabulary(tokenizer, frozenset(i for i in eos_ids if 0 <= i < vocab_size))
+
+
+def start_core(found: FoundModel, create_grammars: Callable[[], Grammars]) -> StartedCore:
     """Load the model and create its engine core."""
     config = found.config
     executor = create_executor(config, found.model_config, found.checkpoint)
     info = executor.start()
     try:
-        core = make_core(config, executor, info, grammars)
+        core = make_core(config, executor, info, create_grammars)
         # A full collection walks all that was imported, 60 ms amid a step. After one now, the
         # next comes when a quarter more objects than these have lived long.
         gc.collect()
@@ -73,16 +123,25 @@ def create_executor(
 ) -> Executor:
     """One worker in this process, several in their own, or on a Ray cluster."""
     if config.distributed_executor_backend == "ray":
+        from nanovllm.executor.multiproc import MultiprocExecutor
         from nanovllm.executor.ray_workers import start_actors
 
         return MultiprocExecutor(config, model_config, checkpoint, start_workers=start_actors)
     if config.tensor_parallel_size > 1:
+        from nanovllm.executor.multiproc import MultiprocExecutor
+
         return MultiprocExecutor(config, model_config, checkpoint)
-    return LocalExecutor(Worker(config, model_config, checkpoint, create_device(config)))
+    from nanovllm.devices.choose import create_device
+    from nanovllm.worker.worker import Worker
+
+    return Worker(config, model_config, checkpoint, create_device(config))
 
 
 def make_core(
-    config: EngineConfig, executor: Executor, info: ExecutorInfo, grammars: Grammars
+    config: EngineConfig,
+    executor: Executor,
+    info: ExecutorInfo,
+    create_grammars: Callable[[], Grammars],
 ) -> EngineCore:
     blocks = BlockManager(info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
     target = config.target_inter_token_ms
@@ -90,36 +149,4 @@ def make_core(
     max_tokens = config.max_num_batched_tokens
     scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
     depth = info.depth if config.depth is None else config.depth
-    return EngineCore(scheduler, executor, depth, config.max_model_len, grammars)
-
-
-class LocalExecutor:
-    """One worker in this process."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker: Worker | None = worker  # None once closed
-
-    def start(self) -> ExecutorInfo:
-        assert self.worker is not None
-        return self.worker.start()
-
-    def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        assert self.worker is not None, "submit after close"
-        return self.worker.run(plan)
-
-    def sample(self, masks: IntColumn) -> None:
-        assert self.worker is not None, "sample after close"
-        self.worker.sample(masks)
-
-    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
-        assert self.worker is not None, "mask_memory after close"
-        return self.worker.device.host_memory((num_rows, num_words))
-
-    def capture_one(self) -> bool:
-        assert self.worker is not None, "capture_one after close"
-        return self.worker.capture_one()
-
-    def close(self) -> None:
-        if self.worker is not None:
-            device, self.worker = self.worker.device, None
-            device.release()
+    return EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)

@@ -30,6 +30,11 @@ class NewRow:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that must not follow one another
     pooling: Pooling | None = None  # instead of sampling
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is only sampled, by temperature, top_k, top_p and min_p."""
+        return self.pooling is None and not self.bad_words and self.params.is_plain
+
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
@@ -79,11 +84,11 @@ class StepResult:
     # Of the rows that ask for logprobs, if any: the sampled token, then the most likely ones.
     logprob_ids: IntColumn | None = None  # [rows, 1 + the most that a row asks for]
     logprobs: npt.NDArray[np.float32] | None = None
-    ranks: IntColumn | None = None  # [rows], of the sampled token, from 1
+    logprob_ranks: IntColumn | None = None  # [rows], of the sampled token, from 1
     # The same of every prompt token that `num_scored` counts.
-    prompt_ids: IntColumn | None = None
+    prompt_logprob_ids: IntColumn | None = None
     prompt_logprobs: npt.NDArray[np.float32] | None = None
-    prompt_ranks: IntColumn | None = None
+    prompt_logprob_ranks: IntColumn | None = None
     # Of the rows that end a prompt whose hidden states are pooled: [rows, hidden_size].
     pooled: Vector | None = None
     # Rows whose logits processors failed, and how; they sampled NO_TOKEN.

@@ -15,11 +15,11 @@ import numpy as np
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child import Failure
 from nanovllm.executor.supervisor import ChildProcesses, Children, Supervisor
-from nanovllm.executor.worker_main import RankWorker, Site, WorkerTask, build_worker
+from nanovllm.executor.worker_main import Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
 
 Reply = Future[bytearray]
@@ -74,7 +74,7 @@ class MultiprocExecutor:
         config: EngineConfig,
         model_config: ModelConfig,
         checkpoint: Checkpoint,
-        build_worker: Callable[[WorkerTask, int], RankWorker] = build_worker,
+        build_worker: Callable[[WorkerTask, int], Executor] = build_worker,
         start_workers: Callable[[EngineConfig], Workers] = start_processes,
     ) -> None:
         self._config, self._model_config, self._checkpoint = config, model_config, checkpoint

@@ -11,32 +11,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
+from nanovllm.engine.step import Executor, StepPlan, StepResult
 from nanovllm.executor.channel import Kind, Link, pack
 from nanovllm.executor.child import StepTimer, reporting, run_child
 from nanovllm.pending import Pending
 
 if TYPE_CHECKING:
     from nanovllm.distributed.group import TPGroup
-
-
-class RankWorker(Protocol):
-    """What `worker.worker.Worker` is to this file, which does not import torch."""
-
-    def start(self) -> ExecutorInfo:
-        """Build model and cache."""
-
-    def run(self, plan: StepPlan) -> Pending[StepResult]:
-        """Launch a step."""
-
-    def sample(self, masks: IntColumn) -> None:
-        """Launch the rest of a step with masked rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +44,7 @@ class WorkerTask:
     model_config: ModelConfig
     checkpoint: Checkpoint
     site: Site
-    build_worker: Callable[[WorkerTask, int], RankWorker]
+    build_worker: Callable[[WorkerTask, int], Executor]
 
 
 def main(fd: int, parent_pid: int, log_level: int, rank: int) -> None:
@@ -83,7 +70,7 @@ def serve(rank: int, link: Link, timer: StepTimer) -> None:
     while (message := link.receive()) is not None:
         plan: StepPlan = pickle.loads(message.body)
         with timer:
-            pending = worker.run(plan)
+            pending = worker.submit(plan)
         if len(plan.masked_rows):
             message = link.receive()  # what follows such a plan are its masks
             if message is None:
@@ -102,7 +89,7 @@ def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepT
             link.send(pack(Kind.REPLY, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)))
 
 
-def build_worker(task: WorkerTask, rank: int) -> RankWorker:
+def build_worker(task: WorkerTask, rank: int) -> Executor:
     """Build the worker of one rank: its device, its group, its part of the model."""
     from nanovllm.devices.choose import create_device
     from nanovllm.worker.worker import Worker

@@ -26,7 +26,8 @@ from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compi
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from transformers import PreTrainedTokenizerBase
+
+    from nanovllm.engine.front import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,6 @@ LIMITS: dict[str, Any] = {
     "step_max_items": 50_000,  # 3 ms a mask
     "max_lexer_states": 50_000,  # 100 MB
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    tokenizer: PreTrainedTokenizerBase | None
-    eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)

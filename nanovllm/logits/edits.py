@@ -1,24 +1,26 @@
 """What changes logits between the model and the sampler, for the rows that ask for it.
 
 Users may rely on the order of `LogitsEdits.apply` (docs/requests.md). Functions of their own come
-after it: processors.py.
-
-The newest token of a row may be known to the device alone, so whatever depends on tokens reads them
-from the slot tables, and nothing here waits for the device.
+after it. The newest token of a row may be known to the device alone, so `LogitsEdits` reads tokens
+from the slot tables, and never waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.step import NewRow, StepPlan
-from nanovllm.worker.batch import sampled_rows
-from nanovllm.worker.tables import BySlot, SlotTables
+from nanovllm.engine.step import NewRow
+from nanovllm.worker.tables import SlotTables
+
+Processor = Callable[[list[int], Tensor], Tensor]
 
 # Of the rows that are edited together, each padded to the longest: their tensors take some 60 MB,
 # whatever the length of sequences, and no part of the profiled step.
@@ -51,25 +53,11 @@ class EditedRow:
 
 
 class LogitsEdits:
-    """Edits the rows whose sequences ask for it."""
-
     def __init__(self, tables: SlotTables) -> None:
         self.tables = tables
-        self._edits: BySlot[RowEdits] = BySlot()
 
-    def update(self, plan: StepPlan) -> None:
-        self._edits.follow(plan, self._edits_of)
-
-    def apply(self, logits: Tensor, plan: StepPlan) -> None:
-        """Edit the logits [sampled rows, vocab_size] of a plan in place."""
-        if not self._edits:
-            return
-        slots, positions = (column.tolist() for column in sampled_rows(plan))
-        rows = [
-            EditedRow(row, slot, position, self._edits[slot])
-            for row, (slot, position) in enumerate(zip(slots, positions, strict=True))
-            if slot in self._edits
-        ]
+    def apply(self, logits: Tensor, rows: list[EditedRow]) -> None:
+        """Edit rows of the logits [sampled rows, vocab_size] in place."""
         limited = [row for row in rows if row.edits.allowed is not None]
         for some in in_pieces(limited, lambda row: len(row.allowed)):
             self._keep_allowed(logits, some)
@@ -79,7 +67,7 @@ class LogitsEdits:
         for some in in_pieces(penalised, lambda row: row.position):
             self._penalise(logits, some)
 
-    def _edits_of(self, row: NewRow) -> RowEdits | None:
+    def edits_of(self, row: NewRow) -> RowEdits | None:
         params = row.params
         allowed = params.allowed_token_ids
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
@@ -192,3 +180,63 @@ def count_in(tokens: Tensor, is_counted: Tensor) -> Tensor:
     ordered = torch.where(is_counted, tokens, -1).sort(-1).values
     after = torch.searchsorted(ordered, tokens, right=True, out_int32=True)
     return after - torch.searchsorted(ordered, tokens, out_int32=True)
+
+
+@dataclass(slots=True, eq=False)
+class ProcessedSequence:
+    """A sequence whose caller brings functions that change its logits: docs/requests.md.
+
+    They need the newest token on the host, so the scheduler plans such a row only when the step
+    before it is committed, and `output_ids` is complete.
+    """
+
+    processors: list[Processor | str]
+    output_ids: list[int]
+
+    @staticmethod
+    def of(row: NewRow) -> ProcessedSequence | None:
+        processors = list(row.params.logits_processors)
+        if not processors or row.params.max_tokens == 0:
+            return None
+        return ProcessedSequence(processors, row.token_ids[row.num_prompt_tokens :].tolist())
+
+    def process(self, logits: Tensor) -> str | None:
+        """Change logits [vocab_size] in place; a failure makes them NaN and returns the reason."""
+        new = logits.to(torch.float32, copy=True)
+        for index, processor in enumerate(self.processors):
+            try:
+                if isinstance(processor, str):
+                    processor = self.processors[index] = import_processor(processor)
+                new = check_logits(processor(list(self.output_ids), new), logits)
+            except (Exception, SystemExit) as error:
+                logits.fill_(torch.nan)
+                name = getattr(processor, "__name__", processor)
+                return f"logits_processors[{index}] ({_shown(name)}) failed: {_shown(error)}"
+        logits.copy_(new)
+        return None
+
+
+def import_processor(path: str) -> Processor:
+    module, _, names = path.partition(":")
+    processor = reduce(getattr, names.split("."), import_module(module))
+    if not callable(processor):
+        raise TypeError(f"{path} is not a function")
+    return processor
+
+
+def check_logits(new: Any, old: Tensor) -> Tensor:
+    """Return what a processor returned, if it can take the place of what it was given."""
+    if not isinstance(new, Tensor):
+        raise TypeError(f"it must return the logits, a tensor, not {type(new).__name__}")
+    if new.shape != old.shape or new.dtype != torch.float32:
+        found, wanted = list(new.shape), list(old.shape)
+        raise ValueError(f"it must return float32 logits {wanted}, not {new.dtype} {found}")
+    return new
+
+
+def _shown(value: object) -> str:
+    """Return a text for a message; the repr of a caller's object may fail."""
+    try:
+        return value if isinstance(value, str) else repr(value)
+    except Exception:
+        return type(value).__name__

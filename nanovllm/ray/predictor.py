@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from nanovllm.engine_options import engine_config
+from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.jobs.engine import RowEngine, RowError, RowOptions
 from nanovllm.jobs.rows import Row

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from nanovllm.async_llm import GUESSED_TOKENS
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.found_model import FoundModel, make_front
+from nanovllm.engine.start import FoundModel, make_front
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams

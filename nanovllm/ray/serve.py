@@ -26,7 +26,7 @@ from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.cli import parse
 from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import EngineConfig
-from nanovllm.engine.found_model import FoundModel
+from nanovllm.engine.start import FoundModel
 from nanovllm.errors import ConfigError
 from nanovllm.executor.ray_workers import connect
 from nanovllm.outputs import EmbeddingOutput, StreamPiece

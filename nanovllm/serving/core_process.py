@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from nanovllm.devices.choose import take_share
 from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.found_model import make_grammars
 from nanovllm.engine.request import CoreStep, Ending, Request
-from nanovllm.engine.start import find_model, start_core
+from nanovllm.engine.start import find_model, make_grammars, start_core
 from nanovllm.errors import RequestError
 from nanovllm.executor.channel import Kind, Link, pack
 from nanovllm.executor.child import StepTimer, run_child
@@ -54,7 +54,7 @@ def serve(link: Link, timer: StepTimer) -> None:
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
     found = find_model(start.config)
     send(found)  # the front loads the tokenizer while the model is loaded here
-    started = start_core(found, make_grammars(found))
+    started = start_core(found, partial(make_grammars, found))
     core = started.core
     try:
         send(CoreReady(started.info, core.max_len))

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.found_model import FoundModel
 from nanovllm.engine.request import CoreStep, Request
+from nanovllm.engine.start import FoundModel
 from nanovllm.errors import NanovllmError
 from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child import Failure, Serve

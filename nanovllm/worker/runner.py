@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from nanovllm.devices.base import Device
 from nanovllm.engine.step import IntColumn, StepPlan, StepResult
-from nanovllm.logits.edits import LogitsEdits
-from nanovllm.logits.logprobs import KeptLogits, Logprobs, PromptLogprobs
-from nanovllm.logits.masks import MaskedSampler
-from nanovllm.logits.pooling import PooledPrompts
-from nanovllm.logits.processors import LogitsProcessors, ProcessedRows
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward, Forward, Sampled, StepLogits
+
+if TYPE_CHECKING:
+    from nanovllm.logits.extras import Extras, StepExtras
 
 Sampler = Callable[[StepLogits, StepPlan], Sampled]
 
@@ -43,9 +42,7 @@ class Unsampled:
 
     plan: StepPlan
     logits: StepLogits
-    kept: KeptLogits | None
-    processed: ProcessedRows | None
-    results: dict[str, Tensor]
+    extras: StepExtras | None
     sampled: list[Pending[StepResult]] = field(default_factory=list)  # one, once it is
 
 
@@ -59,33 +56,25 @@ class ModelRunner:
     steps: RecordedSteps | None = None  # what both belong to, where steps are replayed
 
     def __post_init__(self) -> None:
-        self.tables = self.eager.tables
-        self.edits = LogitsEdits(self.tables)
-        self.processors = LogitsProcessors(self.eager.model.lm_head.group)
-        replay = None if self.steps is None else self.steps.replay_masked
-        self.sample_masked = MaskedSampler(self.tables.device, self.sampler, replay)
+        self.device = self.eager.tables.device
+        self.extras: Extras | None = None  # until a request asks for more than sampling
         self._unsampled: Unsampled | None = None
-        self.logprobs = Logprobs(self.tables)
-        self.prompt_logprobs = PromptLogprobs(self.eager)
-        self.pooled_prompts = PooledPrompts(self.eager)
 
     def run(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue a step; the tables already hold what the next one will read."""
-        self.prompt_logprobs.update(plan)
-        self.pooled_prompts.update(plan)
+        if self.extras is None and not all(row.is_plain for row in plan.new_rows):
+            from nanovllm.logits.extras import Extras
+
+            self.extras = Extras(self.eager, self.steps)
         if plan.block_copies:
             self.eager.copy_blocks(plan)
-        results: dict[str, Tensor] = {}
-        logits = self._run_model(plan, results)
-        self.edits.update(plan)  # not before: the device has its work by now
-        self.processors.update(plan)
-        self.logprobs.update(plan)
-        kept = self.logprobs.keep(logits.values, plan)
-        self.edits.apply(logits.values, plan)
-        processed = self.processors.apply(logits.values, plan)
-        step = Unsampled(plan, logits, kept, processed, results)
+        if self.extras is None:
+            step = Unsampled(plan, self.forward(plan), None)
+        else:
+            self.extras.update(plan)
+            step = Unsampled(plan, *self.extras.run(plan, self.forward))
         if not len(plan.masked_rows):
-            return self._fetch(step, self.sampler(logits, plan))
+            return self._fetch(step, self.sampler(step.logits, plan))
         self._unsampled = step
         return Pending(lambda: step.sampled[0].result())
 
@@ -94,46 +83,39 @@ class ModelRunner:
         step = self._unsampled
         assert step is not None
         self._unsampled = None
-        sampled = self.sample_masked(step.logits, step.plan, masks)
+        sampled = None
+        if self.steps is not None:
+            sampled = self.steps.replay_masked(step.logits, step.plan, masks)
+        if sampled is None:
+            keep_allowed(self.device, step.logits.values, step.plan, masks)
+            sampled = self.sampler(step.logits, step.plan)
         step.sampled.append(self._fetch(step, sampled))
 
     def _fetch(self, step: Unsampled, sampled: Sampled) -> Pending[StepResult]:
-        results = step.results
-        if step.kept is not None:
-            names = ("logprob_ids", "logprobs", "ranks")
-            results |= dict(zip(names, step.kept.of(sampled.tokens), strict=True))
+        results: dict[str, Tensor] = {}
+        if self.extras is not None and step.extras is not None:
+            results = self.extras.finish(step.extras, sampled.tokens)
         tokens = sampled.tokens if sampled.host is None else sampled.host
-        fetched, given = self.tables.device.fetch(tokens, *results.values()), list(results)
-        return Pending(lambda: self._result(fetched, given, step.processed))
-
-    def _run_model(self, plan: StepPlan, results: dict[str, Tensor]) -> StepLogits:
-        """Return logits; what else is wanted of hidden states goes to the results."""
-        scored, pooled = self.prompt_logprobs.wanted(plan), self.pooled_prompts.wanted(plan)
-        if not scored and not pooled:
-            return self.forward(plan)
-        logits, hidden = self.eager.with_states(plan)
-        if self.steps is not None:
-            self.steps.note(plan)
-        if scored:
-            names = ("prompt_ids", "prompt_logprobs", "prompt_ranks")
-            results |= dict(zip(names, self.prompt_logprobs.of(hidden, scored), strict=True))
-        vectors = self.pooled_prompts.of(hidden, pooled) if pooled else None
-        if vectors is not None:
-            results["pooled"] = vectors
-        return logits
+        fetched, names = self.device.fetch(tokens, *results.values()), list(results)
+        return Pending(lambda: self._result(fetched, names, step.extras))
 
     def _result(
-        self,
-        fetched: Pending[list[np.ndarray]],
-        names: list[str],
-        processed: ProcessedRows | None,
+        self, fetched: Pending[list[np.ndarray]], names: list[str], extras: StepExtras | None
     ) -> StepResult:
         tokens, *others = fetched.result()
         if self.steps is not None and self.steps.has_lost_step():
             return StepResult(tokens[:, None], is_lost=True)
-        failures = None
-        if processed is not None:
-            processed.note(tokens)
-            failures = processed.failures
+        if extras is None:
+            return StepResult(tokens[:, None])
+        for row, sequence in extras.processed.items():
+            sequence.output_ids.append(int(tokens[row]))
         arrays: dict[str, Any] = dict(zip(names, others, strict=True))
-        return StepResult(tokens[:, None], **arrays, failures=failures)
+        return StepResult(tokens[:, None], **arrays, failures=extras.failures)
+
+
+def keep_allowed(device: Device, logits: Tensor, plan: StepPlan, masks: IntColumn) -> None:
+    """Leave the logits [sampled rows, vocab_size] of masked rows only what their bitmasks allow."""
+    rows = None
+    if len(masks) < len(logits):
+        rows = device.upload(np.cumsum(plan.num_logits > 0)[plan.masked_rows] - 1)
+    device.keep_allowed(logits, rows, device.readable(masks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from nanovllm.kernels.ops import Sampling
 from nanovllm.kernels.torch_sampling import SamplingColumns
 from nanovllm.sampling_params import SamplingParams
 
-T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 ALIGNMENT = 4  # words: kernels read faster where a column begins at a multiple of 16 bytes
 
@@ -137,19 +136,6 @@ class SlotTables:
             first = self._offsets[name] + row.slot * column.num_words
             changes.append((np.arange(first, first + len(values)), values))
         return changes
-
-
-class BySlot(dict[int, T]):
-    """What the sequences in some slots ask for, on the host; most ask for nothing."""
-
-    def follow(self, plan: StepPlan, read: Callable[[NewRow], T | None]) -> None:
-        """Let those go that left, and note what the new ones ask for; plans come in order."""
-        for slot in plan.released:
-            self.pop(slot, None)
-        for row in plan.new_rows:
-            asked = read(row)
-            if asked is not None:
-                self[row.slot] = asked
 
 
 def sampling_of(params: SamplingParams) -> Sampling:

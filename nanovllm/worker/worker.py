@@ -1,4 +1,4 @@
-"""A worker: builds model and cache on one device, then serves plans.
+"""A worker: builds model and cache on one device, then runs plans.
 
 The workers of a group get the same plans in the same order, and each runs its share of the model.
 """
@@ -26,12 +26,17 @@ from nanovllm.worker.forward import EagerForward
 from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
 from nanovllm.worker.memory import check_memory, is_shortage
+from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
+    """The executor of an engine with one rank, and one of the workers of several."""
+
+    runner: ModelRunner | None = None  # before the start, and once closed
+
     def __init__(
         self,
         config: EngineConfig,
@@ -57,19 +62,31 @@ class Worker:
                 f"or stop other processes ({error!s:.200})"
             ) from error
 
-    def run(self, plan: StepPlan) -> Pending[StepResult]:
+    def submit(self, plan: StepPlan) -> Pending[StepResult]:
+        assert self.runner is not None, "submit after close"
         with torch.inference_mode(), self.device.in_order():
             return self.runner.run(plan)
 
     def sample(self, masks: IntColumn) -> None:
+        assert self.runner is not None, "sample after close"
         with torch.inference_mode(), self.device.in_order():
             self.runner.sample(masks)
 
+    def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
+        return self.device.host_memory((num_rows, num_words))
+
     def capture_one(self) -> bool:
+        assert self.runner is not None, "capture_one after close"
         if self.runner.steps is None:
             return False
         with torch.inference_mode(), self.device.in_order():
             return self.runner.steps.capture_one()
+
+    def close(self) -> None:
+        if self.runner is not None:
+            device, self.runner = self.device, None
+            del self.device  # which may refer to the model
+            device.release()
 
     def _start(self) -> ExecutorInfo:
         config, device, group = self.config, self.device, self.group

@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.engine.detokenizer import Detokenizer, decode
-from nanovllm.engine.front import Front
+from nanovllm.engine.front import Front, Vocabulary
 from nanovllm.engine.request import Ending
-from nanovllm.grammar.matching import Vocabulary
 from nanovllm.sampling_params import SamplingParams
 from tests.checkpoint.reference_bpe import LETTERS
 

@@ -42,14 +42,14 @@ class Late:
 
 
 class UnspeakableWorker(ObedientWorker):
-    def run(self, plan: StepPlan) -> Any:
+    def submit(self, plan: StepPlan) -> Any:
         return Late()
 
 
 class TiedWorker(ObedientWorker):
     """The first rank raises, and the other one ends because of it."""
 
-    def run(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> Done:
         if self.rank == 0:
             raise ValueError("the real cause")
         time.sleep(0.05)

@@ -62,7 +62,7 @@ class ObedientWorker:
         logger.warning("rank %d is no model", self.rank)
         return ExecutorInfo(100 - self.rank, 1, "cpu", "float32")
 
-    def run(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> Done:
         if len(plan.slots) == 2:
             self._obey(*plan.slots.tolist())
         num_tokens = sum(int(row.token_ids.sum(dtype=np.int64)) for row in plan.new_rows) % 2**31

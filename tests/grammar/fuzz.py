@@ -19,9 +19,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from nanovllm.engine.front import Vocabulary
 from nanovllm.errors import RequestError
 from nanovllm.grammar import limits
-from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
+from nanovllm.grammar.matching import Grammar, Grammars
 
 VOCAB_SIZE, EOS = 288, 256
 ATOMS = ["a", "[a-z]", ".", "\\d", "(a|b)", "[^x]", "é", "\\w+", "(?s:.)", "[", "(", "\\", "x{3}"]

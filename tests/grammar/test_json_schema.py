@@ -13,9 +13,10 @@ import pytest
 
 from nanovllm.checkpoint.find import find_checkpoint
 from nanovllm.checkpoint.tokenizer import load_tokenizer
+from nanovllm.engine.front import Vocabulary
 from nanovllm.errors import RequestError
 from nanovllm.grammar.json_schema import enforceable
-from nanovllm.grammar.matching import Grammars, Matcher, Vocabulary
+from nanovllm.grammar.matching import Grammars, Matcher
 from tests.json_schemas import CONDITIONS, random_schema
 
 VOCAB_SIZE, EOS = 49152, 2

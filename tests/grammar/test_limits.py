@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from nanovllm.engine.front import Vocabulary
 from nanovllm.errors import GrammarError
 from nanovllm.grammar import limits
-from nanovllm.grammar.matching import Grammar, Grammars, Vocabulary
+from nanovllm.grammar.matching import Grammar, Grammars
 from tests.grammar.fuzz import VOCAB_SIZE, new_grammars
 
 ROOT = Path(__file__).parents[2]

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from nanovllm.engine.step import StepPlan
-from nanovllm.logits.masks import MaskedSampler
-from nanovllm.worker.forward import Sampled, StepLogits
+from nanovllm.worker.runner import keep_allowed
 from tests.devices import cpu_device
-
-
-def greedy(logits: StepLogits, plan: StepPlan) -> Sampled:
-    return Sampled(logits.values.argmax(-1))
 
 
 @pytest.mark.parametrize("vocab_size", [64, 160, 1003])
@@ -31,7 +26,5 @@ def test_masks(vocab_size: int, masked_rows: list[int]) -> None:
     for index, row in enumerate(masked_rows):
         allowed = torch.from_numpy(is_allowed[index, :vocab_size])
         want[[0, 1, None, 2, 3][row]].masked_fill_(~allowed, -torch.inf)
-    step = StepLogits(logits, torch.arange(4), torch.arange(4))
-    sampled = MaskedSampler(cpu_device(), greedy)(step, plan, masks)
-    assert torch.equal(sampled.tokens, want.argmax(-1))
+    keep_allowed(cpu_device(), logits, plan, masks)
     assert torch.equal(logits, want)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.front import Front
+from nanovllm.engine.front import Front, Vocabulary
 from nanovllm.errors import NanovllmError
-from nanovllm.grammar.matching import Vocabulary
 from nanovllm.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving.core_records import CoreStats, EngineState

@@ -14,8 +14,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.cpu.ops import NumbaOps
 from nanovllm.kernels.cpu.program import NotRecordableError
 from nanovllm.layers.build import ForwardBatch
-from nanovllm.worker.batch import is_decode
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.kernels.cuda.logprobs import token_logprobs
 from nanovllm.kernels.cuda.masks import keep_allowed, keep_allowed_in_slots
 from nanovllm.kernels.ops import Sampling
-from nanovllm.worker.batch import is_decode
-from nanovllm.worker.forward import EagerForward, Sampled, StepLogits
+from nanovllm.worker.forward import EagerForward, Sampled, StepLogits, is_decode
 
 if TYPE_CHECKING:
     from nanovllm.devices.cuda.device import CudaDevice

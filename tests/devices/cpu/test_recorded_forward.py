@@ -19,8 +19,7 @@ pytest.importorskip("numba")
 from nanovllm import LLM, SamplingParams
 from nanovllm.devices.cpu.recorded_forward import RecordedForward
 from nanovllm.engine.step import StepPlan
-from nanovllm.worker.batch import is_decode
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode
 from nanovllm.worker.runner import ModelRunner
 from tests.checkpoints import VARIANTS, VOCAB_SIZE, TinyCheckpoint
 
@@ -61,7 +60,7 @@ def generate(llm: LLM, params: list[SamplingParams] = GREEDY) -> list[list[int]]
 
 def runner_of(llm: LLM) -> ModelRunner:
     executor: Any = llm.engine.core.executor
-    runner: ModelRunner = executor.worker.runner
+    runner: ModelRunner = executor.runner
     return runner
 
 

@@ -42,8 +42,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.kernels.ops import LayerCache
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.models.config_json import read_model_config
-from nanovllm.worker.batch import is_decode, look_up
-from nanovllm.worker.forward import EagerForward, StepLogits
+from nanovllm.worker.forward import EagerForward, StepLogits, is_decode, look_up
 from tests.devices import RunAgain
 from tests.kernels.reference_attention import reference_attention
 from tests.test_equals_transformers import GREEDY, make_prompts
@@ -234,7 +233,7 @@ def test_padded_steps_equal_transformers(
         checkpoint.path, skip_tokenizer_init=True, max_num_batched_tokens=max_tokens, **options
     ) as llm:
         executor: Any = llm.engine.core.executor
-        runner = executor.worker.runner
+        runner = executor.runner
         eager: EagerForward = runner.forward
         device: Any = GraphedDevice(EngineConfig("none"))
         attention: Any = eager.attention

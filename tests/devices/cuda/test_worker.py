@@ -27,8 +27,7 @@ from nanovllm.engine.step import StepPlan
 from nanovllm.errors import ConfigError
 from nanovllm.executor.multiproc import MultiprocExecutor
 from nanovllm.kernels.ops import Sampling
-from nanovllm.worker.batch import is_decode
-from nanovllm.worker.forward import StepLogits
+from nanovllm.worker.forward import StepLogits, is_decode
 from nanovllm.worker.tables import sampling_of
 from tests.bench.test_steps import CONFIG
 from tests.devices import NEEDS_GPU, runner_of

@@ -20,7 +20,7 @@ from nanovllm.kernels.cuda.ops import TritonOps
 from nanovllm.kernels.cuda.step_inputs import gather_decode, gather_tokens, write_words
 from nanovllm.kernels.ops import Activation, Hidden, LayerCache, NormWeights, QKNormWeights
 from nanovllm.kernels.torch_ops import TorchOps
-from nanovllm.worker.batch import look_up
+from nanovllm.worker.forward import look_up
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
