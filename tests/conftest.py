@@ -47,10 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def count(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """How many cases of so many to run: a tenth, unless all are asked for."""
+def count(request: pytest.FixtureRequest) -> Callable[..., int]:
+    """How many of the generated cases to run: a tenth or `few`, or all with --all-counts."""
     is_whole = request.config.getoption("--all-counts")
-    return lambda number: number if is_whole else max(number // 10, 1)
+
+    def num_cases(number: int, few: int | None = None) -> int:
+        return number if is_whole else few or max(number // 10, 1)
+
+    return num_cases
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -614,16 +614,18 @@ def refusal_of(llm: LLM, schema: Any) -> str | None:
 @pytest.mark.endurance
 @pytest.mark.slow
 def test_generated_schemas_with_the_default_model(
-    smollm2: LLM, count: Callable[[int], int]
+    smollm2: LLM, count: Callable[..., int]
 ) -> None:
-    params, num_refused = [], 0
-    for number in range(count(500)):
+    """Few of them: `test_every_random_text_is_valid` checks more schemas without a model."""
+    params, num_refused, num_schemas = [], 0, count(500, few=8)
+    for number in range(num_schemas):
         schema = random_schema(number, has_conditions=False)
         if (refusal := refusal_of(smollm2, schema)) is not None:
             num_refused += 1
             assert re.search(r"'[\w$]+' at #|oneOf|nsatisfiable", refusal), refusal
             continue
-        params += [params_of({"json": schema}, seed, max_tokens=96) for seed in range(3)]
+        seeds = range(count(3, few=2))
+        params += [params_of({"json": schema}, seed, max_tokens=96) for seed in seeds]
     prompts = ["Fill in the form, in JSON:\n"] * len(params)
     outputs = smollm2.generate(prompts, params, use_tqdm=False)
     num_ended = 0
@@ -635,5 +637,5 @@ def test_generated_schemas_with_the_default_model(
             validator = jsonschema.Draft202012Validator
             checked = validator(schema, format_checker=validator.FORMAT_CHECKER)
             assert checked.is_valid(json.loads(output.text)), (schema, output.text)
-    assert num_refused <= max(0.15 * count(500), 10)
+    assert num_refused <= max(0.15 * num_schemas, 3)
     assert num_ended >= len(params) / 4
