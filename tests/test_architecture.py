@@ -23,7 +23,7 @@ ORDER = """
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.forward < logits < worker
     < devices < executor
-    < engine.core < engine.start < engine.engine_thread, serving.observer, serving.core_client
+    < engine.core < engine.start < engine.engine_thread, serving.observer, serving.replica
     < serving.replica, serving.core_process
     < scoring, conversations, client
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
@@ -84,7 +84,7 @@ PARSING = tuple(
 )
 TORCH_FREE = (
     *(*LEAVES, *HOST, *CLIENT, *PARSING),
-    *("engine.core", "engine.start", "serving.core_client", "serving.replica"),
+    *("engine.core", "engine.start", "serving.replica"),
     *("scoring", "async_llm"),
 )
 # Dotted names, and the only files that may use them.
