@@ -76,8 +76,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files without a test that `-m` selects: importing all of them takes long."""
+    mark = config.option.markexpr.partition(" ")[0]
+    if mark not in ("slow", "endurance") or not collection_path.match("test_*.py"):
+        return None
+    return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order_of(item.nodeid))
+    if not config.getoption("--all-counts"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="make endurance runs it"))
 
 
 def order_of(nodeid: str) -> int:

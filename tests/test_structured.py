@@ -613,9 +613,7 @@ def refusal_of(llm: LLM, schema: Any) -> str | None:
 
 @pytest.mark.endurance
 @pytest.mark.slow
-def test_generated_schemas_with_the_default_model(
-    smollm2: LLM, count: Callable[..., int]
-) -> None:
+def test_generated_schemas_with_the_default_model(smollm2: LLM, count: Callable[..., int]) -> None:
     """Few of them: `test_every_random_text_is_valid` checks more schemas without a model."""
     params, num_refused, num_schemas = [], 0, count(500, few=8)
     for number in range(num_schemas):

@@ -350,7 +350,7 @@ def test_a_breakpoint_under_in_process_reads_the_terminal(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_signals", "num_engines"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("num_signals", "num_engines"), [(2, 1), (1, 2)])
 def test_a_signal_lets_answers_end_and_another_does_not(
     tmp_path: Path, num_signals: int, num_engines: int
 ) -> None:

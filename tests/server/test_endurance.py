@@ -71,6 +71,7 @@ def restarting(tmp_path_factory: pytest.TempPathFactory) -> Any:
         llm.close()
 
 
+@pytest.mark.exhaustive  # tests/serving/test_restarts.py does it once
 @pytest.mark.parametrize("number", SIGNS, ids=lambda number: number.name)
 def test_engines_that_fail_again_and_again(
     restarting: Running,
@@ -98,7 +99,7 @@ async def fail_under_load(server: Running, number: signal.Signals, chance: rando
             await asyncio.sleep(0.01)
         await asyncio.sleep(chance.random() * 0.2)
         os.kill(server.llm.replicas[0].pid, number)
-        await asyncio.wait_for(asyncio.gather(*tasks), 20)  # 5 s, and what a busy machine adds
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
     for lines in streams:
         error = json.loads(lines[-2])["error"]
         assert error["type"] == "service_unavailable_error"
@@ -129,9 +130,8 @@ def test_broken_connections_break_nothing(server: Running, count: Callable[[int]
     assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
 
 
-def test_an_hour_of_load_takes_no_more_memory(tmp_path: Path, count: Callable[[int], int]) -> None:
-    if count(10) < 10:
-        pytest.skip("takes more than an hour; make endurance runs it")
+@pytest.mark.exhaustive
+def test_an_hour_of_load_takes_no_more_memory(tmp_path: Path) -> None:
     seconds = 3600
     options = ("--num-kvcache-blocks", "512", "--max-num-seqs", "16")
     server = ServeProcess(str(make_byte_model(tmp_path)), *ENGINE, *options)

@@ -167,7 +167,7 @@ def everything_is_back(server: Running, num_free_blocks: int) -> bool:
 
 def settle(server: Running, num_free_blocks: int) -> None:
     """Nothing is left of any request, soon after the last one: only the server's own task."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not everything_is_back(server, num_free_blocks):
         assert time.monotonic() < end, (
             server.llm.num_requests,
@@ -177,7 +177,7 @@ def settle(server: Running, num_free_blocks: int) -> None:
         time.sleep(0.05)
 
 
-def test_no_request_breaks_the_server(server: Running, count: Callable[[int], int]) -> None:
+def test_no_request_breaks_the_server(server: Running, count: Callable[..., int]) -> None:
     num_free = server.llm.stats.num_free_blocks
     found: dict[int, int] = {}
 
@@ -198,7 +198,7 @@ def test_no_request_breaks_the_server(server: Running, count: Callable[[int], in
                 if response.status_code >= 400:
                     assert response.json()["error"]["message"], (path, content[:2000])
 
-            await asyncio.gather(*(ask(number) for number in range(count(10_000))))
+            await asyncio.gather(*(ask(number) for number in range(count(10_000, few=400))))
 
     asyncio.run(ask_all())
     print("statuses:", found)

@@ -91,7 +91,7 @@ def test_an_answer_can_be_stopped_and_made_anew(tabs: Tabs) -> None:
         wait_for(page, "document.querySelector('.assistant .body').innerText.length > 10")
         page.click("#stop")
         wait_for_answer(page)
-        wait_until(lambda: llm.num_aborted == 1, 20)
+        wait_until(lambda: llm.num_aborted == 1, 120)
         assert 0 < len(answers(page)[0]) < 1900
         llm.text, llm.pause = "the second answer", 0.0
         page.get_by_role("button", name="Regenerate").click()
@@ -112,7 +112,7 @@ def test_a_conversation_that_is_deleted_in_the_middle_stays_so(tabs: Tabs) -> No
         page = tabs.open(server.url)
         begin_an_answer(page)
         page.get_by_role("button", name="Delete Go on").click()
-        wait_until(lambda: llm.num_aborted == 1, 20)
+        wait_until(lambda: llm.num_aborted == 1, 120)
         wait_for_answer(page)
         assert page.locator("#chats li").count() == 0
         page.reload()
@@ -125,11 +125,11 @@ def test_an_answer_goes_on_while_another_chat_is_open(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         say(page, "First")
-        wait_until(lambda: llm.num_requests == 1, 20)
+        wait_until(lambda: llm.num_requests == 1, 120)
         page.click("#new-chat")
         assert page.locator(".message").count() == 0
         say(page, "Second")
-        wait_until(lambda: llm.num_requests == 2, 20)
+        wait_until(lambda: llm.num_requests == 2, 120)
         page.click(".chat-name:text-is('First')")
         assert page.locator("#stop").is_visible()
         llm.is_silent = False
@@ -145,10 +145,10 @@ def test_a_deleted_chat_is_aborted_while_another_is_open(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         say(page, "First")
-        wait_until(lambda: llm.num_requests == 1, 20)
+        wait_until(lambda: llm.num_requests == 1, 120)
         page.click("#new-chat")
         page.get_by_role("button", name="Delete First").click()
-        wait_until(lambda: llm.num_aborted == 1, 20)
+        wait_until(lambda: llm.num_aborted == 1, 120)
         assert page.locator("#chats li").count() == 0
 
 
@@ -329,10 +329,10 @@ def test_a_new_colour_scheme_is_drawn_at_once(tabs: Tabs) -> None:
         wait_for(page, f"own.map.grid && own.speed && {FREE_PIXEL}[0] > 200")
         page.evaluate("() => { own.pace.earliest = performance.now() + 1e6; own.pace.ask(); }")
         page.emulate_media(color_scheme="dark")
-        wait_for(page, f"{FREE_PIXEL}[0] < 100", 20)
+        wait_for(page, f"{FREE_PIXEL}[0] < 100", 120)
         assert page.evaluate("own.isSampled") is False  # the sparklines were drawn too
         page.click("#theme")
-        wait_for(page, f"{FREE_PIXEL}[0] > 200", 20)
+        wait_for(page, f"{FREE_PIXEL}[0] > 200", 120)
 
 
 FREE_PIXEL = "[...own.map.drawing.context.getImageData(3, 3, 1, 1).data]"
@@ -416,7 +416,7 @@ def test_a_batch_of_eight_runs_at_once(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         page.click("#try-batch")
-        wait_until(lambda: llm.num_requests == 8, 20)
+        wait_until(lambda: llm.num_requests == 8, 120)
         assert len({tuple(prompt) for prompt, _ in llm.asked}) == 8
 
 
@@ -453,31 +453,25 @@ def test_two_tabs_with_one_system_prompt_share_blocks(tabs: Tabs, server: Runnin
         wait_for_answer(page)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 820, 1440])
-def test_no_window_is_too_narrow(tabs: Tabs, scheme: str, width: int) -> None:
-    text = (
-        "x" * 300
-        + "\n\n```\n"
-        + "y" * 300
-        + "\n```\n\n| a | b |\n|---|---|\n| "
-        + "z" * 200
-        + " | 2 |"
-    )
+def test_no_window_is_too_narrow(tabs: Tabs) -> None:
+    table = "| a | b |\n|---|---|\n| " + "z" * 200 + " | 2 |"
+    text = "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n\n" + table
     with served(tabs, FakeLLM(text=text)) as server:
-        size = {"width": width, "height": 780}
-        page = tabs.open(server.url, viewport=size, color_scheme=scheme)
+        page = tabs.open(server.url, viewport={"width": 1440, "height": 780})
         say(page, "w" * 300)
         wait_for_answer(page)
-        for view in ("chat", "engine"):
-            if width < 820:
-                page.click(f"#show-{view}")
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            for name in ("messages", "engine"):
-                overflow = page.evaluate(f"(e => e.scrollWidth - e.clientWidth)({name})")
-                assert overflow <= 0, name
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
+        for width, scheme in ((1440, "light"), (820, "dark"), (360, "light"), (360, "dark")):
+            page.set_viewport_size({"width": width, "height": 780})
+            page.emulate_media(color_scheme=scheme)
+            for view in ("chat", "engine"):
+                if width < 820:
+                    page.click(f"#show-{view}")
+                assert page.evaluate("document.documentElement.scrollWidth") <= width
+                for name in ("messages", "engine"):
+                    overflow = page.evaluate(f"(e => e.scrollWidth - e.clientWidth)({name})")
+                    assert overflow <= 0, name
+            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
 
 
 @pytest.mark.parametrize("width", [390, 1440])
@@ -489,27 +483,43 @@ def test_tips_do_not_cover_what_they_explain(tabs: Tabs, width: int) -> None:
             page.click("#show-engine")
         page.wait_for_selector("#running li >> nth=2")
         wait_for(page, "document.getElementById('speed-line').style.height !== ''")
-        for tip in page.locator("#engine [data-tip]").all():
-            tip.scroll_into_view_if_needed()
-            page.mouse.move(0, 0)
-            tip.focus()
-            page.wait_for_selector("#tip:visible")
-            assert tip.evaluate(COVERED) == [], tip.inner_text()
-            tip.blur()
-            page.wait_for_selector("#tip", state="hidden")
+        page.mouse.move(0, 0)
+        found = page.evaluate(COVERED)
+        assert found["tips"] > 10
+        assert found["covered"] == []
 
 
 # What an element explains, if the tip covers it: itself, and what its section or its button shows.
-COVERED = """(element) => {
-  const section = element.closest(".buttons") ? document : element.closest("section");
-  const own = element.closest("li, dl") ? "none" : "canvas, ol";
-  const explained = element.closest(".buttons") ? "#running" : own;
+COVERED = """async () => {
+  const tip = document.getElementById("tip");
   const box = (each) => each.getBoundingClientRect();
-  const tip = box(document.getElementById("tip"));
-  return [element, ...section.querySelectorAll(explained)].filter((each) => {
-    const { left, right, top, bottom } = box(each);
-    return left < tip.right && tip.left < right && top < tip.bottom && tip.top < bottom;
-  }).map((each) => each.outerHTML.slice(0, 80));
+  const until = async (isSo) => {
+    const end = performance.now() + 60_000;
+    while (!isSo()) {
+      if (performance.now() > end) throw new Error("the tip is not shown, or stays");
+      await new Promise(requestAnimationFrame);
+    }
+  };
+  const elements = [...document.querySelectorAll("#engine [data-tip]")];
+  const covered = [];
+  for (const element of elements) {
+    element.scrollIntoView({ block: "nearest", behavior: "instant" });
+    element.focus();
+    await until(() => box(tip).height > 0);
+    const section = element.closest(".buttons") ? document : element.closest("section");
+    const own = element.closest("li, dl") ? "none" : "canvas, ol";
+    const explained = element.closest(".buttons") ? "#running" : own;
+    const { left, right, top, bottom } = box(tip);
+    for (const each of [element, ...section.querySelectorAll(explained)]) {
+      const other = box(each);
+      if (left < other.right && other.left < right && top < other.bottom && other.top < bottom) {
+        covered.push(`${element.outerHTML} ${each.outerHTML}`.slice(0, 200));
+      }
+    }
+    element.blur();
+    await until(() => box(tip).height === 0);
+  }
+  return { tips: elements.length, covered };
 }"""
 
 
@@ -545,7 +555,7 @@ def test_escape_closes_the_settings_and_leaves_the_answer(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         say(page, "Go on")
-        wait_until(lambda: llm.num_requests == 1, 20)
+        wait_until(lambda: llm.num_requests == 1, 120)
         page.click("#open-settings")
         page.keyboard.press("Escape")
         page.wait_for_selector("#settings", state="hidden")

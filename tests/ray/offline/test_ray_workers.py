@@ -21,7 +21,7 @@ from tests.test_tensor_parallel import CROWDED, OPTIONS, checkpoint, generate, o
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster", "one_thread")]
 
-SECONDS = 5.0 + 10.0  # within which a fault is reported, and what a busy machine adds
+SECONDS = 60.0  # within which a fault is reported, on a busy machine too
 NOBODY = 5  # a rank that there is not
 RAY = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2, "device": "cpu"}
 
