@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import SERVING_TARGET_MS, EngineConfig, engine_config
-from nanovllm.conversations import ChatOptions, prompts_of, template_options
+from nanovllm.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
-from nanovllm.prompts import Messages, as_prompt
+from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_client import CoreClient

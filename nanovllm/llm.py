@@ -15,21 +15,13 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.config import engine_config
-from nanovllm.conversations import ChatOptions, prompts_of, template_options
+from nanovllm.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
-from nanovllm.prompts import (
-    Messages,
-    Params,
-    Prompts,
-    as_params,
-    as_prompt,
-    at_index,
-    split_prompts,
-)
+from nanovllm.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 
