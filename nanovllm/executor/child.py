@@ -5,13 +5,10 @@ Importing this file must stay quick: until it is done, nobody notices that the p
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
 import select
-import signal
-import sys
 import threading
 import time
 import traceback
@@ -26,8 +23,6 @@ from typing import Any, Protocol
 
 from nanovllm import errors
 from nanovllm.errors import NanovllmError, WorkerError
-
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class Kind(IntEnum):
@@ -137,7 +132,6 @@ Serve = Callable[[Link, StepTimer], None]
 def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     """Serve the parent at the other end of a socket, and end."""
     os.set_inheritable(fd, False)  # or a child of this process could hide its death
-    _continue_without_parent()
     channel = Channel(Connection(fd))
     timer = StepTimer()
     args = channel, parent_pid, timer
@@ -146,15 +140,6 @@ def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     with reporting(channel):
         serve(channel, timer)
     os._exit(0)
-
-
-def _continue_without_parent() -> None:
-    """Have Linux wake this process when the parent dies, or one that is stopped would stay.
-
-    Not by SIGKILL: the signal also comes when the thread ends that started this process.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
 
 
 def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> None:

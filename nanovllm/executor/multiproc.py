@@ -33,11 +33,9 @@ def start_processes(config: EngineConfig) -> Workers:
     """Start workers on this machine."""
     import torch
 
-    from nanovllm.devices.choose import check_num_ranks
     from nanovllm.distributed.store import HOST, host_store
 
     num_ranks = config.tensor_parallel_size
-    check_num_ranks(config.device, num_ranks)
     store = host_store()
     num_threads = max(torch.get_num_threads() // num_ranks, 1)
     return Workers(start_children(num_ranks), Site(HOST, store.port, num_threads), store)

@@ -6,7 +6,6 @@ i // 32 says whether token i may come next.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 from nanovllm.engine.step import IntColumn
 from nanovllm.errors import GrammarError
 from nanovllm.grammar.forms import grammar_text
-from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compiling
+from nanovllm.grammar.limits import is_risky, run_bounded, try_compiling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -122,11 +121,9 @@ class Grammars:
             return known
         tools = self._get_tools()
         text = run_bounded(grammar_text, asked, tools.tokenizer)
-        must_try = is_risky(text)
-        with trial_slot() if must_try else contextlib.nullcontext():
-            if must_try and text not in self._cache:
-                try_compiling(text, tools.described)
-            grammar = Grammar(text, self._compiled(text))
+        if text not in self._cache and is_risky(text):
+            try_compiling(text, tools.described)
+        grammar = Grammar(text, self._compiled(text))
         if (key := _key(asked)) is not None:
             with self._lock:
                 self._known[key] = text

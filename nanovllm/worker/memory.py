@@ -44,19 +44,6 @@ class Needs:
     cache: int
     step: int  # activations and logits of the largest step
 
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in asdict(self).items())
-        return f"{self.total / GIB:,.2f} GiB of memory ({parts})"
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-    @property
-    def remedy(self) -> str:
-        sizes = asdict(self)
-        return REMEDIES[max(sizes, key=sizes.__getitem__)]
-
 
 def check_model(
     config: EngineConfig, device: Device | None, checkpoint_config: Mapping[str, Any]
@@ -80,13 +67,15 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
     needs = count_needs(config, model, build)
     if device.has_room_for_copy(needs.weights):  # in a second layout
         needs = replace(needs, weights=2 * needs.weights)
-    memory = device.memory()
-    if needs.total > memory.free:
+    memory, sizes = device.memory(), asdict(needs)
+    total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
+    if total > memory.free:
+        parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in sizes.items())
         each = f" for each of {build.group.size} ranks" if build.group.size > 1 else ""
         raise ConfigError(
             f"{config.model} in {str(build.dtype).removeprefix('torch.')} does not fit: it needs "
-            f"{needs}, and {memory.free / GIB:,.2f} GiB of {memory.total / GIB:,.2f} are free"
-            f"{each}; {needs.remedy}"
+            f"{total / GIB:,.2f} GiB of memory ({parts}), and {memory.free / GIB:,.2f} GiB of "
+            f"{memory.total / GIB:,.2f} are free{each}; {REMEDIES[largest]}"
         )
 
 
