@@ -92,14 +92,18 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether nothing edits the logits, and nothing is returned beside the tokens."""
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return (
-            penalties == (0.0, 0.0, 1.0)
-            and not (self.min_tokens or self.logit_bias or self.bad_words or self.logits_processors)
-            and self.allowed_token_ids is None
-            and self.logprobs is None
-            and self.prompt_logprobs is None
+        return not (
+            self.can_exclude_tokens
+            or self.has_penalties
+            or self.logit_bias
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
         )
+
+    @property
+    def has_penalties(self) -> bool:
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0.0, 0.0, 1.0)
 
     @property
     def can_exclude_tokens(self) -> bool:

@@ -29,8 +29,12 @@ class Workers:
     store: object = None  # of their rendezvous, which lasts as long as it is held
 
 
-def start_processes(config: EngineConfig) -> Workers:
-    """Start workers on this machine."""
+def start_workers(config: EngineConfig) -> Workers:
+    """Start workers on this machine, or on a Ray cluster."""
+    if config.distributed_executor_backend == "ray":
+        from nanovllm.executor.ray_workers import start_actors
+
+        return start_actors(config)
     import torch
 
     from nanovllm.distributed.store import HOST, host_store
@@ -68,7 +72,7 @@ class MultiprocExecutor:
         model_config: ModelConfig,
         checkpoint: Checkpoint,
         build_worker: Callable[[WorkerTask, int], Executor] = build_worker,
-        start_workers: Callable[[EngineConfig], Workers] = start_processes,
+        start_workers: Callable[[EngineConfig], Workers] = start_workers,
     ) -> None:
         self._config, self._model_config, self._checkpoint = config, model_config, checkpoint
         self._build_worker, self._start_workers = build_worker, start_workers
