@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import SERVING_TARGET_MS, engine_config
-from nanovllm.conversations import ChatOptions, prompts_of, template_options
+from nanovllm.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.front import Live
 from nanovllm.engine.request import CoreStep, FinishReason, check_length
 from nanovllm.engine.start import make_front
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
-from nanovllm.prompts import Messages, as_prompt
+from nanovllm.prompts import as_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import check_pooling, embedding_of
 from nanovllm.serving.core_records import CoreStats, EngineState, Finish, total
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanovllm.engine_options import EngineOptions
 
 GUESSED_TOKENS = 256  # of an answer that may be longer
 STARTED_ANEW = "it is started anew"
@@ -76,7 +75,7 @@ class AsyncLLM:
         *,
         restart_core: bool = False,
         in_process: bool = False,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ) -> None:
         self._streams: dict[int, Stream] = {}  # by seq_id
         self._lock = threading.Lock()  # of the front, the streams, the router and the replicas

@@ -1,14 +1,22 @@
-"""Conversations as prompts, written by a model's chat template."""
+"""Conversations as callers pass them, and the prompts that chat templates make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from nanovllm.engine.front import Front
 from nanovllm.errors import RequestError
-from nanovllm.prompts import Messages, as_conversations, at_index
-from nanovllm.validation import require_text
+from nanovllm.prompts import at_index
+from nanovllm.validation import require, require_text
+
+if TYPE_CHECKING:
+    from nanovllm.engine.front import Front
+
+Message = dict[str, Any]
+Messages = Sequence[Message] | Sequence[Sequence[Message]]
+
+_CALL_KEYS = ("tool_calls", "function_call")  # beside which a message may have no content
 
 
 class ChatOptions(TypedDict, total=False):
@@ -53,3 +61,64 @@ def prompts_of(front: Front, messages: Messages, **options: Any) -> list[list[in
             raise at_index(error, "messages", index, len(conversations)) from error
         prompts.append(front.encode(text, add_special_tokens=False))
     return prompts
+
+
+def as_conversations(messages: Messages) -> list[list[Message]]:
+    """One conversation or a list of them becomes a list; every content becomes a text."""
+    is_valid = isinstance(messages, (list, tuple)) and messages
+    require(is_valid, "messages", "a list of at least one message", messages)
+    if isinstance(messages[0], Mapping):
+        return [_as_conversation(messages, "messages")]
+    names = (f"messages[{index}]" for index in range(len(messages)))
+    return list(map(_as_conversation, messages, names))
+
+
+def _as_conversation(conversation: Any, name: str) -> list[Message]:
+    is_valid = isinstance(conversation, (list, tuple)) and conversation
+    require(is_valid, name, "a list of at least one message", conversation)
+    return [_as_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
+
+
+def _as_message(message: Any, name: str) -> Message:
+    is_valid = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+    require(is_valid, name, "a dict with a role and content", message)
+    content = message.get("content")
+    if content is None and any(message.get(key) for key in _CALL_KEYS):
+        content = ""
+    written = {**message, "content": text_of(content, f"{name}.content")}
+    if isinstance(message.get("tool_calls"), (list, tuple)):
+        calls = f"{name}.tool_calls"
+        written["tool_calls"] = [_as_call(call, calls) for call in message["tool_calls"]]
+    return written
+
+
+def _as_call(call: Any, name: str) -> Any:
+    """Parse a tool call's arguments, which OpenAI's API has as a text: templates write the JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    expected = "calls whose arguments are a JSON object"
+    require(isinstance(arguments, dict), name, expected, function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def text_of(content: Any, name: str = "content") -> str:
+    """A text, or text parts, one per line, as vLLM hands them to templates."""
+    if isinstance(content, str):
+        return content
+    expected = 'a string or a list of text parts, {"type": "text", "text": "..."}'
+    require(isinstance(content, (list, tuple)), name, expected, content)
+    texts = [_part_text(part) for part in content]
+    for part, text in zip(content, texts, strict=True):
+        require(isinstance(text, str), name, expected, part)
+    return "\n".join(texts)
+
+
+def _part_text(part: Any) -> Any:
+    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+        return part.get("text")
+    return part

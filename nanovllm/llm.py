@@ -15,29 +15,19 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.config import engine_config
-from nanovllm.conversations import ChatOptions, prompts_of, template_options
+from nanovllm.conversations import ChatOptions, Messages, prompts_of, template_options
 from nanovllm.engine.engine_thread import EngineThread, Job
 from nanovllm.engine.front import Live
 from nanovllm.engine.step import Pooling
 from nanovllm.errors import RequestError
 from nanovllm.outputs import EmbeddingOutput, RequestOutput, Score, StepOutput, StreamPiece
-from nanovllm.prompts import (
-    Messages,
-    Params,
-    Prompts,
-    as_params,
-    as_prompt,
-    at_index,
-    split_prompts,
-)
+from nanovllm.prompts import Params, Prompts, as_params, as_prompt, at_index, split_prompts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import SCORED, check_pooling, continue_prompt, embedding_of, score_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
-
-    from nanovllm.engine_options import EngineOptions
 
 
 class LLM:
@@ -53,7 +43,7 @@ class LLM:
     no effect here are accepted with a warning; others raise TypeError.
     """
 
-    def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str | Path, **options: Any) -> None:
         with torch.device("cpu"):  # a default that the caller set for other work is not for ours
             self.engine = EngineThread(engine_config(model, options))
         weakref.finalize(self, self.engine.close)  # when it is dropped, or the interpreter exits
@@ -103,9 +93,28 @@ class LLM:
 
         Prompts, and their parameters if each has its own, are read when there is room for more.
         """
-        self.engine.raise_if_closed()
+
+        def take(count: int) -> dict[int, Live]:
+            requests = {}
+            for index, (item, params) in itertools.islice(pairs, count):
+                try:
+                    requests[index] = self._live(item, params, cache_salt)
+                except RequestError as error:
+                    raise RequestError(f"prompts[{index}]: {error}") from error
+                indices[requests[index].seq_id] = index
+            return requests
+
         pairs = enumerate(_with_params(prompts, sampling_params))
-        return self._generate_stream(pairs, cache_salt)
+        indices: dict[int, int] = {}  # by seq_id
+        job = Job(is_streaming=True)
+        # As many requests wait as run.
+        steps = self.engine.stream(job, take(2 * self.engine.config.max_num_seqs))
+        with contextlib.closing(steps):
+            for step in steps:
+                if step.finished:
+                    self.engine.extend(job, take(len(step.finished)))
+                for output in step.finished:
+                    yield indices.pop(output.seq_id), output
 
     def chat(
         self,
@@ -256,61 +265,21 @@ class LLM:
     def _run(self, requests: dict[int, Live], use_tqdm: bool) -> list[RequestOutput]:
         """Return the outputs of requests in their order."""
         outputs: dict[int, RequestOutput] = {}
+        num_input = num_output = 0  # tokens of those that are finished
+        is_hidden = not use_tqdm or sys.stderr is None
         steps = self.engine.stream(Job(is_streaming=False), requests)
-        progress = Progress(len(requests)) if use_tqdm and sys.stderr is not None else None
-        try:
+        bar = tqdm(total=len(requests), desc="Prompts", dynamic_ncols=True, disable=is_hidden)
+        with contextlib.closing(steps), bar:
             for step in steps:
-                outputs |= {output.seq_id: output for output in step.finished}
-                if progress is not None:
-                    progress.update(step.finished)
-        finally:
-            steps.close()
-            if progress is not None:
-                progress.close()
-        return [outputs[live.seq_id] for live in requests.values()]
-
-    def _generate_stream(
-        self, pairs: Iterator[tuple[int, tuple[Any, SamplingParams]]], cache_salt: str | None
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
-        def take(count: int) -> dict[int, Live]:
-            requests = {}
-            for index, (item, params) in itertools.islice(pairs, count):
-                try:
-                    requests[index] = self._live(item, params, cache_salt)
-                except RequestError as error:
-                    raise RequestError(f"prompts[{index}]: {error}") from error
-                indices[requests[index].seq_id] = index
-            return requests
-
-        indices: dict[int, int] = {}  # by seq_id
-        job = Job(is_streaming=True)
-        # As many requests wait as run.
-        steps = self.engine.stream(job, take(2 * self.engine.config.max_num_seqs))
-        with contextlib.closing(steps):
-            for step in steps:
-                if step.finished:
-                    self.engine.extend(job, take(len(step.finished)))
                 for output in step.finished:
-                    yield indices.pop(output.seq_id), output
-
-
-class Progress:
-    """A progress bar over prompts, with the tokens per second of those that are finished."""
-
-    def __init__(self, num_prompts: int) -> None:
-        self._bar = tqdm(total=num_prompts, desc="Prompts", dynamic_ncols=True)
-        self._num_input = self._num_output = 0  # tokens
-
-    def update(self, outputs: list[RequestOutput]) -> None:
-        self._num_input += sum(len(output.prompt_token_ids) for output in outputs)
-        self._num_output += sum(len(each.token_ids) for one in outputs for each in one.outputs)
-        seconds = max(self._bar.format_dict["elapsed"], 1e-6)
-        speeds = self._num_input / seconds, self._num_output / seconds
-        self._bar.set_postfix_str("input {:.0f} tok/s, output {:.0f} tok/s".format(*speeds), False)
-        self._bar.update(len(outputs))
-
-    def close(self) -> None:
-        self._bar.close()
+                    outputs[output.seq_id] = output
+                    num_input += len(output.prompt_token_ids)
+                    num_output += sum(len(each.token_ids) for each in output.outputs)
+                seconds = max(bar.format_dict["elapsed"], 1e-6)
+                speeds = f"input {num_input / seconds:.0f} tok/s, output {num_output / seconds:.0f}"
+                bar.set_postfix_str(f"{speeds} tok/s", refresh=False)
+                bar.update(len(step.finished))
+        return [outputs[live.seq_id] for live in requests.values()]
 
 
 def _with_params(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,21 +23,6 @@ RANGES = {
 }
 NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
-
-
-STRUCTURED = "structured_outputs"
-# Kinds of grammars for `structured_outputs`.
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
-BEFORE = ("after", "opened_by")  # what may come before an answer
-EXPECTED = {
-    "json": "a JSON schema: a dictionary, true or false, or one of them as text",
-    "regex": "a non-empty string",
-    "choice": "a list of at least one string, none empty",
-    "grammar": "a Lark grammar: a non-empty string",
-    "json_object": "True",
-    "after": "a non-empty string",
-    "opened_by": "a non-empty string",
-}
 
 
 @suggest_fields
@@ -92,9 +76,13 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "logits_processors", _as_processors(self.logits_processors))
-        object.__setattr__(self, "structured_outputs", _as_structured(self.structured_outputs))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_ranges()
+        if self.structured_outputs is not None:
+            from nanovllm.grammar.forms import checked_request
+
+            checked = checked_request(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", checked)
 
     @property
     def max_new_tokens(self) -> int:
@@ -104,14 +92,18 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether nothing edits the logits, and nothing is returned beside the tokens."""
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return (
-            penalties == (0.0, 0.0, 1.0)
-            and not (self.min_tokens or self.logit_bias or self.bad_words or self.logits_processors)
-            and self.allowed_token_ids is None
-            and self.logprobs is None
-            and self.prompt_logprobs is None
+        return not (
+            self.can_exclude_tokens
+            or self.has_penalties
+            or self.logit_bias
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
         )
+
+    @property
+    def has_penalties(self) -> bool:
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0.0, 0.0, 1.0)
 
     @property
     def can_exclude_tokens(self) -> bool:
@@ -197,41 +189,3 @@ def _as_tuple(name: str, value: Any, item_type: type) -> tuple[Any, ...]:
     is_valid = all(isinstance(item, item_type) and not isinstance(item, bool) for item in items)
     require(is_valid, name, f"items of type {item_type.__name__}", value, ConfigError)
     return items
-
-
-def _as_structured(value: object) -> dict[str, Any] | None:
-    """Check the shape, and detach it from what the caller holds."""
-    if value is None:
-        return None
-    fields = value if isinstance(value, Mapping) else {}
-    kinds = [key for key in fields if key in KINDS]
-    expected = f"a dict with one of {', '.join(KINDS)}, and optionally 'after' and 'opened_by'"
-    is_valid = len(kinds) == 1 and {*fields} <= {*kinds, *BEFORE}
-    require(is_valid, STRUCTURED, expected, value, ConfigError)
-    has_end = "opened_by" not in fields or "after" in fields
-    require(has_end, STRUCTURED, "a dict with 'after' where it has 'opened_by'", value, ConfigError)
-    return {key: _checked_grammar(key, item) for key, item in fields.items()}
-
-
-def _checked_grammar(key: str, value: Any) -> Any:
-    try:
-        if key == "json":
-            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-            value = json.loads(text)
-        elif key == "choice" and not isinstance(value, str):
-            value = list(value)
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{STRUCTURED}[{key!r}]: {error}", param=STRUCTURED) from error
-    is_valid = {
-        "json": isinstance(value, dict | bool),
-        "choice": isinstance(value, list) and value and all(map(_is_text, value)),
-        "json_object": value is True,
-    }.get(key, _is_text(value))
-    require(is_valid, STRUCTURED, f"a dict whose {key!r} is {EXPECTED[key]}", value, ConfigError)
-    return value
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""

@@ -18,7 +18,8 @@ PACKAGE = "nanovllm"
 
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
-    errors, pending, fp8 < validation < quantisation < sampling_params, outputs
+    errors, pending, fp8 < validation < quantisation, grammar.json_schema, grammar.limits
+    < grammar.forms < sampling_params, outputs
     < prompts, chat_template, engine_options < config
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.forward < logits < worker
@@ -33,6 +34,9 @@ LEAVES = (
     "pending",
     "validation",
     "quantisation",
+    "grammar.json_schema",
+    "grammar.limits",
+    "grammar.forms",
     "sampling_params",
     "outputs",
     "prompts",
@@ -50,9 +54,6 @@ HOST = (
     "engine.front",
     "engine.logprobs",
     "grammar.matching",
-    "grammar.forms",
-    "grammar.json_schema",
-    "grammar.limits",
 )
 # What executors and workers know of the engine.
 WIRE = ("engine.step",)
@@ -71,7 +72,7 @@ BESIDE = {
     **{part: ((*LEAVES, *HOST), "engine.core") for part in HOST if part not in WIRE},
     # Their __init__.py are empty: a part must not bring the rest along.
     "engine": ((), "worker.tables"),
-    "grammar": ((), "worker.tables"),
+    "grammar": ((), "sampling_params"),
     "serving": ((), "engine.core"),
     "server.parsing": (("errors", "validation", "engine.detokenizer"), "server"),
     # Whose __version__ is told.

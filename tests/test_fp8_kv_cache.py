@@ -16,7 +16,7 @@ from nanovllm.distributed.group import ALONE
 from nanovllm.errors import ConfigError
 from nanovllm.kernels.fp8_rows import dequantise, quantise, spread, spread_exponents
 from nanovllm.models.registry import read_config
-from nanovllm.worker.kv_cache import kv_cache_spec
+from nanovllm.worker.memory import kv_cache_spec
 from tests.checkpoints import FAMILIES, MIN_GAP
 from tests.test_equals_transformers import make_prompts
 from tests.threaded_ranks import engines_of

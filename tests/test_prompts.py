@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from nanovllm import LLM
+from nanovllm.conversations import as_conversations
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import Prompt, as_conversations, as_prompt, split_prompts
+from nanovllm.prompts import Prompt, as_prompt, split_prompts
 from nanovllm.sampling_params import SamplingParams
 from tests.checkpoints import TinyCheckpoint
 

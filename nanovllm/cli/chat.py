@@ -36,9 +36,9 @@ from nanovllm.cli import options
 from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.output import TextView, why_empty
 from nanovllm.cli.remote import has_chat_template, open_model
+from nanovllm.conversations import as_conversations
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import as_conversations
 from nanovllm.sampling_params import SamplingParams
 
 QUOTES = '"""'

@@ -100,7 +100,8 @@ class EngineCore:
                 return self._collect(begin, scheduled)
             if plan is not None:
                 now = perf_counter()
-                self.timings.append(StepTiming(begin, scheduled, now, now, now, now))
+                schedule, submit = scheduled - begin, now - scheduled
+                self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, now, 0.0))
         except BaseException as error:
             # Not the error itself: its traceback holds the engine, which would hold itself.
             self._failure = repr(error)
@@ -136,14 +137,16 @@ class EngineCore:
         result = pending.result()
         result_time = perf_counter()
         step = self._commit(plan, result) if not result.is_lost else self._drop_in_flight()
+        device_begin = max(submit_time, self._last_result_time)  # it runs one step at a time
         self.timings.append(
             StepTiming(
                 begin,
-                scheduled,
-                submitted,
-                result_time,
-                perf_counter(),
-                max(submit_time, self._last_result_time),  # the device runs one step at a time
+                scheduled - begin,
+                submitted - scheduled,
+                result_time - submitted,
+                perf_counter() - result_time,
+                device_begin,
+                result_time - device_begin,
                 step.num_prefill_tokens,
                 step.num_decode_tokens,
                 len(plan.counts),

@@ -88,20 +88,21 @@ class CoreStep:
 
 
 class StepTiming(NamedTuple):
-    """Times of one call of `EngineCore.step`, in seconds of `time.perf_counter`.
+    """Timing of one call of `EngineCore.step`, and the step whose result it collected, if any.
 
-    The counts are those of the step whose result the call collected; 0 without one.
+    Seconds of `time.perf_counter`; microseconds in a snapshot.
     """
 
     begin: float
-    scheduled: float
-    submitted: float
-    has_result: float
-    end: float
-    device_begin: float  # when that step could begin
+    schedule: float  # durations of the parts of the call
+    submit: float  # with computing the masks of grammars
+    wait: float
+    commit: float
+    device_begin: float  # when the step could begin
+    device: float  # from then until its result was there
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    num_rows: int = 0
+    num_rows: int = 0  # 0 without a result
 
 
 class SequenceEnd(NamedTuple):

@@ -102,7 +102,15 @@ def start_core(found: FoundModel, create_grammars: Callable[[], Grammars]) -> St
     executor = create_executor(config, found.model_config, found.checkpoint)
     info = executor.start()
     try:
-        core = make_core(config, executor, info, create_grammars)
+        blocks = BlockManager(
+            info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        target = config.target_inter_token_ms
+        prompt_budget = None if target is None else PromptBudget(target / 1000)
+        max_tokens = config.max_num_batched_tokens
+        scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
+        depth = info.depth if config.depth is None else config.depth
+        core = EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)
         # A full collection walks all that was imported, 60 ms amid a step. After one now, the
         # next comes when a quarter more objects than these have lived long.
         gc.collect()
@@ -122,12 +130,7 @@ def create_executor(
     config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> Executor:
     """One worker in this process, several in their own, or on a Ray cluster."""
-    if config.distributed_executor_backend == "ray":
-        from nanovllm.executor.multiproc import MultiprocExecutor
-        from nanovllm.executor.ray_workers import start_actors
-
-        return MultiprocExecutor(config, model_config, checkpoint, start_workers=start_actors)
-    if config.tensor_parallel_size > 1:
+    if config.distributed_executor_backend == "ray" or config.tensor_parallel_size > 1:
         from nanovllm.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor(config, model_config, checkpoint)
@@ -135,18 +138,3 @@ def create_executor(
     from nanovllm.worker.worker import Worker
 
     return Worker(config, model_config, checkpoint, create_device(config))
-
-
-def make_core(
-    config: EngineConfig,
-    executor: Executor,
-    info: ExecutorInfo,
-    create_grammars: Callable[[], Grammars],
-) -> EngineCore:
-    blocks = BlockManager(info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
-    target = config.target_inter_token_ms
-    prompt_budget = None if target is None else PromptBudget(target / 1000)
-    max_tokens = config.max_num_batched_tokens
-    scheduler = Scheduler(blocks, config.max_num_seqs, max_tokens, prompt_budget)
-    depth = info.depth if config.depth is None else config.depth
-    return EngineCore(scheduler, executor, depth, config.max_model_len, create_grammars)

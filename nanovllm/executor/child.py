@@ -1,32 +1,92 @@
-"""A process that another one of ours started: it answers over a socket, and goes when that goes.
+"""A child process of the engine: it exchanges records with its parent, and ends with it.
 
 Importing this file must stay quick: until it is done, nobody notices that the parent died.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
 import select
-import signal
-import struct
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 from nanovllm import errors
 from nanovllm.errors import NanovllmError, WorkerError
-from nanovllm.executor.channel import Channel, Kind, Link, pack
 
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+class Kind(IntEnum):
+    """Kinds of messages to the engine; all messages to a child are tasks."""
+
+    REPLY = 0  # the answer to a task, or an update
+    LOG = 1
+    ERROR = 2
+    HEARTBEAT = 3  # every second: how many seconds the current step has been running
+
+
+Message = tuple[Kind, Any]
+
+
+class Link(Protocol):
+    """A child's end of what carries messages."""
+
+    def send(self, kind: Kind, record: object) -> None:
+        """Send a message to the engine; any thread may."""
+
+    def receive(self) -> Any:
+        """Wait for a task; None when there will be no more."""
+
+
+class Channel:
+    """One end of a socket. Any thread may send, one receives; the other end's death ends both."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, kind: Kind, record: object) -> None:
+        self.send_packed(pack((kind, record)))
+
+    def send_packed(self, packed: bytes) -> None:
+        """Wait until the message is on its way; raises OSError when nobody is there."""
+        with self._sending:
+            self.connection.send_bytes(packed)
+
+    def receive(self) -> Any:
+        try:
+            packed = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        return pickle.loads(packed)
+
+
+class QueueLink:
+    """A child's end where packed messages go through queues of its own process."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.outbox: SimpleQueue[bytes] = SimpleQueue()
+
+    def send(self, kind: Kind, record: object) -> None:
+        self.outbox.put(pack((kind, record)))
+
+    def receive(self) -> Any:
+        packed = self.inbox.get()
+        return None if packed is None else pickle.loads(packed)
+
+
+def pack(record: object) -> bytes:
+    return pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +120,10 @@ class StepTimer:
     def __exit__(self, *_: object) -> None:
         del self._starts[threading.get_ident()]
 
-    def heartbeat(self) -> bytes:
-        """Return a message with the seconds since the oldest step began."""
+    def seconds(self) -> float:
+        """Return the seconds since the oldest step began."""
         now = time.monotonic()
-        return pack(Kind.HEARTBEAT, struct.pack("<d", now - min([now, *self._starts.values()])))
+        return now - min([now, *self._starts.values()])
 
 
 Serve = Callable[[Link, StepTimer], None]
@@ -72,7 +132,6 @@ Serve = Callable[[Link, StepTimer], None]
 def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     """Serve the parent at the other end of a socket, and end."""
     os.set_inheritable(fd, False)  # or a child of this process could hide its death
-    _continue_without_parent()
     channel = Channel(Connection(fd))
     timer = StepTimer()
     args = channel, parent_pid, timer
@@ -83,15 +142,6 @@ def run_child(fd: int, parent_pid: int, log_level: int, serve: Serve) -> None:
     os._exit(0)
 
 
-def _continue_without_parent() -> None:
-    """Have Linux wake this process when the parent dies, or one that is stopped would stay.
-
-    Not by SIGKILL: the signal also comes when the thread ends that started this process.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))
-
-
 def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> None:
     """Send a heartbeat every second; end the process when the parent closes its end or dies."""
     poll = select.poll()
@@ -99,7 +149,7 @@ def _send_heartbeats(channel: Channel, parent_pid: int, timer: StepTimer) -> Non
     # A process forked from the parent may keep that end open, hence the check of the parent's id.
     with suppress(OSError):
         while os.getppid() == parent_pid and not poll.poll(1000):
-            channel.send(timer.heartbeat())
+            channel.send(Kind.HEARTBEAT, timer.seconds())
     os._exit(1)
 
 
@@ -118,8 +168,7 @@ def reporting(link: Link) -> Iterator[None]:
 def report(link: Link, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     # The clock is the same for all processes of a machine.
-    failure = Failure(str(error), type(error).__name__, text, time.monotonic())
-    link.send(pack(Kind.ERROR, pickle.dumps(failure)))
+    link.send(Kind.ERROR, Failure(str(error), type(error).__name__, text, time.monotonic()))
 
 
 def forward_logs(link: Link, level: int) -> None:
@@ -131,4 +180,4 @@ def forward_logs(link: Link, level: int) -> None:
 
 class LinkHandler(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.send(pack(Kind.LOG, pickle.dumps(record)))  # type: ignore[attr-defined]
+        self.queue.send(Kind.LOG, record)  # type: ignore[attr-defined]

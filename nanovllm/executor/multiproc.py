@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import logging
-import pickle
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.step import Executor, ExecutorInfo, IntColumn, StepPlan, StepResult
-from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child import Failure
 from nanovllm.executor.supervisor import ChildProcesses, Children, Supervisor
 from nanovllm.executor.worker_main import Site, WorkerTask, build_worker
 from nanovllm.pending import Pending
-
-Reply = Future[bytearray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +29,17 @@ class Workers:
     store: object = None  # of their rendezvous, which lasts as long as it is held
 
 
-def start_processes(config: EngineConfig) -> Workers:
-    """Start workers on this machine."""
+def start_workers(config: EngineConfig) -> Workers:
+    """Start workers on this machine, or on a Ray cluster."""
+    if config.distributed_executor_backend == "ray":
+        from nanovllm.executor.ray_workers import start_actors
+
+        return start_actors(config)
     import torch
 
-    from nanovllm.devices.choose import check_num_ranks
     from nanovllm.distributed.store import HOST, host_store
 
     num_ranks = config.tensor_parallel_size
-    check_num_ranks(config.device, num_ranks)
     store = host_store()
     num_threads = max(torch.get_num_threads() // num_ranks, 1)
     return Workers(start_children(num_ranks), Site(HOST, store.port, num_threads), store)
@@ -75,45 +72,42 @@ class MultiprocExecutor:
         model_config: ModelConfig,
         checkpoint: Checkpoint,
         build_worker: Callable[[WorkerTask, int], Executor] = build_worker,
-        start_workers: Callable[[EngineConfig], Workers] = start_processes,
+        start_workers: Callable[[EngineConfig], Workers] = start_workers,
     ) -> None:
         self._config, self._model_config, self._checkpoint = config, model_config, checkpoint
         self._build_worker, self._start_workers = build_worker, start_workers
-        self._replies = Replies(config.tensor_parallel_size)
+        self._replies: SimpleQueue[tuple[int, Any] | Failure] = SimpleQueue()  # with their ranks
         self.supervisor: Supervisor | None = None  # before the start
         self._workers: Workers | None = None
 
     def start(self) -> ExecutorInfo:
-        self._workers = self._start_workers(self._config)
+        config, replies = self._config, self._replies
+        self._workers = self._start_workers(config)
         self.supervisor = Supervisor(
             self._workers.children,
-            self._replies.on_reply,
-            self._replies.on_failure,
-            self._config.step_timeout,
+            lambda rank, reply: replies.put((rank, reply)),
+            replies.put,
+            config.step_timeout,
         )
         weakref.finalize(self, self.supervisor.close)  # when it is dropped, or Python exits
         try:
-            task = WorkerTask(
-                self._config,
-                self._model_config,
-                self._checkpoint,
-                self._workers.site,
-                self._build_worker,
-            )
-            awaited = self._send(pickle.dumps(task), self._config.tensor_parallel_size)
-            infos: list[ExecutorInfo] = [pickle.loads(reply.result()) for reply in awaited]
+            site, build = self._workers.site, self._build_worker
+            self._send(WorkerTask(config, self._model_config, self._checkpoint, site, build))
+            infos = dict(self._take_reply() for _ in range(config.tensor_parallel_size))
         except BaseException:  # Ctrl-C while the model loads
             self.close()
             raise
         self.supervisor.is_armed = True
-        return infos[0]  # they agreed
+        info: ExecutorInfo = infos[0]  # they agreed
+        return info
 
     def submit(self, plan: StepPlan) -> Pending[StepResult]:
-        (reply,) = self._send(pickle.dumps(plan, pickle.HIGHEST_PROTOCOL))
-        return Pending(lambda: pickle.loads(reply.result()))
+        """Launch a step; results are taken once each, in the order of their plans."""
+        self._send(plan)
+        return Pending(lambda: self._take_reply()[1])
 
     def sample(self, masks: IntColumn) -> None:
-        self._send(masks.data, num_replies=0)
+        self._send(masks)
 
     def mask_memory(self, num_rows: int, num_words: int) -> IntColumn:
         return np.empty((num_rows, num_words), np.int32)
@@ -126,38 +120,14 @@ class MultiprocExecutor:
             self.supervisor.close()
         self._workers = None  # a traceback may keep this object, and must not keep the store
 
-    def _send(self, body: bytes | memoryview, num_replies: int = 1) -> list[Reply]:
-        """Send all workers the same; the first ranks will reply."""
+    def _send(self, record: object) -> None:
+        """Send all workers the same."""
         assert self.supervisor is not None, "used before its start"
-        replies = self._replies.expect(num_replies)
-        self.supervisor.send(pack(Kind.TASK, body))
-        return replies
+        self.supervisor.send(record)
 
-
-class Replies:
-    """Replies that workers owe, in the order of the messages that they answer."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._awaited: list[deque[Reply]] = [deque() for _ in range(num_ranks)]
-        self._failure: Failure | None = None
-        self._lock = threading.Lock()
-
-    def expect(self, num_replies: int) -> list[Reply]:
-        """Expect a reply of each of the first ranks."""
-        replies = [Reply() for _ in range(num_replies)]
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure.error()
-            for awaited, reply in zip(self._awaited, replies, strict=False):
-                awaited.append(reply)
-        return replies
-
-    def on_reply(self, rank: int, body: bytearray) -> None:
-        self._awaited[rank].popleft().set_result(body)
-
-    def on_failure(self, failure: Failure) -> None:
-        with self._lock:
-            self._failure = failure
-        for awaited in self._awaited:
-            while awaited:
-                awaited.popleft().set_exception(failure.error())
+    def _take_reply(self) -> tuple[int, Any]:
+        reply = self._replies.get()
+        if isinstance(reply, Failure):
+            self._replies.put(reply)  # for whoever waits as well, or comes later
+            raise reply.error()
+        return reply

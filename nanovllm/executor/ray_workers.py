@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -22,8 +23,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.store import host_store
 from nanovllm.errors import ConfigError, WorkerError
-from nanovllm.executor.channel import Kind, Message, QueueLink, unpack
-from nanovllm.executor.child import Failure, StepTimer, forward_logs, reporting
+from nanovllm.executor.child import (
+    Failure,
+    Kind,
+    Message,
+    QueueLink,
+    StepTimer,
+    forward_logs,
+    reporting,
+)
 from nanovllm.executor.multiproc import Workers, log_level, worker_name
 from nanovllm.executor.supervisor import STOP_SECONDS, reported_failure
 from nanovllm.executor.worker_main import Site, serve
@@ -72,9 +80,9 @@ def start_actors(config: EngineConfig) -> Workers:
 
 
 class ActorLink(QueueLink):
-    def send(self, packed: bytes) -> None:
-        super().send(packed)
-        if unpack(packed).kind is Kind.ERROR:  # after which the process ends
+    def send(self, kind: Kind, record: object) -> None:
+        super().send(kind, record)
+        if kind is Kind.ERROR:  # after which the process ends
             time.sleep(STOP_SECONDS)  # for Ray to take the message
 
 
@@ -100,7 +108,7 @@ class RankActor:
         """Pass on a message; Ray may deliver a small one before a large one."""
         self._early[number] = packed
         while self._num_in in self._early:
-            self._link.inbox.put(unpack(self._early.pop(self._num_in)))
+            self._link.inbox.put(self._early.pop(self._num_in))
             self._num_in += 1
 
     def take(self) -> bytes:
@@ -114,7 +122,7 @@ class RankActor:
     def _send_heartbeats(self) -> None:
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            self._link.send(self._timer.heartbeat())
+            self._link.send(Kind.HEARTBEAT, self._timer.seconds())
 
 
 class RankActors:
@@ -166,10 +174,10 @@ class RankActors:
     def _receive(self, reference: Any) -> tuple[int, Message | Failure]:
         rank = self._awaited.pop(reference)
         try:
-            message = unpack(ray.get(reference))
+            kind, record = pickle.loads(ray.get(reference))
         except RayError as error:
             return rank, Failure(f"{self.names[rank]} is lost: {error}")
         self._take(rank)
-        if message.kind is Kind.ERROR:  # machines have clocks of their own
-            return rank, replace(reported_failure(self.names[rank], message), time=time.monotonic())
-        return rank, message
+        if kind is Kind.ERROR:  # machines have clocks of their own
+            return rank, replace(reported_failure(self.names[rank], record), time=time.monotonic())
+        return rank, (kind, record)

@@ -11,7 +11,6 @@ import math
 import os
 import pickle
 import selectors
-import struct
 import subprocess
 import sys
 import threading
@@ -21,12 +20,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
-from queue import Empty
-from typing import Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
 
 from nanovllm import errors
-from nanovllm.executor.channel import Channel, Kind, Message, QueueLink, unpack
-from nanovllm.executor.child import Failure, Serve, StepTimer, report
+from nanovllm.executor.child import (
+    Channel,
+    Failure,
+    Kind,
+    Message,
+    QueueLink,
+    Serve,
+    StepTimer,
+    pack,
+    report,
+)
 
 # Not the user's script, which would run again in every child.
 _BOOT = (
@@ -55,7 +63,7 @@ class Children(Protocol):
     grace_seconds: float
 
     def send(self, packed: bytes) -> None:
-        """Send every child the same message; OSError if one is gone."""
+        """Send every child the same message, without waiting."""
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
         """Wait for messages, each with the number of its child; a failure is a child's last."""
@@ -76,7 +84,7 @@ class Supervisor:
     def __init__(
         self,
         children: Children,
-        on_reply: Callable[[int, bytearray], None],
+        on_reply: Callable[[int, Any], None],
         on_failure: Callable[[Failure], None],
         step_timeout: float,
     ) -> None:
@@ -93,10 +101,9 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="nanovllm-supervisor", daemon=True)
         self._thread.start()
 
-    def send(self, packed: bytes) -> None:
+    def send(self, task: object) -> None:
         self.raise_if_failed()
-        with contextlib.suppress(OSError):  # the thread finds out why
-            self._children.send(packed)
+        self._children.send(pack(task))
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:
@@ -147,19 +154,18 @@ class Supervisor:
             return event
         self._silence[number] = 0.0
         name = self._children.names[number]
-        if event.kind is Kind.REPLY:
-            self._on_reply(number, event.body)
-        elif event.kind is Kind.HEARTBEAT:
-            (seconds,) = struct.unpack("<d", event.body)
-            if 0 < self._step_timeout < seconds:
-                return Failure(f"{name} did not return from a step for {seconds:.0f} s")
-        elif event.kind is Kind.LOG:
-            record: logging.LogRecord = pickle.loads(event.body)
+        kind, record = event
+        if kind is Kind.REPLY:
+            self._on_reply(number, record)
+        elif kind is Kind.HEARTBEAT:
+            if 0 < self._step_timeout < record:
+                return Failure(f"{name} did not return from a step for {record:.0f} s")
+        elif kind is Kind.LOG:
             logger = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)
         else:
-            return reported_failure(name, event)
+            return reported_failure(name, record)
         return None
 
     def _check_silence(self, number: int) -> Failure | None:
@@ -177,9 +183,8 @@ class Supervisor:
         self._children.stop()
 
 
-def reported_failure(name: str, message: Message) -> Failure:
-    """Return the failure that a child reported; an error that is not ours names the child."""
-    failure: Failure = pickle.loads(message.body)
+def reported_failure(name: str, failure: Failure) -> Failure:
+    """Complete the failure that a child reported; an error that is not ours names the child."""
     if hasattr(errors, failure.type_name):
         return replace(failure, message=failure.message.strip() or failure.type_name)
     # The whole message is in the traceback.
@@ -209,6 +214,7 @@ class ChildProcesses:
 
     def __init__(self, module: str, names: Sequence[str], numbers: Sequence[Sequence[int]]) -> None:
         self.names = names
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._children: list[ChildProcess] = []
         self._selector = selectors.DefaultSelector()
         try:
@@ -220,14 +226,15 @@ class ChildProcesses:
             self.stop()
             self.close()
             raise
+        # A thread of its own: long prompts do not fit into the sockets' buffers.
+        threading.Thread(target=self._send_all, name="nanovllm-sender", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
         return [child.process.pid for child in self._children]
 
     def send(self, packed: bytes) -> None:
-        for child in self._children:
-            child.channel.send(packed)
+        self._outbox.put(packed)
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
         numbers: list[int] = [key.data for key, _ in self._selector.select(seconds)]
@@ -244,13 +251,20 @@ class ChildProcesses:
                     child.process.wait(max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
+        self._outbox.put(None)
         self._selector.close()
         for child in self._children:
             child.channel.connection.close()
 
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):  # the supervisor finds out why
+            while (packed := self._outbox.get()) is not None:
+                for child in self._children:
+                    child.channel.send_packed(packed)
+
     def _receive(self, number: int) -> Message | Failure:
         child = self._children[number]
-        message = child.channel.receive()
+        message: Message | None = child.channel.receive()
         if message is not None:
             return message
         self._selector.unregister(child.channel.connection)
@@ -294,11 +308,11 @@ class ChildThread:
         self._thread.start()
 
     def send(self, packed: bytes) -> None:
-        self._link.inbox.put(unpack(packed))
+        self._link.inbox.put(packed)
 
     def receive(self, seconds: float) -> list[tuple[int, Message | Failure]]:
         try:
-            return [(0, unpack(self._link.outbox.get(timeout=seconds)))]
+            return [(0, pickle.loads(self._link.outbox.get(timeout=seconds)))]
         except Empty:
             return []
 

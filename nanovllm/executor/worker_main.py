@@ -6,20 +6,16 @@ Importing this file must stay quick: until it is done, nobody notices that the e
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.engine.step import Executor, StepPlan, StepResult
-from nanovllm.executor.channel import Kind, Link, pack
-from nanovllm.executor.child import StepTimer, reporting, run_child
+from nanovllm.engine.step import Executor, IntColumn, StepResult
+from nanovllm.executor.child import Kind, Link, StepTimer, reporting, run_child
 from nanovllm.pending import Pending
 
 if TYPE_CHECKING:
@@ -53,29 +49,27 @@ def main(fd: int, parent_pid: int, log_level: int, rank: int) -> None:
 
 def serve(rank: int, link: Link, timer: StepTimer) -> None:
     """Do what the engine at the other end asks for, until it is gone."""
-    message = link.receive()
-    if message is None:
+    task: WorkerTask | None = link.receive()
+    if task is None:
         return
-    task: WorkerTask = pickle.loads(message.body)
     worker = task.build_worker(task, rank)
     info = worker.start()
     gc.collect()
     gc.freeze()  # a full collection would walk all that was imported, amid a step
-    link.send(pack(Kind.REPLY, pickle.dumps(info)))
+    link.send(Kind.REPLY, info)
 
     launched: SimpleQueue[Pending[StepResult]] = SimpleQueue()
     if rank == 0:
         # A thread of its own, so that the next step is launched while this one is waited for.
         threading.Thread(target=_answer, args=(launched, link, timer), daemon=True).start()
-    while (message := link.receive()) is not None:
-        plan: StepPlan = pickle.loads(message.body)
+    while (plan := link.receive()) is not None:
         with timer:
             pending = worker.submit(plan)
         if len(plan.masked_rows):
-            message = link.receive()  # what follows such a plan are its masks
-            if message is None:
+            masks: IntColumn | None = link.receive()  # what follows such a plan are its masks
+            if masks is None:
                 return
-            worker.sample(np.frombuffer(message.body, np.int32).reshape(len(plan.masked_rows), -1))
+            worker.sample(masks)
         if rank == 0:
             launched.put(pending)
 
@@ -86,7 +80,7 @@ def _answer(launched: SimpleQueue[Pending[StepResult]], link: Link, timer: StepT
             pending = launched.get()
             with timer:
                 result = pending.result()
-            link.send(pack(Kind.REPLY, pickle.dumps(result, pickle.HIGHEST_PROTOCOL)))
+            link.send(Kind.REPLY, result)
 
 
 def build_worker(task: WorkerTask, rank: int) -> Executor:

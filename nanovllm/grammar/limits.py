@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
@@ -75,25 +74,18 @@ def is_risky(text: str) -> bool:
     return len(_RISKY.findall(text)) > _MAX_RISKY or _LARGE_MULTIPLE.search(text) is not None
 
 
-@contextlib.contextmanager
-def trial_slot() -> Iterator[None]:
-    """Wait for one of the few trial slots; raise GrammarError if none becomes free in time."""
-    if not _trials.acquire(timeout=MAX_SECONDS):
-        raise GrammarError(TOO_MANY)
-    try:
-        yield
-    finally:
-        _trials.release()
-
-
 def try_compiling(text: str, tokenizer: Mapping[str, Any]) -> None:
     """Compile what may take very long in a process first: unlike a thread it can be killed."""
     given = json.dumps({**tokenizer, "grammar": text, "stack_size": STACK_SIZE}).encode()
     command, seconds = [sys.executable, "-c", _TRIAL], START_SECONDS + MAX_SECONDS
+    if not _trials.acquire(timeout=MAX_SECONDS):
+        raise GrammarError(TOO_MANY)
     try:
         trial = subprocess.run(command, input=given, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise GrammarError(TOO_SLOW) from error
+    finally:
+        _trials.release()
     if trial.returncode < 0:
         raise GrammarError("cannot be enforced: llguidance crashes")
 

@@ -6,7 +6,6 @@ i // 32 says whether token i may come next.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 from nanovllm.engine.step import IntColumn
 from nanovllm.errors import GrammarError
 from nanovllm.grammar.forms import grammar_text
-from nanovllm.grammar.limits import is_risky, run_bounded, trial_slot, try_compiling
+from nanovllm.grammar.limits import is_risky, run_bounded, try_compiling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -110,41 +109,25 @@ class Grammars:
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Compiled] = OrderedDict()
-        self._known: OrderedDict[str, str] = OrderedDict()  # a request as JSON, its grammar's text
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by request as JSON, and by text
         self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for what may take long
         self._tools: Tools | None = None
         self._memory: IntColumn | None = None  # of bitmasks; graphs read it where it is
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
-        if (known := self._find(asked)) is not None:
-            return known
-        tools = self._get_tools()
-        text = run_bounded(grammar_text, asked, tools.tokenizer)
-        must_try = is_risky(text)
-        with trial_slot() if must_try else contextlib.nullcontext():
-            if must_try and text not in self._cache:
+        key = _key(asked)
+        grammar = self._cached(key)
+        if grammar is None:
+            tools = self._get_tools()
+            text = run_bounded(grammar_text, asked, tools.tokenizer)
+            if is_risky(text) and self._cached(text) is None:
                 try_compiling(text, tools.described)
-            grammar = Grammar(text, self._compiled(text))
-        if (key := _key(asked)) is not None:
-            with self._lock:
-                self._known[key] = text
-                if len(self._known) > NUM_CACHED:
-                    self._known.popitem(last=False)
+            grammar = self._remember(key, self._compiled(text))
         return grammar
 
     def is_compiled(self, asked: Mapping[str, Any]) -> bool:
-        return self._find(asked) is not None
-
-    def _find(self, asked: Mapping[str, Any]) -> Grammar | None:
-        """Return the grammar that an equal request compiled before, or None."""
-        if (key := _key(asked)) is None:
-            return None
-        with self._lock:
-            text = self._known.get(key, "")
-            compiled = self._cache.get(text)
-        return None if compiled is None else Grammar(text, compiled)
+        return self._cached(_key(asked)) is not None
 
     def matcher(self, grammar: Grammar, stop_token_ids: frozenset[int]) -> Matcher:
         """Return a matcher, which is not ready at once if its grammar has to be compiled first."""
@@ -193,26 +176,34 @@ class Grammars:
 
     def _begin_later(self, matcher: Matcher, text: str) -> None:
         matcher.mask = np.zeros(self._num_words, np.int32)  # a failure ends the sequence
-        matcher.begin(self._compiled(text))
+        compiled = self._compiled(text).compiled
+        assert compiled is not None
+        matcher.begin(compiled)
 
     def _compute_ahead(self, matcher: Matcher) -> None:
         mask = np.empty(self._num_words, np.int32)
         compute_mask(matcher, mask, mask.ctypes.data)
         matcher.mask = mask
 
-    def _compiled(self, text: str) -> Compiled:
+    def _compiled(self, text: str) -> Grammar:
+        grammar = self._cached(text)
+        if grammar is None:
+            self._get_tools()  # loading a tokenizer takes a while, and is not a part of compiling
+            grammar = self._remember(text, Grammar(text, run_bounded(self._compile, text)))
+        return grammar
+
+    def _cached(self, key: str) -> Grammar | None:
         with self._lock:
-            compiled = self._cache.get(text)
-            if compiled is not None:
-                self._cache.move_to_end(text)
-                return compiled
-        self._get_tools()  # loading a tokenizer takes a while, and is not a part of compiling
-        compiled = run_bounded(self._compile, text)
+            if key in self._cache:
+                self._cache.move_to_end(key)
+            return self._cache.get(key)
+
+    def _remember(self, key: str, grammar: Grammar) -> Grammar:
         with self._lock:
-            self._cache[text] = compiled
-            if len(self._cache) > NUM_CACHED:
+            self._cache[key] = grammar
+            if len(self._cache) > 2 * NUM_CACHED:
                 self._cache.popitem(last=False)
-        return compiled
+        return grammar
 
     def _memory_for(self, num_rows: int, allocate: Allocate) -> IntColumn:
         if self._memory is None or len(self._memory) < num_rows:
@@ -220,19 +211,16 @@ class Grammars:
         return self._memory[:num_rows]
 
     def _compile(self, text: str) -> Compiled:
-        matcher = self._parse(text)
+        from llguidance import LLMatcher
+
+        tools = self._get_tools()
+        matcher = LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if warnings := matcher.get_grammar_warnings():
             raise refusal("; ".join(warnings))
         first_mask, *_ = self._first_masks(matcher.deep_copy())
         return Compiled(matcher, first_mask)
-
-    def _parse(self, text: str) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        tools = self._get_tools()
-        return LLMatcher(tools.tokenizer, text, log_level=0, limits=tools.limits)
 
     def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
         """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
@@ -273,12 +261,12 @@ class Grammars:
         return Tools(tokenizer, eos, limits, described)
 
 
-def _key(asked: Mapping[str, Any]) -> str | None:
-    """Return the request as JSON; None if it is nested too deeply, which is refused later."""
+def _key(asked: Mapping[str, Any]) -> str:
+    """Return the request as JSON; empty if it is nested too deeply, which is refused later."""
     try:
         return json.dumps(asked)
-    except (RecursionError, TypeError, ValueError):
-        return None
+    except RecursionError:
+        return ""
 
 
 def compute_mask(matcher: Matcher, mask: IntColumn, address: int) -> None:

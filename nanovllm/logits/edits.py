@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm.engine.step import NewRow
 from nanovllm.worker.tables import SlotTables
 
+T = TypeVar("T")
 Processor = Callable[[list[int], Tensor], Tensor]
 
 # Of the rows that are edited together, each padded to the longest: their tensors take some 60 MB,
@@ -27,16 +28,31 @@ Processor = Callable[[list[int], Tensor], Tensor]
 MAX_TOKENS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class RowEdits:
-    """What one sequence asks for."""
+@dataclass(slots=True, eq=False)
+class Asked:
+    """What the sequence in a slot asks for beside sampling, and what its steps remember for it."""
 
-    min_len: int  # while it is shorter, it must not sample any of early_stops
-    early_stops: list[int]
-    bias: dict[int, float]
+    row: NewRow
+    has_edits: bool
     allowed: Tensor | None  # token ids, on the device
-    bad_words: list[tuple[int, ...]]
-    is_penalised: bool
+    processors: list[Processor | str]
+    output_ids: list[int]  # complete for processors, whose rows run when all tokens are known
+    pooled: Tensor | None = None  # [hidden_size], the sum over the chunks so far
+
+    def process(self, logits: Tensor) -> str | None:
+        """Call the processors on logits [vocab_size], in place; return why one failed, if so."""
+        new = logits.to(torch.float32, copy=True)
+        for index, processor in enumerate(self.processors):
+            try:
+                if isinstance(processor, str):
+                    processor = self.processors[index] = import_processor(processor)
+                new = check_logits(processor(list(self.output_ids), new), logits)
+            except (Exception, SystemExit) as error:
+                logits.fill_(torch.nan)
+                name = getattr(processor, "__name__", processor)
+                return f"logits_processors[{index}] ({_shown(name)}) failed: {_shown(error)}"
+        logits.copy_(new)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,57 +60,51 @@ class EditedRow:
     row: int  # of the logits
     slot: int
     position: int  # of the token to be sampled
-    edits: RowEdits
-
-    @property
-    def allowed(self) -> Tensor:
-        assert self.edits.allowed is not None
-        return self.edits.allowed
+    asked: Asked
 
 
 class LogitsEdits:
     def __init__(self, tables: SlotTables) -> None:
         self.tables = tables
 
+    def asked_by(self, row: NewRow) -> Asked:
+        params = row.params
+        allowed, processors = params.allowed_token_ids, list(params.logits_processors)
+        is_biased = params.has_penalties or params.logit_bias
+        return Asked(
+            row,
+            bool(is_biased or params.can_exclude_tokens or row.bad_words),
+            None if allowed is None else self._upload(sorted(set(allowed))),
+            [] if params.max_tokens == 0 else processors,
+            row.token_ids[row.num_prompt_tokens :].tolist() if processors else [],
+        )
+
     def apply(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Edit rows of the logits [sampled rows, vocab_size] in place."""
-        limited = [row for row in rows if row.edits.allowed is not None]
-        for some in in_pieces(limited, lambda row: len(row.allowed)):
+        limited = [(row.row, row.asked.allowed) for row in rows if row.asked.allowed is not None]
+        for some in in_pieces(limited, lambda pair: len(pair[1])):
             self._keep_allowed(logits, some)
-        self._forbid_bad_words(logits, [row for row in rows if row.edits.bad_words])
+        self._forbid_bad_words(logits, [row for row in rows if row.asked.row.bad_words])
         self._add_bias(logits, rows)
-        penalised = [row for row in rows if row.edits.is_penalised]
-        for some in in_pieces(penalised, lambda row: row.position):
-            self._penalise(logits, some)
+        penalised = [row for row in rows if row.asked.row.params.has_penalties]
+        for piece in in_pieces(penalised, lambda row: row.position):
+            self._penalise(logits, piece)
 
-    def edits_of(self, row: NewRow) -> RowEdits | None:
-        params = row.params
-        allowed = params.allowed_token_ids
-        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
-        edits = RowEdits(
-            min_len=row.num_prompt_tokens + params.min_tokens,
-            early_stops=sorted(row.stop_token_ids) if params.min_tokens else [],
-            bias=dict(params.logit_bias or {}),
-            allowed=None if allowed is None else self._upload(sorted(set(allowed))),
-            bad_words=list(row.bad_words),
-            is_penalised=penalties != (0.0, 0.0, 1.0),
+    def _keep_allowed(self, logits: Tensor, rows: list[tuple[int, Tensor]]) -> None:
+        """Keep only the logits of some token ids in some rows."""
+        indices = self._upload([row for row, _ in rows])
+        lengths = [len(allowed) for _, allowed in rows]
+        firsts = torch.repeat_interleave(
+            indices * logits.shape[1], self._upload(lengths), output_size=sum(lengths)
         )
-        is_needed = edits.early_stops or edits.bias or edits.bad_words or edits.is_penalised
-        return edits if is_needed or allowed is not None else None
-
-    def _keep_allowed(self, logits: Tensor, rows: list[EditedRow]) -> None:
-        indices = self._upload([row.row for row in rows])
-        counts = self._upload([len(row.allowed) for row in rows])
-        total = sum(len(row.allowed) for row in rows)
-        firsts = torch.repeat_interleave(indices * logits.shape[1], counts, output_size=total)
-        offsets = torch.cat([row.allowed for row in rows]) + firsts
+        offsets = torch.cat([allowed for _, allowed in rows]) + firsts
         kept = logits.view(-1)[offsets]
         logits.index_fill_(0, indices, -torch.inf)
         logits.view(-1)[offsets] = kept
 
     def _forbid_bad_words(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Forbid the last token of a word where the answer ends in all the others of it."""
-        words = [(edited, word) for edited in rows for word in edited.edits.bad_words]
+        words = [(edited, word) for edited in rows for word in edited.asked.row.bad_words]
         if not words:
             return
         longest = max(len(word) for _, word in words)
@@ -119,15 +129,16 @@ class LogitsEdits:
         """Add each row's bias; stop tokens that come too early get one of minus infinity."""
         entries: list[tuple[int, float]] = []
         for edited in rows:
-            first, edits = edited.row * logits.shape[1], edited.edits
-            entries += [(first + token_id, bias) for token_id, bias in edits.bias.items()]
-            if edited.position < edits.min_len:
-                entries += [(first + token_id, -np.inf) for token_id in edits.early_stops]
+            first, row = edited.row * logits.shape[1], edited.asked.row
+            bias = (row.params.logit_bias or {}).items()
+            entries += [(first + token_id, value) for token_id, value in bias]
+            if edited.position < row.num_prompt_tokens + row.params.min_tokens:
+                entries += [(first + token_id, -np.inf) for token_id in sorted(row.stop_token_ids)]
         if entries:
             offsets = self._upload([offset for offset, _ in entries])
             values = np.array([value for _, value in entries], np.float32)
-            bias = self.tables.device.upload(values).to(logits.dtype)
-            logits.view(-1).index_add_(0, offsets, bias)
+            added = self.tables.device.upload(values).to(logits.dtype)
+            logits.view(-1).index_add_(0, offsets, added)
 
     def _penalise(self, logits: Tensor, rows: list[EditedRow]) -> None:
         """Lower what was said before: see `penalise`."""
@@ -153,11 +164,9 @@ class LogitsEdits:
         return self.tables.device.upload(np.array(numbers, np.int64))
 
 
-def in_pieces(
-    rows: list[EditedRow], num_tokens: Callable[[EditedRow], int]
-) -> Iterator[list[EditedRow]]:
+def in_pieces(rows: list[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield rows of similar length together, as many as MAX_TOKENS permits."""
-    piece: list[EditedRow] = []
+    piece: list[T] = []
     for row in sorted(rows, key=num_tokens):
         if piece and (len(piece) + 1) * num_tokens(row) > MAX_TOKENS:
             yield piece
@@ -180,40 +189,6 @@ def count_in(tokens: Tensor, is_counted: Tensor) -> Tensor:
     ordered = torch.where(is_counted, tokens, -1).sort(-1).values
     after = torch.searchsorted(ordered, tokens, right=True, out_int32=True)
     return after - torch.searchsorted(ordered, tokens, out_int32=True)
-
-
-@dataclass(slots=True, eq=False)
-class ProcessedSequence:
-    """A sequence whose caller brings functions that change its logits: docs/requests.md.
-
-    They need the newest token on the host, so the scheduler plans such a row only when the step
-    before it is committed, and `output_ids` is complete.
-    """
-
-    processors: list[Processor | str]
-    output_ids: list[int]
-
-    @staticmethod
-    def of(row: NewRow) -> ProcessedSequence | None:
-        processors = list(row.params.logits_processors)
-        if not processors or row.params.max_tokens == 0:
-            return None
-        return ProcessedSequence(processors, row.token_ids[row.num_prompt_tokens :].tolist())
-
-    def process(self, logits: Tensor) -> str | None:
-        """Change logits [vocab_size] in place; a failure makes them NaN and returns the reason."""
-        new = logits.to(torch.float32, copy=True)
-        for index, processor in enumerate(self.processors):
-            try:
-                if isinstance(processor, str):
-                    processor = self.processors[index] = import_processor(processor)
-                new = check_logits(processor(list(self.output_ids), new), logits)
-            except (Exception, SystemExit) as error:
-                logits.fill_(torch.nan)
-                name = getattr(processor, "__name__", processor)
-                return f"logits_processors[{index}] ({_shown(name)}) failed: {_shown(error)}"
-        logits.copy_(new)
-        return None
 
 
 def import_processor(path: str) -> Processor:

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from nanovllm.engine.step import NewRow, StepPlan
-from nanovllm.logits.edits import EditedRow, LogitsEdits, ProcessedSequence, RowEdits
-from nanovllm.logits.reads import (
-    PooledPrompt,
-    Scores,
-    pool,
-    pooled_rows,
-    score_prompts,
-    scored_rows,
-)
+from nanovllm.engine.step import StepPlan
+from nanovllm.logits.edits import Asked, EditedRow, LogitsEdits
+from nanovllm.logits.reads import Scores, pool, pooled_spans, score_prompts, scored_spans
 from nanovllm.worker.forward import EagerForward, Forward, StepLogits, sampled_rows
 
 if TYPE_CHECKING:
@@ -25,34 +18,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What one sequence asks for."""
-
-    num_prompt_tokens: int
-    num_logprobs: int | None  # of the sampled token, with that many of the most probable
-    num_prompt_logprobs: int | None
-    pooled: PooledPrompt | None
-    edits: RowEdits | None
-    processed: ProcessedSequence | None
-
-
-@dataclass(frozen=True, slots=True)
-class KeptLogits:
-    """The model's logits of the rows that ask for logprobs, before anything edits them."""
-
-    rows: Tensor  # of the step's logits
-    logits: Tensor  # [rows, vocab_size]
-    num_best: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepExtras:
     """What one step has to return beside its tokens."""
 
     results: dict[str, Tensor]  # by field of StepResult
-    processed: dict[int, ProcessedSequence] = field(default_factory=dict)  # by row of the logits
-    failures: dict[int, str] = field(default_factory=dict)  # of processors, by row
-    kept: KeptLogits | None = None
+    asked: dict[int, Asked]  # by row of the logits
+    # The rows of the logits that logprobs are asked of, and these rows before anything edits them.
+    kept: tuple[Tensor, Tensor] | None = None
+    failures: dict[int, str] = field(default_factory=dict)  # of processors, by row of the logits
 
 
 class Extras:
@@ -71,75 +44,60 @@ class Extras:
             self._asked.pop(slot, None)
         for row in plan.new_rows:
             if not row.is_plain:
-                self._asked[row.slot] = self._asked_by(row)
+                self._asked[row.slot] = self._edits.asked_by(row)
 
     def run(self, plan: StepPlan, forward: Forward) -> tuple[StepLogits, StepExtras]:
-        """Run the model and edit its logits; `forward` if nobody needs the hidden states."""
-        results: dict[str, Tensor] = {}
+        """Run the model and edit its logits; `forward` runs it if nobody needs hidden states."""
         if not self._asked:
-            return forward(plan), StepExtras(results)
-        scored, pooled = scored_rows(plan, self._asked), pooled_rows(plan, self._asked)
+            return forward(plan), StepExtras({}, {})
+        scored, pooled = scored_spans(plan, self._asked), pooled_spans(plan, self._asked)
         if not scored and not pooled:
             logits = forward(plan)
-        else:
-            logits, hidden = self.eager.with_states(plan)
-            if self.steps is not None:
-                self.steps.note(plan)
-            if scored:
-                results |= named("prompt_", score_prompts(self.eager, hidden, scored))
-            vectors = pool(self.eager, hidden, pooled) if pooled else None
-            if vectors is not None:
-                results["pooled"] = vectors
-        return logits, self._edit(plan, logits.values, results)
+            return logits, self._edit(logits.values, plan, {})
+        results: dict[str, Tensor] = {}
+        logits, hidden = self.eager.with_states(plan)
+        if self.steps is not None:
+            self.steps.note(plan)
+        if scored:
+            results |= named("prompt_", score_prompts(self.eager, hidden, scored))
+        vectors = pool(self.eager, hidden, pooled) if pooled else None
+        if vectors is not None:
+            results["pooled"] = vectors
+        return logits, self._edit(logits.values, plan, results)
 
     def finish(self, extras: StepExtras, tokens: Tensor) -> dict[str, Tensor]:
         """Return the results of a step, given what it sampled."""
-        kept = extras.kept
-        if kept is not None:
-            own = tokens[kept.rows].clamp(min=0)  # NO_TOKEN is none
-            scores = self.device.token_logprobs(kept.logits, own, kept.num_best)
-            extras.results.update(named("", scores))
+        if extras.kept is not None:
+            rows, logits = extras.kept
+            own = tokens[rows].clamp(min=0)  # NO_TOKEN is none
+            num_best = max(each.row.params.logprobs or 0 for each in extras.asked.values())
+            extras.results.update(named("", self.device.token_logprobs(logits, own, num_best)))
         return extras.results
 
-    def _asked_by(self, row: NewRow) -> Asked:
-        params = row.params
-        return Asked(
-            row.num_prompt_tokens,
-            params.logprobs,
-            params.prompt_logprobs,
-            None if row.pooling is None else PooledPrompt(row.pooling, row.num_prompt_tokens),
-            self._edits.edits_of(row),
-            ProcessedSequence.of(row) if self._is_first else None,
-        )
-
-    def _edit(self, plan: StepPlan, logits: Tensor, results: dict[str, Tensor]) -> StepExtras:
+    def _edit(self, logits: Tensor, plan: StepPlan, results: dict[str, Tensor]) -> StepExtras:
         """Change the logits [sampled rows, vocab_size] of a plan in place."""
         slots, positions = (column.tolist() for column in sampled_rows(plan))
         asked = {row: self._asked[slot] for row, slot in enumerate(slots) if slot in self._asked}
-        extras = StepExtras(
-            results,
-            {row: each.processed for row, each in asked.items() if each.processed is not None},
-            kept=self._keep(logits, asked),
-        )
+        extras = StepExtras(results, asked, self._keep(logits, asked))
         edited = [
-            EditedRow(row, slots[row], positions[row], each.edits)
+            EditedRow(row, slots[row], positions[row], each)
             for row, each in asked.items()
-            if each.edits is not None
+            if each.has_edits
         ]
         self._edits.apply(logits, edited)
-        for row, sequence in extras.processed.items():
-            error = sequence.process(logits[row])
-            if error is not None:
-                extras.failures[row] = error
+        for row, each in asked.items():
+            if each.processors and self._is_first:
+                error = each.process(logits[row])
+                if error is not None:
+                    extras.failures[row] = error
         return extras
 
-    def _keep(self, logits: Tensor, asked: dict[int, Asked]) -> KeptLogits | None:
-        counts = {row: each.num_logprobs for row, each in asked.items()}
-        wanted = {row: count for row, count in counts.items() if count is not None}
-        if not wanted:
+    def _keep(self, logits: Tensor, asked: dict[int, Asked]) -> tuple[Tensor, Tensor] | None:
+        rows = [row for row, each in asked.items() if each.row.params.logprobs is not None]
+        if not rows:
             return None
-        rows = self.device.upload(np.array([*wanted]))
-        return KeptLogits(rows, logits.index_select(0, rows), max(wanted.values()))
+        indices = self.device.upload(np.array(rows))
+        return indices, logits.index_select(0, indices)
 
 
 def named(prefix: str, scores: Scores) -> dict[str, Tensor]:

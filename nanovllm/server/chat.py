@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat_template import choose_template
+from nanovllm.conversations import as_conversations
 from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.grammar.forms import enforced_json
 from nanovllm.grammar.limits import run_bounded
-from nanovllm.prompts import as_conversations
 from nanovllm.server.generation import Job, Update, generate
 from nanovllm.server.parsing.grammar import CallRules, tool_grammar
 from nanovllm.server.parsing.parser import OutputParser

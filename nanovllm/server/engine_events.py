@@ -11,11 +11,11 @@ from typing import Any
 
 import anyio
 
-from nanovllm.engine.request import SequenceEnd
+from nanovllm.engine.request import SequenceEnd, StepTiming
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.server.answer import Event, EventStream
 from nanovllm.server.model import Model
-from nanovllm.serving.core_records import CoreStats, EngineState, StepState
+from nanovllm.serving.core_records import CoreStats, EngineState
 from nanovllm.validation import require
 
 MAX_TRACE_SECONDS = 60.0
@@ -85,7 +85,7 @@ class Trace:
     def __init__(self, engine: int = 0) -> None:
         self.engine = engine
         self._end = 0
-        self._steps: list[StepState] = []
+        self._steps: list[StepTiming] = []
         self._ended: list[SequenceEnd] = []
         self._running: dict[int, int] = {}  # when the unfinished ones were first seen to run
 
@@ -112,7 +112,7 @@ class Trace:
             name = f"sequence {seq_id}, unfinished"
             yield self._span(REQUESTS, seq_id, name, begin, self._end - begin)
 
-    def _step_events(self, step: StepState) -> Iterator[Event]:
+    def _step_events(self, step: StepTiming) -> Iterator[Event]:
         begin = step.begin
         for name in ("schedule", "submit", "wait", "commit"):
             duration = getattr(step, name)
@@ -138,7 +138,7 @@ class Trace:
             if until > since:
                 yield self._span(REQUESTS, end.seq_id, name, since, until - since)
 
-    def _span(self, part: int, tid: int, name: str, begin: int, duration: int) -> Event:
+    def _span(self, part: int, tid: int, name: str, begin: float, duration: float) -> Event:
         head = {"ph": "X", "pid": self._pid(part), "tid": tid, "name": name}
         return {**head, "ts": begin, "dur": duration}
 
@@ -146,6 +146,6 @@ class Trace:
         return part + len(NAMES) * self.engine
 
 
-def _step_name(step: StepState) -> str:
+def _step_name(step: StepTiming) -> str:
     kinds = {"prefill": step.num_prefill_tokens, "decode": step.num_decode_tokens}
     return " + ".join(name for name, count in kinds.items() if count)

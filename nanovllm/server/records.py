@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from nanovllm.conversations import text_of
 from nanovllm.errors import RequestError
-from nanovllm.prompts import text_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import invalid
 from nanovllm.validation import require, suggestion

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,7 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import CoreStep, Ending, Request
 from nanovllm.engine.start import find_model, make_grammars, start_core
 from nanovllm.errors import RequestError
-from nanovllm.executor.channel import Kind, Link, pack
-from nanovllm.executor.child import StepTimer, run_child
+from nanovllm.executor.child import Kind, Link, StepTimer, run_child
 from nanovllm.serving.core_records import (
     Add,
     CoreReady,
@@ -41,14 +39,10 @@ def main(fd: int, parent_pid: int, log_level: int) -> None:
 
 def serve(link: Link, timer: StepTimer) -> None:
     """Start a core and follow the commands of the front at the other end, until it is gone."""
-    message = link.receive()
-    if message is None:
+    start: StartCore | None = link.receive()
+    if start is None:
         return
-    start: StartCore = pickle.loads(message.body)
-
-    def send(record: object) -> None:
-        link.send(pack(Kind.REPLY, pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
-
+    send = partial(link.send, Kind.REPLY)
     take_share(start.config, start.replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
@@ -64,8 +58,8 @@ def serve(link: Link, timer: StepTimer) -> None:
 
 
 def _receive_all(link: Link, inbox: SimpleQueue[Command | None]) -> None:
-    while (message := link.receive()) is not None:
-        inbox.put(pickle.loads(message.body))
+    while (command := link.receive()) is not None:
+        inbox.put(command)
     inbox.put(None)
 
 

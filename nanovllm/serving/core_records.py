@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import CoreStep, FinishReason, Request, SequenceEnd
+from nanovllm.engine.request import CoreStep, FinishReason, Request, SequenceEnd, StepTiming
 from nanovllm.engine.step import ExecutorInfo
 
 # A waiting sequence that ran before is preempted; a postponed one waits for a mask of its grammar.
@@ -80,21 +80,6 @@ class SequenceState(NamedTuple):
     block_ids: list[int]
 
 
-class StepState(NamedTuple):
-    """Timing of one call of `EngineCore.step`, and the step whose result it collected, if any."""
-
-    begin: int
-    schedule: int  # durations of the parts of the call
-    submit: int  # with computing the masks of grammars
-    wait: int
-    commit: int
-    device_begin: int
-    device: int  # from when the step could begin until its result was there
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_rows: int  # 0 without a result
-
-
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """A snapshot of an engine. Times are microseconds of the clock of `time.perf_counter`."""
@@ -106,7 +91,7 @@ class EngineState:
     sequences: list[SequenceState]  # all that run, and those in `queue`
     queue: list[int]  # the first ones that wait; `stats` counts all
     cached: bytes  # for each block 1 if it holds a prefix that others may share, in use or not
-    steps: list[StepState]  # since the last snapshot
+    steps: list[StepTiming]  # since the last snapshot
     ended: list[SequenceEnd]  # since the last snapshot
     stats: CoreStats
     time: int

@@ -8,13 +8,7 @@ from itertools import islice
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.request import StepTiming, microseconds
 from nanovllm.engine.sequence import Sequence
-from nanovllm.serving.core_records import (
-    CoreStats,
-    EngineState,
-    SequenceState,
-    SequenceStatus,
-    StepState,
-)
+from nanovllm.serving.core_records import CoreStats, EngineState, SequenceState, SequenceStatus
 
 SECONDS_BETWEEN = 0.1
 MAX_QUEUE = 64  # sequences of the queue in a snapshot
@@ -61,7 +55,7 @@ def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState
         ],
         [seq.seq_id for seq in (*waiting, *postponed)],
         bytes(scheduler.blocks.is_cached),
-        [_step(timing) for timing in core.timings],
+        [_in_microseconds(timing) for timing in core.timings],
         list(core.ended),
         stats,
         microseconds(now),
@@ -85,17 +79,6 @@ def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
     )
 
 
-def _step(timing: StepTiming) -> StepState:
-    begin, scheduled, submitted, has_result, end, device_begin = map(microseconds, timing[:6])
-    return StepState(
-        begin,
-        scheduled - begin,
-        submitted - scheduled,
-        has_result - submitted,
-        end - has_result,
-        device_begin,
-        has_result - device_begin,
-        timing.num_prefill_tokens,
-        timing.num_decode_tokens,
-        timing.num_rows,
-    )
+def _in_microseconds(timing: StepTiming) -> StepTiming:
+    times = map(microseconds, timing[: -len(StepTiming._field_defaults)])
+    return timing._replace(**dict(zip(StepTiming._fields, times, strict=False)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep, Request
 from nanovllm.engine.start import FoundModel
 from nanovllm.errors import NanovllmError
-from nanovllm.executor.channel import Kind, pack
 from nanovllm.executor.child import Failure, Serve
 from nanovllm.executor.supervisor import ChildProcesses, ChildThread, Supervisor
 from nanovllm.serving.core_records import (
@@ -132,12 +130,10 @@ class Replica:
             self._send(Add(added))
 
     def _send(self, record: object) -> None:
-        body = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(NanovllmError):  # `on_failure` receives the reason
-            self._supervisor.send(pack(Kind.TASK, body))
+            self._supervisor.send(record)
 
-    def _receive(self, _: int, body: bytearray) -> None:
-        record = pickle.loads(body)
+    def _receive(self, _: int, record: CoreUpdate | FoundModel | CoreReady) -> None:
         if isinstance(record, CoreUpdate):
             if not self.has_failed:
                 self._update(record)

@@ -1,4 +1,7 @@
-"""Whether a device can run a model, found out before anything large is fetched or allocated."""
+"""The memory that a model takes: whether it fits, and how many blocks the KV cache has.
+
+Whether it fits is found out before anything large is fetched or allocated.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ import torch
 
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.base import Device
+from nanovllm.distributed.group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.fp8 import FP8
+from nanovllm.kernels.kv_layout import KVCacheSpec
 from nanovllm.kernels.torch_ops import TorchOps
 from nanovllm.layers.build import Build
-from nanovllm.layers.shards import check_splits
+from nanovllm.layers.shards import check_splits, split_kv_heads
 from nanovllm.models.registry import build_model, read_config
 from nanovllm.quantisation import choose_quantisation
-from nanovllm.worker.kv_cache import kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, named_layers
 from nanovllm.worker.tables import slot_columns
 
@@ -38,19 +43,6 @@ class Needs:
     tables: int  # of all slots and positions
     cache: int
     step: int  # activations and logits of the largest step
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in asdict(self).items())
-        return f"{self.total / GIB:,.2f} GiB of memory ({parts})"
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-    @property
-    def remedy(self) -> str:
-        sizes = asdict(self)
-        return REMEDIES[max(sizes, key=sizes.__getitem__)]
 
 
 def check_model(
@@ -75,13 +67,15 @@ def check_memory(config: EngineConfig, model: ModelConfig, device: Device, build
     needs = count_needs(config, model, build)
     if device.has_room_for_copy(needs.weights):  # in a second layout
         needs = replace(needs, weights=2 * needs.weights)
-    memory = device.memory()
-    if needs.total > memory.free:
+    memory, sizes = device.memory(), asdict(needs)
+    total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
+    if total > memory.free:
+        parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in sizes.items())
         each = f" for each of {build.group.size} ranks" if build.group.size > 1 else ""
         raise ConfigError(
             f"{config.model} in {str(build.dtype).removeprefix('torch.')} does not fit: it needs "
-            f"{needs}, and {memory.free / GIB:,.2f} GiB of {memory.total / GIB:,.2f} are free"
-            f"{each}; {needs.remedy}"
+            f"{total / GIB:,.2f} GiB of memory ({parts}), and {memory.free / GIB:,.2f} GiB of "
+            f"{memory.total / GIB:,.2f} are free{each}; {REMEDIES[largest]}"
         )
 
 
@@ -105,6 +99,32 @@ def count_needs(config: EngineConfig, model: ModelConfig, build: Build) -> Needs
         cache=max(config.num_kvcache_blocks, 1) * (spec.block_bytes + HOST_BYTES),
         step=(activations + logits) * build.dtype.itemsize,
     )
+
+
+def kv_cache_spec(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, group: TPGroup
+) -> KVCacheSpec:
+    num_kv_heads = split_kv_heads(model.num_kv_heads, group).count
+    return KVCacheSpec(
+        *(model.num_layers, config.kvcache_block_size, num_kv_heads, model.head_dim),
+        dtype if config.kv_cache_dtype == "auto" else FP8,
+    )
+
+
+def choose_num_blocks(config: EngineConfig, spec: KVCacheSpec, device: Device) -> int:
+    """As many as the user says, or as all sequences at full length could use, or as fit."""
+    if config.num_kvcache_blocks != -1:
+        device.check_cache_bytes(config.num_kvcache_blocks * spec.block_bytes)
+        return config.num_kvcache_blocks
+    blocks_per_seq = -(-config.max_model_len // config.kvcache_block_size)
+    wanted = config.max_num_seqs * blocks_per_seq * spec.block_bytes
+    num_blocks = device.cache_bytes(wanted) // spec.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for a KV cache: one block of {config.kvcache_block_size} tokens takes "
+            f"{spec.block_bytes:,} bytes; free memory, or use a smaller kvcache_block_size"
+        )
+    return num_blocks
 
 
 def _elements_per_token(model: ModelConfig, num_ranks: int) -> int:

@@ -107,8 +107,9 @@ class ModelRunner:
             return StepResult(tokens[:, None], is_lost=True)
         if extras is None:
             return StepResult(tokens[:, None])
-        for row, sequence in extras.processed.items():
-            sequence.output_ids.append(int(tokens[row]))
+        for row, asked in extras.asked.items():
+            if asked.processors:
+                asked.output_ids.append(int(tokens[row]))
         arrays: dict[str, Any] = dict(zip(names, others, strict=True))
         return StepResult(tokens[:, None], **arrays, failures=extras.failures)
 

@@ -23,9 +23,8 @@ from nanovllm.models.decoder import DecoderModel
 from nanovllm.models.registry import build_model
 from nanovllm.pending import Pending
 from nanovllm.worker.forward import EagerForward
-from nanovllm.worker.kv_cache import choose_num_blocks, kv_cache_spec
 from nanovllm.worker.loader import choose_layouts, fill_dummy_weights, load_weights
-from nanovllm.worker.memory import check_memory, is_shortage
+from nanovllm.worker.memory import check_memory, choose_num_blocks, is_shortage, kv_cache_spec
 from nanovllm.worker.runner import ModelRunner
 from nanovllm.worker.tables import SlotTables
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -199,34 +198,6 @@ def test_workers_stay_with_the_program_and_not_with_its_children() -> None:
             assert is_alive(child)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_stopped_workers_go_with_a_program_that_is_killed() -> None:
-    """Started by a thread that has ended since, which must not end them."""
-    source = """
-import threading
-from tests.executor.workers import *
-executor = make_executor(obedient)
-thread = threading.Thread(target=executor.start)
-thread.start()
-thread.join()
-print(*process_ids(executor), flush=True)
-print(executor.submit(orders(41)).result().tokens[0], flush=True)
-executor.submit(orders(Order.SLEEP, 0)).result()
-"""
-    with program("-c", source) as running:
-        pids = running.read_pids()
-        assert running.read_pids() == [41]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        running.process.kill()
-        running.wait(SECONDS)
-        try:
-            assert_gone(pids)
-        finally:
-            for pid in filter(is_alive, pids):
-                os.kill(pid, signal.SIGKILL)
 
 
 def test_workers_go_when_a_program_dies_as_they_start() -> None:

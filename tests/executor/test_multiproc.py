@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -79,7 +80,6 @@ def test_answers_come_in_order_and_from_the_first_rank(executor: MultiprocExecut
     pending = [executor.submit(orders(7, 7, number)) for number in range(50)]
     assert [each.result().tokens[2] for each in pending] == list(range(50))
     assert answer(executor, 9)[1] == process_ids(executor)[0]
-    assert pending[3].result().tokens[2] == 3  # as often as you like
 
 
 def test_a_plan_of_many_tokens_passes(executor: MultiprocExecutor) -> None:
@@ -167,6 +167,9 @@ def test_a_fault_in_a_step_fails_every_waiter(
         Order.DIE: rf"worker {rank} of 2 \(process {pid}\) was killed by signal 9",
     }
     start = time.monotonic()
+    with contextlib.suppress(WorkerError):  # the fault, which may be another rank's, may come first
+        assert pending[0].result().tokens[0] == 1
+        pending[1].result()
     for each in pending[-3:]:
         with pytest.raises(WorkerError, match=causes[order]):
             each.result()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-import struct
 import threading
 from collections.abc import Iterator
 from queue import Queue, SimpleQueue
@@ -16,8 +15,7 @@ import pytest
 
 from nanovllm.errors import EngineError, WorkerError
 from nanovllm.executor import supervisor
-from nanovllm.executor.channel import Kind, Message
-from nanovllm.executor.child import Failure
+from nanovllm.executor.child import Failure, Kind, Message
 from nanovllm.executor.supervisor import Supervisor
 
 POLL, TIMEOUT, STEP_TIMEOUT = 0.0625, 0.5, 300.0  # seconds; the first two add up without rounding
@@ -67,18 +65,17 @@ class FakeChildren:
 
 
 def heartbeat(step_seconds: float = 0.0) -> Message:
-    return Message(Kind.HEARTBEAT, bytearray(struct.pack("<d", step_seconds)))
+    return Kind.HEARTBEAT, step_seconds
 
 
 def error_of(type_name: str, message: str, seconds: float = 1.0) -> Message:
-    failure = Failure(message, type_name, "Traceback", seconds)
-    return Message(Kind.ERROR, bytearray(pickle.dumps(failure)))
+    return Kind.ERROR, Failure(message, type_name, "Traceback", seconds)
 
 
 class Running:
     def __init__(self) -> None:
         self.children = FakeChildren()
-        self.replies: list[tuple[int, bytearray]] = []
+        self.replies: list[tuple[int, str]] = []
         self.failures: SimpleQueue[Failure] = SimpleQueue()
         self.supervisor = Supervisor(
             self.children,
@@ -87,9 +84,6 @@ class Running:
             STEP_TIMEOUT,
         )
         self.supervisor.is_armed = True
-
-    def _on_reply(self, number: int, body: bytearray) -> None:
-        self.replies.append((number, body))
 
     def wait(self) -> None:
         """Return when all that was added is handled."""
@@ -113,14 +107,14 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 def test_messages_are_handed_on(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     record = logging.LogRecord("nanovllm.x", logging.WARNING, "x.py", 1, "half", None, None)
     running.children.add(
-        (1, Message(Kind.REPLY, bytearray(b"one"))),
-        (0, Message(Kind.LOG, bytearray(pickle.dumps(record)))),
+        (1, (Kind.REPLY, "one")),
+        (0, (Kind.LOG, record)),
     )
-    running.supervisor.send(b"task")
+    running.supervisor.send("task")
     running.wait()
-    assert running.replies == [(1, b"one")]
+    assert running.replies == [(1, "one")]
     assert [record.getMessage() for record in caplog.records] == ["half"]
-    assert running.children.sent == [b"task"]
+    assert [pickle.loads(each) for each in running.children.sent] == ["task"]
     assert running.failures.empty()
 
 
@@ -206,5 +200,5 @@ def test_a_process_that_could_not_listen_blames_nobody(running: Running) -> None
 
 def test_an_error_in_a_callback_ends_the_children(running: Running) -> None:
     running.replies = None  # type: ignore[assignment]
-    running.children.add((0, Message(Kind.REPLY, bytearray(b"one"))))
+    running.children.add((0, (Kind.REPLY, "one")))
     assert "cannot be read: AttributeError" in running.failure()

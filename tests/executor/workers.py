@@ -138,7 +138,8 @@ def start_alone(config: EngineConfig) -> Workers:
 def make_executor(
     build_worker: Callable[..., Any] = obedient, size: int = 2, **options: Any
 ) -> MultiprocExecutor:
-    from nanovllm.executor.multiproc import MultiprocExecutor, start_processes
+    from nanovllm.executor.multiproc import MultiprocExecutor
+    from nanovllm.executor.multiproc import start_workers as start_processes
 
     start_workers = options.pop("start_workers", None)
     if start_workers is None:  # those that do not meet need no torch, here neither

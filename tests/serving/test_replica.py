@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from array import array
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import Request
-from nanovllm.executor.channel import unpack
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving import replica
 from nanovllm.serving.core_records import Add, Finish, StartCore
@@ -23,8 +21,8 @@ class FakeSupervisor:
     def __init__(self, *_: object) -> None:
         self.records: list[Any] = []
 
-    def send(self, packed: bytes) -> None:
-        self.records.append(pickle.loads(unpack(packed).body))
+    def send(self, record: object) -> None:
+        self.records.append(record)
 
 
 class FakeProcesses:
