@@ -35,7 +35,7 @@ from typing import Any
 from nanovllm.cli import options
 from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.output import TextView, why_empty
-from nanovllm.cli.remote import has_chat_template, open_model
+from nanovllm.cli.start import has_chat_template, open_model
 from nanovllm.errors import NanovllmError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import as_conversations
@@ -50,7 +50,7 @@ HIDDEN = {
     *("logit_bias", "logits_processors", "structured_outputs"),
 }
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
-WORDS = {"none": None, "on": True, "true": True, "off": False, "false": False}
+WORDS = {"none": "null", "on": "true", "off": "false"}  # and JSON's own
 
 ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
 
@@ -185,15 +185,10 @@ def _value(name: str, text: str) -> Any:
     """Convert what was typed; SamplingParams checks its type."""
     if name in ("stop", "bad_words"):
         return text or None
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
-    return [_number(each) for each in text.split()] if name.endswith("ids") else _number(text)
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
+    if name.endswith("ids") and text.lower() != "none":
+        text = f"[{','.join(text.split())}]"
+    with contextlib.suppress(ValueError):
+        return json.loads(WORDS.get(text.lower(), text.lower()))
     return text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.output import RunStats
-from nanovllm.cli.remote import RemoteLLM
+from nanovllm.client import RemoteLLM
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams

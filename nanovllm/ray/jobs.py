@@ -66,7 +66,7 @@ class RowActor:
         self._engine: RowEngine | None = None
         self._starting = asyncio.Lock()
 
-    @ray.method(max_task_retries=-1)
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def ready(self) -> None:
         """Wait for an engine that works; Ray calls this again if the process dies meanwhile."""
         await self._working_engine()

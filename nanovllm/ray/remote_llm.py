@@ -62,7 +62,7 @@ class EngineCounts:
     stats: CoreStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RemoteEngine:
     """An engine as the ingress knows it."""
 

@@ -82,7 +82,7 @@ class CoreLoop:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # while a client is subscribed
-        self._is_at_rest = self._is_capturing = self._is_over = False
+        self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
@@ -99,31 +99,27 @@ class CoreLoop:
 
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
-        endings: list[Ending] = []
-        has_freed = False  # or refused, which the next update tells
+        endings: list[Ending] = []  # of what was ended or refused, which the next update tells
         while not self._is_over:
-            is_idle = not self.core.has_unfinished and not has_freed
+            is_idle = not self.core.has_unfinished and not endings
             try:
-                command = self.inbox.get(block=is_idle, timeout=self._idle_seconds())
+                seconds = IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
+                command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
                 if is_idle:
                     self._rest()
                 return endings
-            if command is None:  # the parent closed its end
-                self._is_over = True
-            elif isinstance(command, Add):
-                self._is_at_rest = self._is_capturing = False
-                refused = self._add(command.requests)
-                has_freed |= bool(refused)
-                endings += refused
-            elif isinstance(command, Watch):
-                self._watch(command.is_on)
-            else:
-                found = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
-                ended = [ending for ending in found if ending is not None]
-                has_freed = True
-                if command.is_wanted:
-                    endings += ended
+            match command:
+                case None:  # the parent closed its end
+                    self._is_over = True
+                case Add(requests):
+                    self._is_at_rest = False
+                    endings += self._add(requests)
+                case Watch(is_on):
+                    self._watch(is_on)
+                case Finish(seq_ids, reason):
+                    found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
+                    endings += [ending for ending in found if ending is not None]
         return endings
 
     def _add(self, requests: list[Request]) -> list[Ending]:
@@ -139,13 +135,11 @@ class CoreLoop:
         return refused
 
     def _rest(self) -> None:
-        """After work: capture missing graphs, one per call, then give back memory, once."""
-        if self._is_at_rest:
-            return
-        self._is_capturing = self.core.executor.capture_one()
-        if not self._is_capturing:
-            give_back()
-            self._is_at_rest = True
+        """After work: capture missing graphs until a command comes, then give back memory, once."""
+        while not self._is_at_rest and self.inbox.empty():
+            if not self.core.executor.capture_one():
+                give_back()
+                self._is_at_rest = True
 
     def _watch(self, is_on: bool) -> None:
         if not is_on:
@@ -154,11 +148,6 @@ class CoreLoop:
             self._observer = Observer(self.core)
         else:
             self._observer.restart()
-
-    def _idle_seconds(self) -> float:
-        if self._is_capturing:
-            return 0.0
-        return IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler

@@ -28,11 +28,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End some sequences; an update will have their endings, unless nothing is wanted of them."""
+    """End some sequences; an update will have their endings."""
 
     seq_ids: list[int]
     reason: FinishReason
-    is_wanted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

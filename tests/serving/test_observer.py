@@ -135,7 +135,7 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
     """Not with the next idle update: until then its blocks would seem to be taken."""
     begin = time.monotonic()
-    commands: list[Command] = [Add([request(0)]), Finish([0], "abort", is_wanted=False)]
+    commands: list[Command] = [Add([request(0)]), Finish([0], "abort")]
     _, updates = loop_updates(commands, is_last=lambda update: True)
     assert time.monotonic() - begin < IDLE_SECONDS / 2
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
@@ -239,7 +239,7 @@ def test_a_slow_subscriber_gets_the_newest_snapshot_and_every_step() -> None:
         assert late.sequences == states[-1].sequences
         assert late.steps == [step for state in states[1:] for step in state.steps]
         assert late.ended == [end for state in states[1:] for end in state.ended]
-        viewers.fail(EngineError("it died"))
+        viewers.end(EngineError("it died"))
         with pytest.raises(EngineError, match="it died"):
             await anext(shown)
         assert asked == [True, False]
