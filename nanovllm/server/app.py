@@ -23,12 +23,7 @@ from nanovllm.server.embeddings import answer_embedding
 from nanovllm.server.engine_events import EngineEvents, record_trace
 from nanovllm.server.errors import add_error_handlers, json_response, message_of
 from nanovllm.server.guard import PAGE_PREFIX, Guard
-from nanovllm.server.messages import (
-    CountRequest,
-    MessagesRequest,
-    answer_message,
-    count_tokens,
-)
+from nanovllm.server.messages import CountRequest, MessagesRequest, answer_message, count_tokens
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.options import SAMPLING_NAMES
 from nanovllm.server.records import (

@@ -37,10 +37,6 @@ class Model(Protocol):
         """Where sequences end."""
 
     @property
-    def stats(self) -> CoreStats:
-        """The sums over all engines."""
-
-    @property
     def error(self) -> NanovllmError | None:
         """Why no engine can answer now."""
 

@@ -68,7 +68,8 @@ class Service:
         """Refuse a request when too many wait already."""
         most = self.options.max_queued_requests
         num_sequences = max(self.num_sequences, self.llm.num_requests)
-        if self.llm.stats.num_waiting >= most or num_sequences >= self._max_sequences:
+        num_waiting = sum(replica.stats.num_waiting for replica in self.llm.replicas)
+        if num_waiting >= most or num_sequences >= self._max_sequences:
             message = f"{most} requests are waiting already; try again later"
             raise RequestError(message, code="queue_full", status=429)
 
