@@ -410,14 +410,12 @@ def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
 def _join(pieces: list[StreamPiece]) -> StreamPiece:
     if len(pieces) == 1:
         return pieces[0]
-    logprobs = None
-    if any(piece.logprobs is not None for piece in pieces):
-        logprobs = [each for piece in pieces for each in piece.logprobs or ()]
+    logprobs = [each for piece in pieces for each in piece.logprobs or ()]
     return replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
-        logprobs=logprobs,
+        logprobs=logprobs or None,
     )
 
 
