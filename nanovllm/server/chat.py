@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.chat_template import choose_template
@@ -85,8 +85,8 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
         parser = OutputParser(*found, has_content=not request.must_call)
         return ChoiceParser(parser, hidden, service.reasoning_end_id).parse
 
-    prompts, shared = [prompt.token_ids], (request.cache_salt, is_streaming, grammar_param)
-    return Job(prompts, [params], *shared, new_parser)
+    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
+    return replace(job, new_parser=new_parser)
 
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
