@@ -35,10 +35,6 @@ class Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.params[0].n
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
 
 @dataclass(slots=True)  # not frozen: there is one for every token, and chats add `events`
 class Update:
@@ -85,7 +81,7 @@ class Answer(EventStream):
 
     def __init__(self, service: Service, job: Job) -> None:
         self.service, self.job = service, job
-        self.usage = Usage(job.num_prompt_tokens)
+        self.usage = Usage(sum(map(len, job.prompts)))
         new_parser = job.new_parser
         self._parsers = [new_parser() for _ in range(job.num_choices)] if new_parser else []
 

@@ -39,9 +39,8 @@ class Service:
         self.formats = choose_formats(texts, options.tool_call_parser, options.reasoning_parser)
         tokens = self.tokenizer.added_tokens_decoder
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
-        reasoning_end = self.formats.reasoning and self.formats.reasoning.end
-        ends = (i for i, each in tokens.items() if each.content == reasoning_end)
-        self.reasoning_end_id = next(ends, None)  # if that is one token
+        ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
+        self.reasoning_end_id = reasoning and ids.get(reasoning.end)  # if that is one token
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
         self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)

@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 
+from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import take_share
 from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
@@ -29,7 +31,6 @@ from nanovllm.serving.core_records import (
     Finish,
     SequenceState,
     SequenceStatus,
-    StartCore,
     StepState,
     Watch,
 )
@@ -42,24 +43,24 @@ Command = Add | Finish | Watch
 Send = Callable[[CoreUpdate], None]
 
 
-def main(fd: int, parent_pid: int, log_level: int) -> None:
-    run_child(fd, parent_pid, log_level, serve)
+def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
+    run_child(fd, parent_pid, log_level, partial(serve, replica=replica))
 
 
-def serve(link: Link, timer: StepTimer) -> None:
+def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     """Start a core and follow the commands of the front at the other end, until it is gone."""
     message = link.receive()
     if message is None:
         return
-    start: StartCore = pickle.loads(message.body)
+    config: EngineConfig = pickle.loads(message.body)
 
     def send(record: object) -> None:
         link.send(pack(Kind.REPLY, pickle.dumps(record, pickle.HIGHEST_PROTOCOL)))
 
-    take_share(start.config, start.replica)
+    take_share(config, replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
-    found = find_model(start.config)
+    found = find_model(config)
     send(found)  # the front loads the tokenizer while the model is loaded here
     started = start_core(found, make_grammars(found))
     core = started.core

@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
-from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep, FinishReason, Request, SequenceEnd
 from nanovllm.engine.step import ExecutorInfo
 
 # A waiting sequence that ran before is preempted; a postponed one waits for a mask of its grammar.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
-
-
-@dataclass(frozen=True, slots=True)
-class StartCore:
-    config: EngineConfig
-    replica: int = 0  # which one of config.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
