@@ -310,8 +310,7 @@ class AsyncLLM:
             unfinished = self.front.unfinished(seq_id)
             self.front.forget(seq_id)
         if stream is not None and unfinished:
-            finish = Finish(unfinished, "abort", is_wanted=False)
-            self.replicas[stream.replica].finish(finish)
+            self.replicas[stream.replica].finish(Finish(unfinished, "abort"))
 
     def _collect(self, replica: Replica, step: CoreStep) -> None:
         """In a core's thread: turn a step into text, and wake those who wait for it."""
@@ -366,7 +365,7 @@ class AsyncLLM:
                 stream = self._streams.pop(seq_id)
                 self.front.forget(seq_id)  # what it sent before may still come
                 stream.unread.call(stream.unread.end, error)
-        replica.viewers.fail(error)
+        replica.viewers.end(error)
         if delay is not None:
             threading.Thread(target=self._replace, args=[replica, delay], daemon=True).start()
 
@@ -411,14 +410,12 @@ def joined(pieces: list[StreamPiece]) -> list[StreamPiece]:
 def _join(pieces: list[StreamPiece]) -> StreamPiece:
     if len(pieces) == 1:
         return pieces[0]
-    logprobs = None
-    if any(piece.logprobs is not None for piece in pieces):
-        logprobs = [each for piece in pieces for each in piece.logprobs or ()]
+    logprobs = [each for piece in pieces for each in piece.logprobs or ()]
     return replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
-        logprobs=logprobs,
+        logprobs=logprobs or None,
     )
 
 

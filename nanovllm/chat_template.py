@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, ext, nodes
-from jinja2.parser import Parser
+from jinja2 import TemplateError, ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanovllm.errors import RequestError
 from nanovllm.validation import require
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to the message that the model continues
+# `{% generation %}` marks assistant messages for training; here it is just a scope.
+_GENERATION = re.compile(r"(\{%[-+]?\s*(?:end)?)generation\b")
 
 
 class ChatTemplate:
@@ -26,7 +28,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         with _request_errors():
-            self._template = _sandbox().from_string(source)
+            self._template = _sandbox().from_string(_GENERATION.sub(r"\1with", source))
 
     def render(
         self,
@@ -85,21 +87,10 @@ def _request_errors() -> Iterator[None]:
         raise RequestError(message, param="messages") from error
 
 
-class _Generation(ext.Extension):
-    """Accept `{% generation %}`, which marks assistant messages for training."""
-
-    tags = {"generation"}  # noqa: RUF012 -- Jinja's own interface
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
 def _sandbox() -> ImmutableSandboxedEnvironment:
     """Return the environment in which transformers renders templates."""
     sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols]
     )
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise_exception

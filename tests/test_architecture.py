@@ -24,8 +24,7 @@ ORDER = """
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.forward < logits < worker
     < devices < executor
-    < engine.core < engine.start < engine.engine_thread, serving.observer, serving.replica
-    < serving.replica, serving.core_process
+    < engine.core < engine.start < engine.engine_thread, serving.core_process
     < scoring, conversations, client
     < llm, async_llm < server < jobs < ray < cli < ray.serve < __main__
 """

@@ -13,8 +13,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.cli.bench_serve import measure
-from nanovllm.cli.remote import RemoteLLM
-from nanovllm.client import OpenAIClient
+from nanovllm.client import OpenAIClient, RemoteLLM
 from nanovllm.errors import ConfigError, EngineError, PromptTooLongError, RequestError
 from tests.server.fake_llm import FakeLLM
 from tests.server.running import Running, running

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import time
@@ -20,11 +19,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from nanovllm.cli import options
 from nanovllm.client import OpenAIClient
 from nanovllm.errors import ConfigError, NanovllmError
+from nanovllm.jobs.rows import read_rows
 from nanovllm.validation import option
 
 WORDS = "the engine reads a prompt in blocks and writes one token of every answer in each step"
@@ -99,14 +100,11 @@ def run(args: argparse.Namespace) -> int:
 def make_prompts(load: Load) -> list[Any]:
     """Read a prompt from each line of a file, or make texts that share their first words only."""
     if load.prompts is not None:
-        try:
-            rows = map(json.loads, options.read_text(load.prompts).splitlines())
-            prompts = [row.get("messages") or row["prompt"] for row in rows]
-            if not prompts:
-                raise ValueError("the file is empty")
-            return [prompts[i % len(prompts)] for i in range(load.num_requests or len(prompts))]
-        except (ValueError, AttributeError, KeyError) as error:
-            raise ConfigError(f"cannot read prompts from {load.prompts}: {error!r}") from error
+        rows = [row.fields for row in read_rows(Path(load.prompts))]
+        prompts = [row.get("messages") or row.get("prompt") for row in rows]
+        if not prompts or None in prompts:
+            raise ConfigError(f"{load.prompts} needs rows with messages or a prompt, and no others")
+        return [prompts[i % len(prompts)] for i in range(load.num_requests or len(prompts))]
     words, rng = WORDS.split(), random.Random(load.seed)
     shared = rng.choices(words, k=min(load.shared_words, load.prompt_words))
     return [

@@ -27,19 +27,22 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli import options
-from nanovllm.cli.conversation import Conversation
-from nanovllm.cli.output import TextView, why_empty
-from nanovllm.cli.remote import has_chat_template, open_model
+from nanovllm.cli.output import RunStats, TextView, why_empty
+from nanovllm.cli.start import has_chat_template, open_model
+from nanovllm.client import RemoteLLM
 from nanovllm.conversations import as_conversations
-from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.errors import NanovllmError, PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 QUOTES = '"""'
 MORE = "... "  # the prompt between quotes
@@ -50,7 +53,7 @@ HIDDEN = {
     *("logit_bias", "logits_processors", "structured_outputs"),
 }
 PARAMETERS = [field.name for field in fields(SamplingParams) if field.name not in HIDDEN]
-WORDS = {"none": None, "on": True, "true": True, "off": False, "false": False}
+WORDS = {"none": "null", "on": "true", "off": "false"}  # and JSON's own
 
 ReadLine = Callable[[str], str | None]  # shows a prompt; returns None at the end of the input
 
@@ -185,15 +188,10 @@ def _value(name: str, text: str) -> Any:
     """Convert what was typed; SamplingParams checks its type."""
     if name in ("stop", "bad_words"):
         return text or None
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
-    return [_number(each) for each in text.split()] if name.endswith("ids") else _number(text)
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
+    if name.endswith("ids") and text.lower() != "none":
+        text = f"[{','.join(text.split())}]"
+    with contextlib.suppress(ValueError):
+        return json.loads(WORDS.get(text.lower(), text.lower()))
     return text
 
 
@@ -218,3 +216,96 @@ _COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
     "/stats": lambda conversation, _: conversation.stats.summary(),
     "/help": lambda *_: __doc__,
 }
+
+
+class Conversation:
+    """The messages so far; `ask` adds a question and its answer."""
+
+    def __init__(
+        self, llm: LLM | RemoteLLM, params: SamplingParams, system: str | None = None
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.params = params
+        self.stats: RunStats = RunStats()
+        self.num_dropped = 0  # messages that the last question left no room for
+        self._llm = llm
+        if system is not None:
+            self.instruct(system)
+
+    @property
+    def system(self) -> str | None:
+        is_first = bool(self.messages) and self.messages[0]["role"] == "system"
+        return self.messages[0]["content"] if is_first else None
+
+    def instruct(self, system: str) -> None:
+        """Change the instructions, as if they had been there from the start."""
+        self.messages[: self.system is not None] = [_message("system", system)]
+
+    def reset(self) -> None:
+        """Forget everything but the instructions."""
+        self.messages = self.messages[: self.system is not None]
+
+    def ask(self, question: str, show: Callable[[str], None]) -> RequestOutput:
+        """Stream an answer to `show`.
+
+        The oldest turns are dropped when the context has no room for them. An interrupted answer
+        is remembered as far as it came; a question without any answer is forgotten.
+        """
+        messages = [*self.messages, _message("user", question)]
+        self.num_dropped = 0
+        while True:
+            try:
+                return self._answer(messages, show)
+            except PromptTooLongError:
+                shorter = _without_oldest_turn(messages)
+                if shorter is None:
+                    raise
+                self.num_dropped += len(messages) - len(shorter)
+                messages = shorter
+
+    def retry(self, show: Callable[[str], None]) -> RequestOutput:
+        """Answer the last question again; the last answer stays if there is no other."""
+        before = self.messages
+        if [message["role"] for message in before[-2:]] != ["user", "assistant"]:
+            raise RequestError("there is no answer to try again")
+        self.messages = shorter = before[:-2]
+        try:
+            return self.ask(before[-2]["content"], show)
+        finally:
+            if self.messages is shorter:
+                self.messages = before
+
+    def _answer(self, messages: list[dict[str, Any]], show: Callable[[str], None]) -> RequestOutput:
+        [prompt] = self._llm.apply_chat_template([messages])
+        if not self._has_room(prompt) and _without_oldest_turn(messages) is not None:
+            raise PromptTooLongError("the context has no room for an answer")
+        answer, output = "", None
+        pieces = self._llm.stream([prompt], self.params)
+        try:
+            with contextlib.closing(pieces):
+                for piece in self.stats.count(pieces):
+                    answer += piece.text
+                    show(piece.text)
+                    output = piece.output
+        finally:
+            if answer or output is not None:
+                self.messages = [*messages, _message("assistant", answer)]
+        assert output is not None, "the last piece of a stream has an output"
+        return output
+
+    def _has_room(self, prompt: Sequence[Any]) -> bool:
+        """Whether an answer of some length fits behind the prompt; a server checks that itself."""
+        if isinstance(self._llm, RemoteLLM):
+            return True
+        max_len = self._llm.engine.core.max_len
+        return len(prompt) + min(self.params.max_new_tokens, max_len // 4) <= max_len
+
+
+def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Drop the user's first message and what follows it up to the next; None if none does."""
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return None if len(users) < 2 else messages[: users[0]] + messages[users[1] :]
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli import options
 from nanovllm.cli.exit_code import print_error
 from nanovllm.cli.output import RunStats, in_order, print_in_order, why_empty
-from nanovllm.cli.remote import RemoteLLM, has_chat_template, open_model
+from nanovllm.cli.start import has_chat_template, open_model
+from nanovllm.client import RemoteLLM
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.outputs import RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams

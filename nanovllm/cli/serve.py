@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             options = server_options(args, config.model, llm.generation_config)
             options = replace(options, is_local=is_local)
-            server = make_server(llm, options, args.ssl_keyfile, args.ssl_certfile)
+            server = make_server(llm, options)
             scheme = "https" if args.ssl_certfile else "http"
             host, port = listener.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import logging
 import os
@@ -10,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from nanovllm.cli.options import check_no_engine_options, engine_config
+from nanovllm.client import OpenAIClient, RemoteLLM
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 
@@ -25,17 +29,33 @@ def configure_logging(is_verbose: bool, level: str | None = None, is_server: boo
     A `level` overrides both. The lines of a server have a time and a level.
     """
     handler = logging.StreamHandler()
-    server_lines = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-    handler.setFormatter(server_lines if is_server else _Lines())
+    line = "%(asctime)s %(levelname)s %(message)s" if is_server else "%(levelname)s: %(message)s"
+    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[handler])
     default = "INFO" if is_verbose or sys.stderr.isatty() else "WARNING"
     logging.getLogger("nanovllm").setLevel((level or default).upper())
 
 
-class _Lines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if record.levelno <= logging.INFO else f"{record.levelname}: {text}"
+@contextlib.contextmanager
+def open_model(args: argparse.Namespace) -> Iterator[LLM | RemoteLLM]:
+    """The model that a command asks: one behind a URL, or one that is loaded here."""
+    if args.url is None:
+        if args.api_key is not None:
+            raise ConfigError("--api-key is for a server, and there is no --url; leave it out")
+        with load_llm(engine_config(args), args.threads) as llm:
+            yield llm
+        return
+    check_no_engine_options(args)
+    client = OpenAIClient(args.url, args.api_key)
+    yield RemoteLLM(client, args.model_tag or args.model or asyncio.run(client.model()))
+
+
+def has_chat_template(llm: LLM | RemoteLLM) -> bool:
+    """Whether the model can chat; a server is assumed to."""
+    if isinstance(llm, RemoteLLM):
+        return True
+    tokenizer = llm.engine.front.tokenizer
+    return tokenizer is not None and bool(tokenizer.chat_template)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Set
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -13,29 +13,14 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, NanovllmError, RequestError
 from nanovllm.jobs.ledger import ROW_ID
 from nanovllm.jobs.rows import Row
-from nanovllm.server.answer import Event, EventStream, whole_body
-from nanovllm.server.chat_completions import OF_PROMPT, answer_chat
-from nanovllm.server.completions import answer_completion
-from nanovllm.server.embeddings import embed
+from nanovllm.server.answer import whole_body
+from nanovllm.server.app import ROUTES
+from nanovllm.server.chat_completions import OF_PROMPT
 from nanovllm.server.errors import openai_body
-from nanovllm.server.options import ServerOptions, sampling_in
-from nanovllm.server.records import (
-    ApiRecord,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    as_record,
-)
-from nanovllm.server.responses import ResponsesRequest, answer_response
+from nanovllm.server.options import ServerOptions, resolve
+from nanovllm.server.records import as_record
 from nanovllm.server.service import Service
 
-Respond = Callable[[Service, Any], Awaitable[EventStream | Event]]
-ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
-    "/v1/chat/completions": (ChatRequest, answer_chat),
-    "/v1/completions": (CompletionRequest, answer_completion),
-    "/v1/embeddings": (EmbeddingRequest, embed),
-    "/v1/responses": (ResponsesRequest, answer_response),
-}
 COMPLETION_FIELDS = ("add_special_tokens", "best_of", "echo")  # a chat has none of these
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 REQUESTED = ("logprobs", "token_ids", *OF_PROMPT)
@@ -76,9 +61,7 @@ class RowEngine:
         self.llm = llm or AsyncLLM(**asdict(options.config))
         server = options.server
         if server.generation_config == "auto":  # only the model has it
-            defaults = sampling_in(self.llm.generation_config)
-            defaults |= server.override_generation_config or {}
-            server = replace(server, sampling_defaults=defaults)
+            server = resolve(server, options.config.model, self.llm.generation_config)
         self._options, self._service = options, Service(self.llm, server)
         self._is_raw = options.is_raw or not self._service.chat_template
 
@@ -156,8 +139,7 @@ class RowEngine:
             defaults["max_tokens"] = max_tokens
         defaults = {name: each for name, each in defaults.items() if name in kind.model_fields}
         made = await answer(self._service, as_record(kind, {**defaults, **body}))
-        whole = made if isinstance(made, dict) else await whole_body(made)
-        response: dict[str, Any] = _reproducible(whole, index, {})
+        response: dict[str, Any] = _reproducible(await whole_body(made), index, {})
         return response
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ async def run_job(
     queue: asyncio.Queue[Row | None] = asyncio.Queue(num_at_once)
 
     async def feed() -> None:
-        groups = windows(_todo(path, ledger))
+        rows = islice(read_rows(path), len(ledger.is_done))
+        groups = windows(row for row in rows if not ledger.is_done[row.index])
         while (window := await asyncio.to_thread(next, groups, None)) is not None:
             for row in window:
                 await queue.put(row)
@@ -54,19 +56,7 @@ async def run_job(
     for task in done:
         task.result()
     if not all(ledger.is_done):
-        raise _changed(path)
-
-
-def _todo(path: Path, ledger: Ledger) -> Iterator[Row]:
-    for row in read_rows(path):
-        if row.index >= len(ledger.is_done):
-            raise _changed(path)
-        if not ledger.is_done[row.index]:
-            yield row
-
-
-def _changed(path: Path) -> NanovllmError:
-    return NanovllmError(f"{path} changed while its rows were answered")
+        raise NanovllmError(f"{path} changed while its rows were answered")
 
 
 def _write(ledger: Ledger, row: Row, line: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Room:
     """Where engines go on a cluster."""
 
     num_engines: int
-    each: dict[str, float]  # what Ray sets aside for one, in its own words
+    each: dict[str, int]  # what Ray sets aside for one, in its own words
 
 
 def find_room(config: EngineConfig, num_engines: int | None = None) -> Room:
@@ -38,24 +38,19 @@ def find_room(config: EngineConfig, num_engines: int | None = None) -> Room:
     num_ranks = config.tensor_parallel_size * config.data_parallel_size
     gpus = [int(each.get("GPU", 0)) for each in resources]
     if config.device != "cpu" and any(gpus):
-        fitting = sum(count // num_ranks for count in gpus)
-        return _checked(Room(num_engines or max(fitting, 1), {"num_gpus": num_ranks}), fitting)
-    cpus = [int(each["CPU"]) for each in resources if each.get("CPU", 0) >= 1]
-    least = min(cpus, default=1)
-    wanted = num_engines or len(cpus)
-    each = max(min(least, sum(cpus) // max(wanted, 1)), 1)
-    fitting = sum(count // each for count in cpus)
-    return _checked(Room(wanted, {"num_cpus": each}), fitting)
-
-
-def _checked(room: Room, fitting: int) -> Room:
-    if not 1 <= room.num_engines <= fitting:
-        needs = ", ".join(f"{name}={count:g}" for name, count in room.each.items())
+        each, fitting = {"num_gpus": num_ranks}, sum(count // num_ranks for count in gpus)
+        wanted = num_engines or max(fitting, 1)
+    else:
+        cpus = [int(each["CPU"]) for each in resources if each.get("CPU", 0) >= 1]
+        wanted = num_engines or len(cpus)
+        num_cpus = max(min([*cpus, sum(cpus) // max(wanted, 1)]), 1)
+        each, fitting = {"num_cpus": num_cpus}, sum(count // num_cpus for count in cpus)
+    if not 1 <= wanted <= fitting:
+        needs = ", ".join(f"{name}={count:g}" for name, count in each.items())
         raise ConfigError(
-            f"the Ray cluster has room for {fitting} engines with {needs} each, "
-            f"not for {room.num_engines}"
+            f"the Ray cluster has room for {fitting} engines with {needs} each, not for {wanted}"
         )
-    return room
+    return Room(wanted, each)
 
 
 class RowActor:
@@ -66,7 +61,7 @@ class RowActor:
         self._engine: RowEngine | None = None
         self._starting = asyncio.Lock()
 
-    @ray.method(max_task_retries=-1)
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def ready(self) -> None:
         """Wait for an engine that works; Ray calls this again if the process dies meanwhile."""
         await self._working_engine()

@@ -20,7 +20,7 @@ from nanovllm.engine.start import FoundModel, make_front
 from nanovllm.errors import EngineError, NanovllmError
 from nanovllm.outputs import EmbeddingOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving.core_records import CoreStats, EngineState, total
+from nanovllm.serving.core_records import CoreStats, EngineState
 
 LOOK_SECONDS = 2.0  # between looks at all engines
 WAIT_SECONDS = 10.0  # for their answers
@@ -62,7 +62,7 @@ class EngineCounts:
     stats: CoreStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RemoteEngine:
     """An engine as the ingress knows it."""
 
@@ -83,10 +83,6 @@ class RemoteLLM:
         self.replicas: list[RemoteEngine] = []
         self._numbers: dict[str, int] = {}  # by engine_id, of all that were ever seen
         self.num_requests = 0
-
-    @property
-    def stats(self) -> CoreStats:
-        return total([engine.stats for engine in self.replicas])
 
     @property
     def error(self) -> NanovllmError | None:

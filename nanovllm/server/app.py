@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
@@ -19,19 +19,15 @@ from nanovllm.server.answer import EventStream, StreamResponse, WholeResponse, w
 from nanovllm.server.chat import detokenize, tokenize
 from nanovllm.server.chat_completions import answer_chat
 from nanovllm.server.completions import answer_completion
-from nanovllm.server.embeddings import embed
+from nanovllm.server.embeddings import answer_embedding
 from nanovllm.server.engine_events import EngineEvents, record_trace
 from nanovllm.server.errors import add_error_handlers, json_response, message_of
 from nanovllm.server.guard import PAGE_PREFIX, Guard
-from nanovllm.server.messages import (
-    CountRequest,
-    MessagesRequest,
-    answer_message,
-    count_tokens,
-)
+from nanovllm.server.messages import CountRequest, MessagesRequest, answer_message, count_tokens
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.options import SAMPLING_NAMES
 from nanovllm.server.records import (
+    ApiRecord,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -42,12 +38,6 @@ from nanovllm.server.responses import ResponsesRequest, answer_response
 from nanovllm.server.service import Service
 
 PAGE_FOLDER = Path(__file__).parent / "page"
-PAGE_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -55,14 +45,22 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-R = TypeVar("R", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
+Respond = Callable[[Service, Any], Awaitable[EventStream]]
+ROUTES: dict[str, tuple[type[ApiRecord], Respond]] = {
+    "/v1/chat/completions": (ChatRequest, answer_chat),
+    "/v1/completions": (CompletionRequest, answer_completion),
+    "/v1/embeddings": (EmbeddingRequest, answer_embedding),
+    "/v1/responses": (ResponsesRequest, answer_response),
+    "/v1/messages": (MessagesRequest, answer_message),
+}
 
 
 def make_app(service: Service) -> ASGIApp:
     """Everything behind one guard, the schema too; pages that show it load scripts from a CDN."""
     app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    _generating_routes(app, service)
+    for path, (kind, answer) in ROUTES.items():
+        app.post(path)(_endpoint(service, kind, answer))
     _text_routes(app, service)
     _model_routes(app, service)
     _operating_routes(app, service)
@@ -74,39 +72,18 @@ def make_app(service: Service) -> ASGIApp:
     return CORSMiddleware(guard, origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _generating_routes(app: FastAPI, service: Service) -> None:
-    timeout = service.options.request_timeout
-
-    async def respond(
-        answer: Callable[[Service, R], Awaitable[EventStream]], request: R
-    ) -> Response:
+def _endpoint(service: Service, kind: type[ApiRecord], answer: Respond) -> Any:
+    async def respond(request: Any) -> Response:
         service.check_queue()
         made = await answer(service, request)
         service.check_queue()  # of those that came together, too many may have passed
-        if request.stream:
+        timeout = service.options.request_timeout
+        if getattr(request, "stream", None):
             return StreamResponse(made, timeout)
         return WholeResponse(whole_body(made), timeout)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: ChatRequest) -> Response:
-        return await respond(answer_chat, request)
-
-    @app.post("/v1/completions")
-    async def completions(request: CompletionRequest) -> Response:
-        return await respond(answer_completion, request)
-
-    @app.post("/v1/embeddings")
-    async def embeddings(request: EmbeddingRequest) -> Response:
-        service.check_queue()
-        return WholeResponse(embed(service, request), timeout)
-
-    @app.post("/v1/responses")
-    async def responses(request: ResponsesRequest) -> Response:
-        return await respond(answer_response, request)
-
-    @app.post("/v1/messages")
-    async def messages(request: MessagesRequest) -> Response:
-        return await respond(answer_message, request)
+    respond.__annotations__["request"] = kind  # FastAPI parses the body as this
+    return respond
 
 
 def _text_routes(app: FastAPI, service: Service) -> None:
@@ -194,12 +171,11 @@ def _watching_routes(app: FastAPI, service: Service) -> None:
 
 def _page_routes(app: FastAPI) -> None:
     """The page at `/`: plain files, sent as they are, that may load nothing from elsewhere."""
-    files = {path.name: path for path in PAGE_FOLDER.iterdir() if path.suffix in PAGE_TYPES}
+    files = {path.name: path for path in PAGE_FOLDER.iterdir()}
 
     @app.get("/", include_in_schema=False)
     @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
     async def file(name: str = "index.html") -> Response:
         if name not in files:
             raise RequestError(f"the page has no file {name!r}", status=404)
-        media_type = PAGE_TYPES[files[name].suffix]
-        return FileResponse(files[name], headers=PAGE_HEADERS, media_type=media_type)
+        return FileResponse(files[name], headers=PAGE_HEADERS)

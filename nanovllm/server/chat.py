@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.chat_template import choose_template
@@ -15,7 +14,7 @@ from nanovllm.engine.detokenizer import num_held
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.grammar.forms import enforced_json
 from nanovllm.grammar.limits import run_bounded
-from nanovllm.server.generation import Job, Update, generate
+from nanovllm.server.generation import Job, Update
 from nanovllm.server.parsing.grammar import CallRules, tool_grammar
 from nanovllm.server.parsing.parser import OutputParser
 from nanovllm.server.parsing.tools import Tool, read_tools
@@ -46,15 +45,6 @@ class ChatPrompt:
     tools: list[Tool]  # that the model may call
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation that was checked and can be answered."""
-
-    job: Job
-    new_parser: Callable[[], OutputParser]
-    hidden: Mapping[int, str]  # special tokens whose text is not shown
-
-
 async def prompt_of(service: Service, request: ChatRequest, param: str = "messages") -> ChatPrompt:
     """Check a conversation, write it as the model's template does, and tokenise it."""
     service.check_model(request.model)
@@ -66,7 +56,7 @@ async def prompt_of(service: Service, request: ChatRequest, param: str = "messag
     return ChatPrompt(text, token_ids, tools)
 
 
-async def prepare_chat(service: Service, request: ChatRequest, param: str = "messages") -> Chat:
+async def prepare_chat(service: Service, request: ChatRequest, param: str = "messages") -> Job:
     """Check everything that can be checked before the answer begins; `param` has the prompt."""
     service.check_num_sequences(1, request.n or 1)
     prompt = await prompt_of(service, request, param)
@@ -89,13 +79,14 @@ async def prepare_chat(service: Service, request: ChatRequest, param: str = "mes
         hidden = service.hidden_tokens
     params = request.sampling_params(service.options.sampling_defaults, **given)
     is_streaming = bool(request.stream) and params.prompt_logprobs is None
-    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
 
-    def new_parser() -> OutputParser:
+    def new_parser() -> Callable[[Update], None]:
         found = prompt.tools, service.formats.tools, reasoning, is_open
-        return OutputParser(*found, has_content=not request.must_call)
+        parser = OutputParser(*found, has_content=not request.must_call)
+        return ChoiceParser(parser, hidden, service.reasoning_end_id).parse
 
-    return Chat(job, new_parser, hidden)
+    job = Job([prompt.token_ids], [params], request.cache_salt, is_streaming, grammar_param)
+    return replace(job, new_parser=new_parser)
 
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
@@ -170,26 +161,20 @@ def _as_template_message(message: Message, has_developer: bool) -> dict[str, Any
     return written
 
 
-async def chat_updates(service: Service, chat: Chat) -> AsyncGenerator[Update, None]:
-    """Generate the completions of a chat and parse them; a parser may hold back text."""
-    choices = [_Choice(service, chat) for _ in range(chat.job.num_choices)]
-    async with contextlib.aclosing(generate(service, chat.job)) as updates:
-        async for update in updates:
-            choices[update.choice].parse(update)
-            yield update
-
-
-class _Choice:
+class ChoiceParser:
     """Parses the text of one choice, and counts its tokens up to the end of reasoning."""
 
-    def __init__(self, service: Service, chat: Chat) -> None:
-        self._parser = chat.new_parser()
-        self._visible = VisibleText(chat.hidden)
-        self._end_id = service.reasoning_end_id
-        self._is_reasoning = self._end_id is not None
+    def __init__(
+        self, parser: OutputParser, hidden: Mapping[int, str], reasoning_end_id: int | None
+    ) -> None:
+        self._parser = parser
+        self._visible = VisibleText(hidden)
+        self._end_id = reasoning_end_id
+        self._is_reasoning = reasoning_end_id is not None
         self._num_reasoning_tokens = 0
 
     def parse(self, update: Update) -> None:
+        """Add events to an update; the parser may hold back text."""
         ids, is_over = update.token_ids, update.finish_reason is not None
         if self._is_reasoning:
             self._is_reasoning = self._end_id not in ids
@@ -237,16 +222,11 @@ def callable_tools(service: Service, request: ChatRequest) -> list[Tool]:
         return []
     if not request.tools:
         raise RequestError("tool_choice needs tools", param="tool_choice")
-    if service.formats.tools is None:
+    if service.formats.tools is None or "tools" not in service.template_text:
         raise RequestError(
-            "this model's chat template writes no tool calls that are known here; name their "
-            "format with --tool-call-parser, or leave out tools",
-            param="tools",
-        )
-    if "tools" not in service.template_text:
-        raise RequestError(
-            "this model's chat template does not show tools to the model; give one that does with "
-            "--chat-template, or leave out tools",
+            "this model's chat template does not show tools to the model, or writes calls in a "
+            "format that is not known here; see --chat-template and --tool-call-parser, or leave "
+            "out tools",
             param="tools",
         )
     tools = read_tools(request.tools)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from nanovllm.server.answer import Event
-from nanovllm.server.chat import Chat, chat_updates, prepare_chat
+from nanovllm.server.chat import prepare_chat
 from nanovllm.server.completions import OpenAIAnswer
-from nanovllm.server.generation import Update
+from nanovllm.server.generation import Job, Update
 from nanovllm.server.logprobs import Entry, logprob_entries, prompt_logprobs_by_id
 from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.server.records import ChatRequest
@@ -26,15 +26,11 @@ class ChatAnswer(OpenAIAnswer):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
-    def __init__(self, service: Service, chat: Chat, request: ChatRequest) -> None:
-        super().__init__(service, chat.job, request)
-        self._chat = chat
-        self._num_calls = [0] * chat.job.num_choices
+    def __init__(self, service: Service, job: Job, request: ChatRequest) -> None:
+        super().__init__(service, job, request)
+        self._num_calls = [0] * job.num_choices
 
-    def updates(self) -> AsyncGenerator[Update, None]:
-        return chat_updates(self.service, self._chat)
-
-    def render(self, update: Update) -> Event:
+    def chunk(self, update: Update) -> Event:
         fields = self._of_prompt(update)
         choice = self._choice(update)
         news = (choice["delta"], choice["logprobs"], choice.get("token_ids"), update.finish_reason)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -13,8 +12,8 @@ from uuid import uuid4
 from nanovllm.engine.logprobs import text_within
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.answer import Event, EventStream
-from nanovllm.server.generation import Job, Logprobs, Update, Usage, generate
+from nanovllm.server.answer import Event
+from nanovllm.server.generation import Answer, Job, Logprobs, Update
 from nanovllm.server.logprobs import prompt_logprobs_by_id, token_bytes
 from nanovllm.server.records import CompletionRequest, SamplingFields, StreamOptions
 from nanovllm.server.service import Service
@@ -34,8 +33,7 @@ async def answer_completion(service: Service, request: CompletionRequest) -> Com
     service.check_num_sequences(len(prompts), request.n or 1)
     asked = (request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
     lengths = [service.max_tokens(len(prompt), *asked) for prompt in prompts]
-    known = {length: _params(service, request, length) for length in set(lengths)}
-    params = [known[length] for length in lengths]
+    params = [_params(service, request, length) for length in lengths]
     # The log-probabilities of a prompt come with the end of its answer, so an echo of them too.
     is_streaming = bool(request.stream) and params[0].prompt_logprobs is None
     job = Job(prompts, params, request.cache_salt, is_streaming, request.grammar_param)
@@ -55,17 +53,17 @@ def _params(service: Service, request: CompletionRequest, max_tokens: int) -> Sa
     )
 
 
-class OpenAIAnswer(EventStream):
+class OpenAIAnswer(Answer):
     """A chat or completion: chunks with choices and, if asked for, usage; then [DONE]."""
 
     end = b"data: [DONE]\n\n"
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, service: Service, job: Job, request: SamplingFields) -> None:
-        self.service, self.job, self.request = service, job, request
+        super().__init__(service, job)
+        self.request = request
         self.is_large = not job.is_streaming  # each event is a whole choice
         self.is_begun = [False] * job.num_choices
-        self._usage = Usage(job.num_prompt_tokens)
         self._options = request.stream_options or StreamOptions()
         self._head = {
             "id": f"{self.prefix}-{uuid4().hex}",
@@ -73,31 +71,27 @@ class OpenAIAnswer(EventStream):
             "model": service.model_name,
         }
 
-    def updates(self) -> AsyncGenerator[Update, None]:
-        return generate(self.service, self.job)
-
-    def render(self, update: Update) -> Event:
+    def chunk(self, update: Update) -> Event:
         """Return the fields of a chunk, `choices` among them; none where there is nothing new."""
         raise NotImplementedError
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        head = {"object": self.chunk_kind, **self._head}
-        async with contextlib.aclosing(self.updates()) as updates:
-            async for update in updates:
-                self._usage.add(update)
-                if fields := self.render(update):
-                    if self._options.continuous_usage_stats:
-                        fields["usage"] = self._usage.openai()
-                    elif self._options.include_usage:
-                        fields["usage"] = None
-                    yield head | fields
+    def render(self, update: Update) -> Iterator[Event]:
+        if fields := self.chunk(update):
+            if self._options.continuous_usage_stats:
+                fields["usage"] = self.usage.openai()
+            elif self._options.include_usage:
+                fields["usage"] = None
+            yield {"object": self.chunk_kind, **self._head, **fields}
+
+    def last_events(self) -> Iterator[Event]:
         if self._options.include_usage:
-            yield head | {"choices": [], "usage": self._usage.openai()}
+            head = {"object": self.chunk_kind, **self._head}
+            yield {**head, "choices": [], "usage": self.usage.openai()}
 
     def whole(self, events: list[Event]) -> Event:
         choices = [choice for event in events for choice in event["choices"]]
         choices.sort(key=lambda choice: choice["index"])
-        usage = self._usage.openai()
+        usage = self.usage.openai()
         return {"object": self.kind, **self._head, "choices": choices, "usage": usage}
 
 
@@ -110,7 +104,7 @@ class CompletionAnswer(OpenAIAnswer):
         num_decoders = 0 if request.logprobs is None else job.num_choices
         self._decoders = [_Decoder("replace") for _ in range(num_decoders)]
 
-    def render(self, update: Update) -> Event:
+    def chunk(self, update: Update) -> Event:
         return {"choices": [self._choice(update)]}
 
     def _choice(self, update: Update) -> dict[str, Any]:

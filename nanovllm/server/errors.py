@@ -62,12 +62,10 @@ def to_json(body: Any) -> bytes:
 
     Halves of surrogate pairs, which a request may hold, have no encoding.
     """
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=_computed)
+    text = json.dumps(
+        body, ensure_ascii=False, separators=(",", ":"), default=lambda value: value()
+    )
     return text.encode("utf-8", "replace")
-
-
-def _computed(value: Any) -> Any:
-    return value()
 
 
 def json_response(body: Any) -> Response:

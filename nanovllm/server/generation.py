@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.errors import GrammarError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, StreamPiece
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.answer import Event, EventStream
 from nanovllm.server.parsing.events import BlockEvent
 from nanovllm.server.service import Service
 from nanovllm.validation import errors_about
@@ -28,14 +29,11 @@ class Job:
     cache_salt: str | None = None
     is_streaming: bool = False
     grammar_param: str = "structured_outputs"  # the field of the request that has the grammar
+    new_parser: Callable[[], Callable[[Update], None]] | None = None  # of a chat, for each choice
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params[0].n
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
 
 
 @dataclass(slots=True)  # not frozen: there is one for every token, and chats add `events`
@@ -54,14 +52,14 @@ class Update:
     num_reasoning_tokens: int = 0
 
 
+@dataclass(slots=True)
 class Usage:
     """Counts the tokens of a request."""
 
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_completion_tokens = 0
-        self.num_reasoning_tokens = 0
-        self.num_cached_tokens = 0
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def add(self, update: Update) -> None:
         self.num_completion_tokens += len(update.token_ids)
@@ -76,6 +74,35 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
         }
+
+
+class Answer(EventStream):
+    """The completions of a request as the events of one API."""
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self.service, self.job = service, job
+        self.usage = Usage(sum(map(len, job.prompts)))
+        new_parser = job.new_parser
+        self._parsers = [new_parser() for _ in range(job.num_choices)] if new_parser else []
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async with contextlib.aclosing(generate(self.service, self.job)) as updates:
+            async for update in updates:
+                if self._parsers:
+                    self._parsers[update.choice](update)
+                self.usage.add(update)
+                for event in self.render(update):
+                    yield event
+        for event in self.last_events():
+            yield event
+
+    def render(self, update: Update) -> Iterable[Event]:
+        """Return the events of an update; none where there is nothing new."""
+        raise NotImplementedError
+
+    def last_events(self) -> Iterable[Event]:
+        """Return the events that follow those of the last update."""
+        return ()
 
 
 async def generate(service: Service, job: Job) -> AsyncGenerator[Update, None]:

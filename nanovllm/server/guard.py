@@ -6,7 +6,6 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Iterator
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -95,12 +94,11 @@ class Guard:
 
     def _has_key(self, headers: Headers) -> bool:
         """Compare with every key, in the same time whatever is given."""
-        if not self._keys:
-            return True
-        matches = [
-            hmac.compare_digest(given, key) for given in _given_keys(headers) for key in self._keys
-        ]
-        return any(matches)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        given = [text.encode("latin-1") for text in (bearer, headers.get("x-api-key", ""))]
+        matches = [hmac.compare_digest(each, key) for each in given for key in self._keys]
+        return not self._keys or any(matches)
 
     def _bounded(self, receive: Receive) -> Receive:
         num_bytes = num_commas = 0
@@ -133,10 +131,3 @@ def _below(root: str, path: str) -> str:
 def _client(scope: Scope) -> str:
     host, port = scope.get("client") or ("-", 0)
     return f"{quote(host, safe=':')}:{port}"
-
-
-def _given_keys(headers: Headers) -> Iterator[bytes]:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        yield token.strip().encode("latin-1")  # the bytes that came
-    yield headers.get("x-api-key", "").encode("latin-1")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import Field
 
 from nanovllm.errors import NanovllmError, RequestError
-from nanovllm.server.answer import Event, EventStream
-from nanovllm.server.chat import Chat, chat_updates, prepare_chat, prompt_of
+from nanovllm.server.answer import Event
+from nanovllm.server.chat import prepare_chat, prompt_of
 from nanovllm.server.errors import anthropic_body
-from nanovllm.server.generation import Update, Usage
+from nanovllm.server.generation import Answer, Job, Update
 from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.server.records import ApiRecord, ChatRequest, Effort, Listed, as_record, nested
 from nanovllm.server.service import Service
-from nanovllm.validation import require
 
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "stream"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
@@ -40,40 +38,36 @@ async def count_tokens(service: Service, request: CountRequest) -> dict[str, int
     return {"input_tokens": len(prompt.token_ids)}
 
 
-class MessageAnswer(EventStream):
+class MessageAnswer(Answer):
     has_names = True
 
-    def __init__(self, service: Service, chat: Chat) -> None:
-        self._service, self._chat = service, chat
-        self._usage = Usage(chat.job.num_prompt_tokens)
+    def __init__(self, service: Service, job: Job) -> None:
+        super().__init__(service, job)
         self._content: list[Event] = []  # the blocks so far
-        self._has_calls = False
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        message: Event = {
+        self._has_begun = self._has_calls = False
+        self._message: Event = {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": self._service.model_name,
+            "model": service.model_name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._counts(),
         }
-        begin = {"type": "message_start", "message": message}
-        async with contextlib.aclosing(chat_updates(self._service, self._chat)) as updates:
-            async for update in updates:
-                self._usage.add(update)
-                if begin:
-                    yield begin
-                    begin = {}
-                for event in update.events:
-                    for rendered in self._render(event):
-                        yield rendered
-                if update.finish_reason is not None:
-                    delta = self._ending(update)
-                    yield {"type": "message_delta", "delta": delta, "usage": self._counts()}
-        yield {"type": "message_stop"}
+
+    def render(self, update: Update) -> Iterator[Event]:
+        if not self._has_begun:
+            yield {"type": "message_start", "message": self._message}
+            self._has_begun = True
+        for event in update.events:
+            yield from self._render(event)
+        if update.finish_reason is not None:
+            delta = self._ending(update)
+            yield {"type": "message_delta", "delta": delta, "usage": self._counts()}
+
+    def last_events(self) -> list[Event]:
+        return [{"type": "message_stop"}]
 
     def whole(self, events: list[Event]) -> Event:
         last = events[-2]
@@ -117,8 +111,8 @@ class MessageAnswer(EventStream):
 
     def _counts(self) -> dict[str, int]:
         return {
-            "input_tokens": self._usage.num_prompt_tokens,
-            "output_tokens": self._usage.num_completion_tokens,
+            "input_tokens": self.usage.num_prompt_tokens,
+            "output_tokens": self.usage.num_completion_tokens,
         }
 
 
@@ -192,13 +186,9 @@ class CountRequest(ApiRecord):
     cache_control: Any = None
 
     def chat(self) -> ChatRequest:
-        messages = [] if self.system is None else [_message("system", self.system)]
+        messages = [] if self.system is None else _messages("system", self.system)
         for turn in self.messages:
-            results = _results(turn.content)
-            messages += results
-            is_all = 0 < len(results) == len(_blocks(turn.content))
-            if turn.role == "assistant" or not is_all:
-                messages.append(_message(turn.role, turn.content))
+            messages += _messages(turn.role, turn.content)
         form, choice = self.output_config.format, self.tool_choice
         fields: dict[str, Any] = {
             "model": self.model,
@@ -253,43 +243,29 @@ def _blocks(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _message(role: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
-    """One message of a chat; results of tools have messages of their own."""
-    texts, thoughts, calls = [], [], []
+def _messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a chat: first those of the results of tools, then what else there is."""
+    texts, thoughts, calls, results = [], [], [], []
     for block in _blocks(content):
-        kind = block.get("type")
-        if kind == "text":
-            texts.append(_text(block, "text"))
-        elif kind == "thinking" and role == "assistant":
-            thoughts.append(_text(block, "thinking"))
-        elif kind == "tool_use" and role == "assistant":
-            arguments = block.get("input")
-            function = {"name": _text(block, "name"), "arguments": arguments or {}}
-            calls.append({"type": "function", "id": _text(block, "id"), "function": function})
-        elif kind != "tool_result" or role != "user":
-            why = f"messages: a {kind!r} block is not supported in {role} messages"
-            raise RequestError(why, param="messages")
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+                thoughts.append(text)
+            case {"type": "tool_use", "id": str(call_id), "name": str(name)} if role == "assistant":
+                function = {"name": name, "arguments": block.get("input") or {}}
+                calls.append({"type": "function", "id": call_id, "function": function})
+            case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
+                [result] = _messages("tool", block.get("content") or "")
+                results.append({**result, "tool_call_id": call_id})
+            case _:
+                why = f"messages: this block is not supported in {role} messages: {block!r:.80}"
+                raise RequestError(why, param="messages")
+    if results and not texts:
+        return results
     message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if thoughts:
         message["reasoning"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    return message
-
-
-def _results(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": "tool",
-            "tool_call_id": _text(block, "tool_use_id"),
-            "content": _message("tool", block.get("content") or "")["content"],
-        }
-        for block in _blocks(content)
-        if block.get("type") == "tool_result"
-    ]
-
-
-def _text(block: dict[str, Any], name: str) -> str:
-    value = block.get(name)
-    require(isinstance(value, str), "messages", f"blocks with a text as {name}", block)
-    return str(value)
+    return [*results, message]

@@ -16,21 +16,10 @@ from nanovllm.serving.core_records import CoreStats, EngineState
 class OneEngine(Protocol):
     """One of the engines that answer together."""
 
-    @property
-    def number(self) -> int:
-        """It alone has this one, though there may be fewer engines."""
-
-    @property
-    def stats(self) -> CoreStats:
-        """Its counts."""
-
-    @property
-    def error(self) -> NanovllmError | None:
-        """Why it cannot answer now."""
-
-    @property
-    def num_restarts(self) -> int:
-        """How often another one took its place."""
+    number: int  # it alone has this one, though there may be fewer engines
+    stats: CoreStats
+    error: NanovllmError | None  # why it cannot answer now
+    num_restarts: int  # how often another one took its place
 
 
 class Model(Protocol):
@@ -46,10 +35,6 @@ class Model(Protocol):
     @property
     def max_len(self) -> int:
         """Where sequences end."""
-
-    @property
-    def stats(self) -> CoreStats:
-        """The sums over all engines."""
 
     @property
     def error(self) -> NanovllmError | None:

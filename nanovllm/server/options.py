@@ -112,21 +112,13 @@ def read_sampling_defaults(where: str, of_model: Mapping[str, Any]) -> dict[str,
     """Return the defaults for sampling of a generation_config.json: the model's, or another."""
     if where == "vllm":
         return {}
-    config: Any = of_model
     if where != "auto":
         path = str(Path(where, "generation_config.json"))
         try:
-            config = json.loads(read_text(path))
-        except ValueError as error:
+            of_model = dict(json.loads(read_text(path)))
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from error
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} must hold a JSON object, not a {type(config).__name__}")
-    return sampling_in(config)
-
-
-def sampling_in(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults for sampling that a model's generation_config.json has."""
-    found = {name: generation_config.get(name) for name in SAMPLING_NAMES}
+    found = {name: of_model.get(name) for name in SAMPLING_NAMES}
     defaults = {name: value for name, value in found.items() if value is not None}
     try:
         SamplingParams(**defaults)

@@ -136,8 +136,7 @@ class SamplingFields(IgnoredFields):
 
     def sampling_params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
         """What is not in the request comes from the model's own defaults."""
-        own = {name: getattr(self, name) for name in _SAMPLING_NAMES}
-        own = {name: value for name, value in own.items() if value is not None}
+        own = self.model_dump(include=_SAMPLING_NAMES, exclude_none=True)
         return SamplingParams(**{**defaults, **own, **given})
 
     @property
@@ -152,12 +151,8 @@ class SamplingFields(IgnoredFields):
         return self.structured_outputs
 
 
-_SAMPLING_NAMES = tuple(
-    name
-    for name in SamplingFields.model_fields
-    if name in SamplingParams.__dataclass_fields__ and name != "structured_outputs"
-)
-
+_SAMPLING_NAMES = {*SamplingFields.model_fields}.intersection(SamplingParams.__dataclass_fields__)
+_SAMPLING_NAMES -= {"structured_outputs"}
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Each is tried in turn: ids, of which there may be thousands, before texts.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import Field
 
-from nanovllm.errors import NanovllmError
-from nanovllm.server.answer import Event, EventStream
-from nanovllm.server.chat import Chat, chat_updates, prepare_chat
+from nanovllm.errors import NanovllmError, RequestError
+from nanovllm.server.answer import Event
+from nanovllm.server.chat import prepare_chat
 from nanovllm.server.errors import message_of
-from nanovllm.server.generation import Update, Usage
+from nanovllm.server.generation import Answer, Job, Update
 from nanovllm.server.logprobs import Entry, TokenLogprobs, covering, logprob_entries
 from nanovllm.server.parsing.events import BlockDelta, BlockStart, BlockStop
 from nanovllm.server.records import (
@@ -49,24 +48,23 @@ CONTENT = {
 
 
 async def answer_response(service: Service, request: ResponsesRequest) -> ResponseAnswer:
-    chat = await prepare_chat(service, request.chat(), "input")
+    job = await prepare_chat(service, request.chat(), "input")
     if request.has_logprobs:  # which tokens are whose shows only as they come
-        chat = replace(chat, job=replace(chat.job, is_streaming=True))
-    return ResponseAnswer(service, chat, request)
+        job = replace(job, is_streaming=True)
+    return ResponseAnswer(service, job, request)
 
 
-class ResponseAnswer(EventStream):
+class ResponseAnswer(Answer):
     has_names = True
 
-    def __init__(self, service: Service, chat: Chat, request: ResponsesRequest) -> None:
-        self._service, self._chat = service, chat
-        self._usage = Usage(chat.job.num_prompt_tokens)
+    def __init__(self, service: Service, job: Job, request: ResponsesRequest) -> None:
+        super().__init__(service, job)
         self._output: list[Event] = []  # the finished items
         self._tokens: list[TokenLogprobs] = []  # whose text has not come yet
         self._num_events = 0
         self._num_best = request.top_logprobs or 0
         self.is_large = request.has_logprobs  # the last events repeat those of all tokens
-        params = chat.job.params[0]
+        params = job.params[0]
         self._response: Event = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
@@ -94,17 +92,13 @@ class ResponseAnswer(EventStream):
             "user": request.user,
         }
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        async with contextlib.aclosing(chat_updates(self._service, self._chat)) as updates:
-            async for update in updates:
-                self._usage.add(update)
-                if not self._num_events:
-                    yield self._event("response.created", response=self._snapshot())
-                    yield self._event("response.in_progress", response=self._snapshot())
-                for event in self._render(update):
-                    yield event
-                if update.finish_reason is not None:
-                    yield self._finish(update.finish_reason)
+    def render(self, update: Update) -> Iterator[Event]:
+        if not self._num_events:
+            yield self._event("response.created", response=self._snapshot())
+            yield self._event("response.in_progress", response=self._snapshot())
+        yield from self._render(update)
+        if update.finish_reason is not None:
+            yield self._finish(update.finish_reason)
 
     def whole(self, events: list[Event]) -> Event:
         response: Event = events[-1]["response"]
@@ -155,7 +149,7 @@ class ResponseAnswer(EventStream):
 
     def _grow(self, text: str, tokens: Sequence[TokenLogprobs]) -> Event:
         if not self._text:
-            tokens = covering(self._service.tokenizer, tokens, text)
+            tokens = covering(self.service.tokenizer, tokens, text)
         self._text += text
         self._logprobs += tokens
         return self._content_event("delta", tokens, delta=text)
@@ -185,10 +179,10 @@ class ResponseAnswer(EventStream):
         return part
 
     def _entries(self, tokens: Sequence[TokenLogprobs]) -> list[Entry]:
-        return logprob_entries(self._service.tokenizer, tokens, self._num_best)
+        return logprob_entries(self.service.tokenizer, tokens, self._num_best)
 
     def _finish(self, reason: str) -> Event:
-        usage = self._usage
+        usage = self.usage
         # Writing to the cache is something that OpenAI charges for; here nothing is.
         cached = {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0}
         status = "completed" if reason == "stop" else "incomplete"
@@ -277,22 +271,21 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
-    kind = item.get("type", "message")
-    if kind == "message":
-        require(item.get("role") in ROLES, "input", f"items with a role of {ROLES}", item)
-        return {"role": item["role"], "content": _text(item.get("content"))}
-    if kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        return {"role": "assistant", "reasoning": _text(parts, ("reasoning_text", "summary_text"))}
-    if kind == "function_call":
-        function = {name: item.get(name) for name in ("name", "arguments")}
-        is_valid = all(isinstance(value, str) for value in function.values())
-        require(is_valid, "input", "calls with a name and arguments, both texts", item)
-        call = {"type": "function", "id": item.get("call_id"), "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
-    require(kind == "function_call_output", "input", "items of a supported type", kind)
-    output = _text(item.get("output"))
-    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    match {"type": "message", **item}:
+        case {"type": "message", "role": str(role)} if role in ROLES:
+            return {"role": role, "content": _text(item.get("content"))}
+        case {"type": "reasoning"}:
+            parts = item.get("content") or item.get("summary") or []
+            text = _text(parts, ("reasoning_text", "summary_text"))
+            return {"role": "assistant", "reasoning": text}
+        case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+            function = {"name": name, "arguments": arguments}
+            call = {"type": "function", "id": item.get("call_id"), "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
+        case {"type": "function_call_output"}:
+            output = _text(item.get("output"))
+            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    raise RequestError(f"input: an item of this form is not supported: {item!r:.80}", param="input")
 
 
 def _text(content: Any, kinds: tuple[str, ...] = TEXT_PARTS) -> str:

@@ -80,10 +80,10 @@ class ThroughputLog:
         for replica in self._llm.replicas:
             stats, before = replica.stats, self._last.get(replica.number, CoreStats())
             self._last[replica.number] = stats
+            if stats.num_prefill_tokens < before.num_prefill_tokens:  # another process took over
+                before = CoreStats()
             num_prompt = stats.num_prefill_tokens - before.num_prefill_tokens
             num_generated = stats.num_decode_tokens - before.num_decode_tokens
-            if num_prompt < 0:  # another process took its place
-                num_prompt, num_generated = stats.num_prefill_tokens, stats.num_decode_tokens
             if num_prompt or num_generated or stats.num_running or stats.num_waiting:
                 logger.info(
                     "Engine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: "
@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for replica in self._llm.replicas:
-            replica.viewers.close()  # who watches has nothing to wait for
+            replica.viewers.end()  # who watches has nothing to wait for
         ending = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
         ending.cancel()
@@ -149,12 +149,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()  # of who neither reads an answer nor ends a request
 
 
-def make_server(
-    llm: AsyncLLM,
-    options: ServerOptions,
-    ssl_keyfile: str | None = None,
-    ssl_certfile: str | None = None,
-) -> Server:
+def make_server(llm: AsyncLLM, options: ServerOptions) -> Server:
     config = uvicorn.Config(
         make_app(Service(llm, options)),
         # h11: httptools, where it is installed, loses the body of a request that offers HTTP/2, as
@@ -167,8 +162,8 @@ def make_server(
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout)
         + LAST_SECONDS
         + CANCEL_SECONDS,
-        ssl_keyfile=ssl_keyfile,
-        ssl_certfile=ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
     )
     return Server(config, llm, options.shutdown_timeout)
 
@@ -193,12 +188,12 @@ def is_loopback(listener: socket.socket) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Take the port before a model is loaded for nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(LISTEN_BACKLOG)
-    except (OSError, OverflowError) as error:
-        listener.close()
+        return socket.create_server(
+            (host, port),
+            family=family,
+            backlog=LISTEN_BACKLOG,
+            dualstack_ipv6=family == socket.AF_INET6,
+        )
+    except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
-    return listener

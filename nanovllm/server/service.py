@@ -39,9 +39,8 @@ class Service:
         self.formats = choose_formats(texts, options.tool_call_parser, options.reasoning_parser)
         tokens = self.tokenizer.added_tokens_decoder
         self.special_ids = {each.content: i for i, each in tokens.items() if each.special}
-        reasoning_end = self.formats.reasoning and self.formats.reasoning.end
-        ends = (i for i, each in tokens.items() if each.content == reasoning_end)
-        self.reasoning_end_id = next(ends, None)  # if that is one token
+        ids, reasoning = {each.content: i for i, each in tokens.items()}, self.formats.reasoning
+        self.reasoning_end_id = reasoning and ids.get(reasoning.end)  # if that is one token
         markup = self.formats.markup()
         self.hidden_tokens = {i: text for text, i in self.special_ids.items() if text not in markup}
         self.has_special_markers = len(self.hidden_tokens) < len(self.special_ids)
@@ -68,7 +67,8 @@ class Service:
         """Refuse a request when too many wait already."""
         most = self.options.max_queued_requests
         num_sequences = max(self.num_sequences, self.llm.num_requests)
-        if self.llm.stats.num_waiting >= most or num_sequences >= self._max_sequences:
+        num_waiting = sum(replica.stats.num_waiting for replica in self.llm.replicas)
+        if num_waiting >= most or num_sequences >= self._max_sequences:
             message = f"{most} requests are waiting already; try again later"
             raise RequestError(message, code="queue_full", status=429)
 

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from queue import Empty, SimpleQueue
 
+from nanovllm.config import EngineConfig
 from nanovllm.devices.choose import take_share
 from nanovllm.devices.cpu.memory import give_back
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.request import CoreStep, Ending, Request
+from nanovllm.engine.request import CoreStep, Ending, Request, StepTiming, microseconds
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start import find_model, make_grammars, start_core
 from nanovllm.errors import RequestError
 from nanovllm.executor.child import Kind, Link, StepTimer, run_child
@@ -21,32 +24,35 @@ from nanovllm.serving.core_records import (
     CoreReady,
     CoreStats,
     CoreUpdate,
+    EngineState,
     Finish,
-    StartCore,
+    SequenceState,
+    SequenceStatus,
     Watch,
 )
-from nanovllm.serving.observer import SECONDS_BETWEEN, Observer
 
 IDLE_SECONDS = 1.0  # between updates while there is nothing to do
+SECONDS_BETWEEN = 0.1  # snapshots, at least
+MAX_QUEUE = 64  # sequences of the queue in a snapshot
 
 Command = Add | Finish | Watch
 Send = Callable[[CoreUpdate], None]
 
 
-def main(fd: int, parent_pid: int, log_level: int) -> None:
-    run_child(fd, parent_pid, log_level, serve)
+def main(fd: int, parent_pid: int, log_level: int, replica: int) -> None:
+    run_child(fd, parent_pid, log_level, partial(serve, replica=replica))
 
 
-def serve(link: Link, timer: StepTimer) -> None:
+def serve(link: Link, timer: StepTimer, replica: int = 0) -> None:
     """Start a core and follow the commands of the front at the other end, until it is gone."""
-    start: StartCore | None = link.receive()
-    if start is None:
+    config: EngineConfig | None = link.receive()
+    if config is None:
         return
     send = partial(link.send, Kind.REPLY)
-    take_share(start.config, start.replica)
+    take_share(config, replica)
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     threading.Thread(target=_receive_all, args=(link, inbox), daemon=True).start()
-    found = find_model(start.config)
+    found = find_model(config)
     send(found)  # the front loads the tokenizer while the model is loaded here
     started = start_core(found, partial(make_grammars, found))
     core = started.core
@@ -76,7 +82,7 @@ class CoreLoop:
         self.core, self.inbox, self.send, self.timer = core, inbox, send, timer
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._observer: Observer | None = None  # while a client is subscribed
-        self._is_at_rest = self._is_capturing = self._is_over = False
+        self._is_at_rest = self._is_over = False
 
     def run(self) -> None:
         while not self._is_over:
@@ -93,31 +99,27 @@ class CoreLoop:
 
     def _obey(self) -> list[Ending]:
         """Follow the commands that are there; wait for one when there is nothing else to do."""
-        endings: list[Ending] = []
-        has_freed = False  # or refused, which the next update tells
+        endings: list[Ending] = []  # of what was ended or refused, which the next update tells
         while not self._is_over:
-            is_idle = not self.core.has_unfinished and not has_freed
+            is_idle = not self.core.has_unfinished and not endings
             try:
-                command = self.inbox.get(block=is_idle, timeout=self._idle_seconds())
+                seconds = IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
+                command = self.inbox.get(block=is_idle, timeout=seconds)
             except Empty:
                 if is_idle:
                     self._rest()
                 return endings
-            if command is None:  # the parent closed its end
-                self._is_over = True
-            elif isinstance(command, Add):
-                self._is_at_rest = self._is_capturing = False
-                refused = self._add(command.requests)
-                has_freed |= bool(refused)
-                endings += refused
-            elif isinstance(command, Watch):
-                self._watch(command.is_on)
-            else:
-                found = [self.core.finish(seq_id, command.reason) for seq_id in command.seq_ids]
-                ended = [ending for ending in found if ending is not None]
-                has_freed = True
-                if command.is_wanted:
-                    endings += ended
+            match command:
+                case None:  # the parent closed its end
+                    self._is_over = True
+                case Add(requests):
+                    self._is_at_rest = False
+                    endings += self._add(requests)
+                case Watch(is_on):
+                    self._watch(is_on)
+                case Finish(seq_ids, reason):
+                    found = (self.core.finish(seq_id, reason) for seq_id in seq_ids)
+                    endings += [ending for ending in found if ending is not None]
         return endings
 
     def _add(self, requests: list[Request]) -> list[Ending]:
@@ -133,13 +135,11 @@ class CoreLoop:
         return refused
 
     def _rest(self) -> None:
-        """After work: capture missing graphs, one per call, then give back memory, once."""
-        if self._is_at_rest:
-            return
-        self._is_capturing = self.core.executor.capture_one()
-        if not self._is_capturing:
-            give_back()
-            self._is_at_rest = True
+        """After work: capture missing graphs until a command comes, then give back memory, once."""
+        while not self._is_at_rest and self.inbox.empty():
+            if not self.core.executor.capture_one():
+                give_back()
+                self._is_at_rest = True
 
     def _watch(self, is_on: bool) -> None:
         if not is_on:
@@ -148,11 +148,6 @@ class CoreLoop:
             self._observer = Observer(self.core)
         else:
             self._observer.restart()
-
-    def _idle_seconds(self) -> float:
-        if self._is_capturing:
-            return 0.0
-        return IDLE_SECONDS if self._observer is None else SECONDS_BETWEEN
 
     def _stats(self) -> CoreStats:
         scheduler = self.core.scheduler
@@ -168,3 +163,73 @@ class CoreLoop:
             num_prefill_tokens=self._num_prefill_tokens,
             num_decode_tokens=self._num_decode_tokens,
         )
+
+
+class Observer:
+    """Decides when a snapshot is due; the core has one only while a client is subscribed."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._stats: CoreStats | None = None  # of the last snapshot
+        self._earliest = 0.0  # when the next one may be taken
+        core.timings.clear()
+        core.ended.clear()
+
+    def restart(self) -> None:
+        """Take the next snapshot even if nothing changes: another client has subscribed."""
+        self._stats = None
+
+    def snapshot(self, stats: CoreStats) -> EngineState | None:
+        """Return the state, unless it is unchanged or the last snapshot was just taken."""
+        core, now = self._core, time.perf_counter()
+        is_changed = stats != self._stats or core.timings or core.ended
+        if not is_changed or now < self._earliest:
+            return None
+        self._stats, self._earliest = stats, now + SECONDS_BETWEEN
+        return take_snapshot(core, stats, now)
+
+
+def take_snapshot(core: EngineCore, stats: CoreStats, now: float) -> EngineState:
+    """Return the state of a core, and move its recorded steps and ended sequences into it."""
+    scheduler = core.scheduler
+    waiting = list(islice(scheduler.waiting, MAX_QUEUE))
+    postponed = list(islice(scheduler.postponed.values(), MAX_QUEUE))
+    state = EngineState(
+        scheduler.blocks.num_blocks,
+        scheduler.blocks.block_size,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        [
+            *(_sequence(seq, "running") for seq in scheduler.running.values()),
+            *(_sequence(seq, "preempted" if seq.start_time else "waiting") for seq in waiting),
+            *(_sequence(seq, "postponed") for seq in postponed),
+        ],
+        [seq.seq_id for seq in (*waiting, *postponed)],
+        bytes(scheduler.blocks.is_cached),
+        [_in_microseconds(timing) for timing in core.timings],
+        list(core.ended),
+        stats,
+        microseconds(now),
+    )
+    core.timings.clear()
+    core.ended.clear()
+    return state
+
+
+def _sequence(seq: Sequence, status: SequenceStatus) -> SequenceState:
+    return SequenceState(
+        seq.seq_id,
+        status,
+        seq.num_prompt_tokens,
+        seq.max_len,
+        seq.num_cached,
+        seq.num_computed,
+        len(seq.token_ids),
+        microseconds(seq.request.arrival_time),
+        list(seq.block_ids),
+    )
+
+
+def _in_microseconds(timing: StepTiming) -> StepTiming:
+    times = map(microseconds, timing[: -len(StepTiming._field_defaults)])
+    return timing._replace(**dict(zip(StepTiming._fields, times, strict=False)))

@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
-from nanovllm.config import EngineConfig
 from nanovllm.engine.request import CoreStep, FinishReason, Request, SequenceEnd, StepTiming
 from nanovllm.engine.step import ExecutorInfo
 
 # A waiting sequence that ran before is preempted; a postponed one waits for a mask of its grammar.
 SequenceStatus = Literal["running", "waiting", "preempted", "postponed"]
-
-
-@dataclass(frozen=True, slots=True)
-class StartCore:
-    config: EngineConfig
-    replica: int = 0  # which one of config.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +21,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End some sequences; an update will have their endings, unless nothing is wanted of them."""
+    """End some sequences; an update will have their endings."""
 
     seq_ids: list[int]
     reason: FinishReason
-    is_wanted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from nanovllm.serving.core_records import (
     CoreStats,
     CoreUpdate,
     Finish,
-    StartCore,
     Watch,
 )
 from nanovllm.serving.viewers import Viewers
@@ -68,12 +67,14 @@ class Replica:
             children, timeout = ChildThread(self.name, serve), 0.0
         else:
             level = logging.getLogger("nanovllm").getEffectiveLevel()
-            children = ChildProcesses("nanovllm.serving.core_process", [self.name], [[level]])
+            children = ChildProcesses(
+                "nanovllm.serving.core_process", [self.name], [[level, number]]
+            )
             # Workers of several ranks have their own watchdog, which names the one that hangs.
             timeout = config.step_timeout and config.step_timeout + 5.0
         self.pid = children.pids[0]
         self._supervisor = Supervisor(children, self._receive, self._fail, timeout)
-        self._send(StartCore(config, number))
+        self._send(config)
 
     @property
     def has_failed(self) -> bool:

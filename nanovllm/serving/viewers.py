@@ -89,13 +89,10 @@ class Viewers:
         for unread in self._all():
             unread.call(_push_state, unread, state)
 
-    def fail(self, error: NanovllmError | None) -> None:
+    def end(self, error: NanovllmError | None = None) -> None:
+        """End all subscriptions, with an error if there is one."""
         for unread in self._all():
             unread.call(unread.end, error)
-
-    def close(self) -> None:
-        """End all subscriptions, without an error."""
-        self.fail(None)
 
     def _all(self) -> list[Unread[EngineState]]:
         with self._lock:

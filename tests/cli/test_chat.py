@@ -13,8 +13,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from nanovllm.cli.chat import converse, run_command, talk
-from nanovllm.cli.conversation import Conversation
+from nanovllm.cli.chat import Conversation, converse, run_command, talk
 from nanovllm.errors import PromptTooLongError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams

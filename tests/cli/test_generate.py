@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli import main, remote
+from nanovllm.cli import main, start
 from tests.cli.fake_llm import FakeLLM
 
 pytestmark = pytest.mark.usefixtures("nothing")
@@ -18,7 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *arguments: str) -> int:
     def load(config: Any, num_threads: int | None) -> FakeLLM:
         return llm
 
-    monkeypatch.setattr(remote, "load_llm", load)
+    monkeypatch.setattr(start, "load_llm", load)
     return main(["generate", *arguments])
 
 
@@ -53,7 +53,7 @@ def test_the_first_argument_may_be_the_model(
         models.append(config.model)
         return llm
 
-    monkeypatch.setattr(remote, "load_llm", load)
+    monkeypatch.setattr(start, "load_llm", load)
     assert main(["generate", *arguments, "--raw"]) == 0
     assert (models, llm.prompts) == ([model], prompts)
 

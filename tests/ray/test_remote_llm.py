@@ -52,7 +52,7 @@ def test_engines_are_known_by_number_while_they_work(tmp_path: Path) -> None:
 
     busy, idle = CoreStats(num_running=2, num_blocks=8), CoreStats(num_blocks=8)
     assert look([EngineCounts("a", busy), EngineCounts("b", idle)]) == [0, 1]
-    assert llm.stats == CoreStats(num_running=2, num_blocks=16)
+    assert [engine.stats for engine in llm.replicas] == [busy, idle]
     assert look([EngineError("it hangs"), EngineCounts("b", idle)]) == [1]
     assert look([EngineCounts("c", idle), EngineCounts("b", busy)]) == [1, 2]
     assert look(TimeoutError()) == [1, 2]

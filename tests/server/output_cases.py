@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, merge
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.server.parsing.formats import choose_formats
 from nanovllm.server.parsing.parser import OutputParser
 from nanovllm.server.parsing.tools import Tool
@@ -27,6 +27,19 @@ WEATHER = Tool(
 )
 TOOLS = [Tool("get", {}), WEATHER, Tool("get_time", {"type": "object", "properties": {}})]
 FORMATS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3")
+
+
+def merge(events: Iterable[BlockEvent]) -> list[BlockEvent]:
+    """Join adjacent deltas of a block."""
+    merged: list[BlockEvent] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        is_more = isinstance(last, BlockDelta) and isinstance(event, BlockDelta)
+        if is_more and last.index == event.index:
+            merged[-1] = replace(last, text=last.text + event.text)
+        else:
+            merged.append(event)
+    return merged
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def test_a_dead_engine_is_shown_as_such(tabs: Tabs) -> None:
     with served(tabs, llm) as server:
         page = tabs.open(server.url)
         llm.error = EngineError("the core died")
-        llm.viewers.fail(llm.error)
+        llm.viewers.end(llm.error)
         page.wait_for_selector("text=The engine is lost: the core died")
         assert page.locator("#status").inner_text() == "engine lost"
         say(page, "Hi")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, merge
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop
 from nanovllm.server.parsing.formats import choose_formats
 from nanovllm.server.parsing.parser import OutputParser, new_call_id
 from tests.server.output_cases import (
@@ -23,6 +23,7 @@ from tests.server.output_cases import (
     found,
     hermes,
     llama,
+    merge,
 )
 
 MARKERS = (

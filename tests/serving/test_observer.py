@@ -19,10 +19,16 @@ from nanovllm.engine.request import Ending, Request
 from nanovllm.errors import EngineError
 from nanovllm.executor.child import StepTimer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serving import core_process, observer
-from nanovllm.serving.core_process import IDLE_SECONDS, Command, CoreLoop
+from nanovllm.serving import core_process
+from nanovllm.serving.core_process import (
+    IDLE_SECONDS,
+    SECONDS_BETWEEN,
+    Command,
+    CoreLoop,
+    Observer,
+    take_snapshot,
+)
 from nanovllm.serving.core_records import Add, CoreStats, CoreUpdate, EngineState, Finish, Watch
-from nanovllm.serving.observer import SECONDS_BETWEEN, Observer, take_snapshot
 from nanovllm.serving.viewers import Viewers
 from tests.engine.test_fuzz import build_core, make_requests, make_samples, make_sequences
 
@@ -90,7 +96,7 @@ def test_snapshots_are_thinned_and_stop_when_nothing_changes(
 ) -> None:
     core = build_core(num_blocks=20, num_slots=2, budget=32, caching=True, depth=0, is_paced=False)
     now = 100.0
-    monkeypatch.setattr(observer, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(core_process, "time", SimpleNamespace(perf_counter=lambda: now))
     watching = Observer(core)
     assert watching.snapshot(stats_of(core)) is not None
     core.add(request(0))
@@ -135,7 +141,7 @@ def has_shown_an_end(update: CoreUpdate) -> bool:
 def test_an_abort_is_told_though_nothing_is_left_to_do() -> None:
     """Not with the next idle update: until then its blocks would seem to be taken."""
     begin = time.monotonic()
-    commands: list[Command] = [Add([request(0)]), Finish([0], "abort", is_wanted=False)]
+    commands: list[Command] = [Add([request(0)]), Finish([0], "abort")]
     _, updates = loop_updates(commands, is_last=lambda update: True)
     assert time.monotonic() - begin < IDLE_SECONDS / 2
     assert (updates[0].stats.num_running, updates[0].stats.num_waiting) == (0, 0)
@@ -239,7 +245,7 @@ def test_a_slow_subscriber_gets_the_newest_snapshot_and_every_step() -> None:
         assert late.sequences == states[-1].sequences
         assert late.steps == [step for state in states[1:] for step in state.steps]
         assert late.ended == [end for state in states[1:] for end in state.ended]
-        viewers.fail(EngineError("it died"))
+        viewers.end(EngineError("it died"))
         with pytest.raises(EngineError, match="it died"):
             await anext(shown)
         assert asked == [True, False]

@@ -11,7 +11,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serving import replica
-from nanovllm.serving.core_records import Add, Finish, StartCore
+from nanovllm.serving.core_records import Add, Finish
 from nanovllm.serving.replica import Replica
 
 
@@ -49,8 +49,8 @@ def test_requests_go_together_and_before_what_ends_them(monkeypatch: pytest.Monk
     client.add([request(4, 1)])  # enough: it does not wait for a flush
     client.add([request(5, 1)])
     client.finish(Finish([5], "abort"))
-    start, *adds, finish = client._supervisor.records  # type: ignore[attr-defined]
-    assert isinstance(start, StartCore)
+    first, *adds, finish = client._supervisor.records  # type: ignore[attr-defined]
+    assert first == config
     assert all(isinstance(each, Add) for each in adds)
     assert [[each.seq_id for each in add.requests] for add in adds] == [[0, 1, 2], [3, 4], [5]]
     assert finish == Finish([5], "abort")

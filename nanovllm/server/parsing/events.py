@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["text", "reasoning", "tool_call"]
@@ -37,16 +35,3 @@ class BlockStop:
 
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
-
-
-def merge(events: Iterable[BlockEvent]) -> list[BlockEvent]:
-    """Join adjacent deltas of a block."""
-    merged: list[BlockEvent] = []
-    for _, group in groupby(events, lambda event: (type(event), event.index)):
-        same = list(group)
-        texts = [each.text for each in same if isinstance(each, BlockDelta)]
-        first = same[0]
-        merged.append(
-            replace(first, text="".join(texts)) if isinstance(first, BlockDelta) else first
-        )
-    return merged

@@ -14,14 +14,7 @@ from functools import partial
 from uuid import uuid4
 
 from nanovllm.engine.detokenizer import num_held
-from nanovllm.server.parsing.events import (
-    BlockDelta,
-    BlockEvent,
-    BlockStart,
-    BlockStop,
-    Kind,
-    merge,
-)
+from nanovllm.server.parsing.events import BlockDelta, BlockEvent, BlockStart, BlockStop, Kind
 from nanovllm.server.parsing.formats import Frame, ReasoningFormat, ToolFormat
 from nanovllm.server.parsing.reader import Reader, Waits
 from nanovllm.server.parsing.tools import Tool, as_json, is_json
@@ -68,6 +61,7 @@ class OutputParser:
         self._newlines = ""  # of reasoning, held back as they may be its last
         self._num_blocks = 0
         self._open: Kind | None = None  # kind of the block that has not stopped yet
+        self._texts: list[str] = []  # pieces of the open block since the last event
         self._events: list[BlockEvent] = []
         self._reader = Reader()
         self._coroutine = self._read()
@@ -87,7 +81,8 @@ class OutputParser:
         return self._take()
 
     def _take(self) -> list[BlockEvent]:
-        events, self._events = merge(self._events), []
+        self._flush()
+        events, self._events = self._events, []
         return events
 
     def _start(self, kind: Kind, call_id: str = "", name: str = "") -> None:
@@ -101,10 +96,18 @@ class OutputParser:
             if self._open != kind:
                 self._start(kind)
             self._reader.settle()
-            self._events.append(BlockDelta(self._num_blocks - 1, kind, text))
+            self._texts.append(text)
+
+    def _flush(self) -> None:
+        """Emit the new text of the open block as one delta."""
+        if self._open is not None and self._texts:
+            text = "".join(self._texts)
+            self._events.append(BlockDelta(self._num_blocks - 1, self._open, text))
+            self._texts = []
 
     def _stop(self, is_complete: bool = True) -> None:
         if self._open is not None:
+            self._flush()
             self._events.append(BlockStop(self._num_blocks - 1, self._open, is_complete))
             self._open = None
 
