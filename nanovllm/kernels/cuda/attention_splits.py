@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_SPLITS = 32
-
 Parts = tuple[Tensor, Tensor, Tensor]  # sums of values [parts, head_dim], maxima, sums of weights
 
 
@@ -22,10 +20,6 @@ def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
     num_parts = num_rows * num_heads * num_splits
     values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
     return values, values.new_empty(num_parts), values.new_empty(num_parts)
-
-
-def power_of_two_below(count: int) -> int:
-    return 1 << (count.bit_length() - 1)
 
 
 @triton.jit
