@@ -10,20 +10,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.cuda.attention_configs import AttentionConfig
-from nanovllm.kernels.cuda.attention_splits import (
-    Parts,
-    allocate_parts,
-    find_split,
-    join_splits,
-    load_parts,
-    store_parts,
-)
 from nanovllm.kernels.cuda.attention_tiles import (
     PagedCache,
+    Parts,
+    allocate_parts,
     attend_keys,
     attend_keys_by_tma,
     find_blocks,
+    find_split,
     head_dims,
+    join_splits,
+    load_parts,
+    store_parts,
     window_start,
 )
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
