@@ -10,32 +10,32 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionSpec, BatchRows, DecodeRows, SharedRows
 from nanovllm.devices.base import Device
-from nanovllm.kernels.cuda.attention_decode import (
-    SharedPart,
-    SingleRows,
+from nanovllm.kernels.cuda.attention_configs import (
+    MAX_SMALL,
+    TMA_CONFIG,
+    choose_prefill_splits,
     choose_splits,
     decode_config,
-    paged_decode,
-    suits_large_tiles,
-)
-from nanovllm.kernels.cuda.attention_prefill import (
-    PrefillRows,
-    attend_shared,
-    choose_prefill_splits,
-    paged_prefill,
     prefill_config,
+    suits_large_tiles,
+    suits_tma,
     with_more_stages,
 )
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
-from nanovllm.kernels.cuda.attention_tma import suits_tma, tma_prefill
+from nanovllm.kernels.cuda.paged_attention import (
+    QueryRows,
+    SharedPart,
+    attend_shared,
+    paged_attention,
+)
 from nanovllm.kernels.ops import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
     block_table: Tensor
-    decode: SingleRows | None
-    prefill: PrefillRows | None
+    decode: QueryRows | None
+    prefill: QueryRows | None
     shared: SharedRows | None = None  # of the rows of one token
     max_context: int | None = None  # of these; None: what the table has room for
 
@@ -58,21 +58,16 @@ class TritonAttention:
         slots, query_starts, query_lens, context_lens = sent
         decode = prefill = None
         if num_single:
-            decode = SingleRows(
-                slots[:num_single], context_lens[:num_single], query_starts[:num_single]
-            )
+            few = slice(num_single)
+            decode = QueryRows(slots[few], context_lens[few], query_starts[few])
         if num_single < len(rows.slots):
-            prefill = PrefillRows(
-                slots[num_single:],
-                query_starts[num_single:],
-                query_lens[num_single:],
-                context_lens[num_single:],
-                int(rows.counts.max()),
-            )
+            slots, query_starts, query_lens, context_lens = sent[:, num_single:]
+            longest = int(rows.counts.max())
+            prefill = QueryRows(slots, context_lens, query_starts, query_lens, longest)
         return TritonPlan(rows.block_table, decode, prefill)
 
     def decode_plan(self, rows: DecodeRows) -> TritonPlan:
-        single = SingleRows(rows.slots, rows.context_lens, order=rows.order)
+        single = QueryRows(rows.slots, rows.context_lens, order=rows.order)
         return TritonPlan(rows.block_table, single, None, rows.shared, rows.max_context)
 
     def chunk_plan(
@@ -87,9 +82,9 @@ class TritonAttention:
         decode = None
         if singles.shape[1]:
             slots, tokens, context_lens = singles
-            decode = SingleRows(slots, context_lens, tokens)
+            decode = QueryRows(slots, context_lens, tokens)
         slots, query_starts, query_lens, context_lens = prompts
-        prefill = PrefillRows(slots, query_starts, query_lens, context_lens, max_query_len)
+        prefill = QueryRows(slots, context_lens, query_starts, query_lens, max_query_len)
         return TritonPlan(block_table, decode, prefill)
 
     def attend(self, q: Tensor, cache: LayerCache, plan: TritonPlan, spec: AttentionSpec) -> Tensor:
@@ -105,25 +100,25 @@ class TritonAttention:
         return out
 
     def _prefill(
-        self, q: Tensor, cache: PagedCache, rows: PrefillRows, spec: AttentionSpec, out: Tensor
+        self, q: Tensor, cache: PagedCache, rows: QueryRows, spec: AttentionSpec, out: Tensor
     ) -> None:
-        if self.is_hopper and suits_tma(q, cache, rows.max_query_len, spec.window):
-            tma_prefill(q, cache, rows, out, spec.scale)
-            return
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads = cache.k.shape[2]
-        group = num_heads // num_kv_heads
-        num_q_rows = rows.max_query_len * group
-        config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
-        max_keys = cache.max_context
-        if spec.window is not None:
-            max_keys = min(max_keys, spec.window + rows.max_query_len)
-        num_splits = choose_prefill_splits(
-            num_tokens * group, num_kv_heads, config, max_keys, self.num_processors
-        )
-        if self.is_hopper and num_splits == 1:
-            config = with_more_stages(config)
-        paged_prefill(q, cache, rows, out, spec.scale, spec.window, num_splits, config)
+        group, num_splits = num_heads // num_kv_heads, 1
+        if self.is_hopper and suits_tma(q, cache, rows.max_query_len, spec.window):
+            config = TMA_CONFIG
+        else:
+            num_q_rows = rows.max_query_len * group
+            config = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            max_keys = cache.max_context
+            if spec.window is not None:
+                max_keys = min(max_keys, spec.window + rows.max_query_len)
+            num_splits = choose_prefill_splits(
+                num_tokens * group, num_kv_heads, config, max_keys, self.num_processors
+            )
+            if self.is_hopper and num_splits == 1:
+                config = with_more_stages(config)
+        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits)
 
     def _decode(
         self, q: Tensor, cache: PagedCache, plan: TritonPlan, spec: AttentionSpec, out: Tensor
@@ -133,12 +128,14 @@ class TritonAttention:
         assert rows is not None
         max_context = plan.max_context or cache.max_context
         max_keys = min(max_context, spec.window or max_context)
-        num_rows, num_kv_heads = len(rows.slots), cache.k.shape[2]
+        num_rows, num_kv_heads, head_dim = len(rows.slots), *cache.k.shape[2:]
         num_splits = choose_splits(num_rows, num_kv_heads, max_keys, self.num_processors)
         is_large = self.is_hopper and suits_large_tiles(num_rows, num_kv_heads, num_splits)
-        config = decode_config(q.shape[2], q.dtype, is_large, cache.has_codes)
+        config = decode_config(head_dim, q.dtype, is_large, cache.has_codes)
         part = None
         if shared is not None and spec.window is None:
-            parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale)
+            num_q_rows = min(num_rows * q.shape[1] // num_kv_heads, MAX_SMALL)
+            tiles = prefill_config(head_dim, q.dtype, num_q_rows, cache.has_codes)
+            parts = attend_shared(q, cache, shared.groups, shared.members, spec.scale, tiles)
             part = SharedPart(shared.lens, parts)
-        paged_decode(q, cache, rows, out, spec.scale, spec.window, num_splits, part, config)
+        paged_attention(q, cache, rows, out, spec.scale, spec.window, config, num_splits, part)

@@ -17,7 +17,7 @@ from nanovllm.attention.base import DecodeRows, GraphedAttention, SharedRows
 from nanovllm.attention.triton import TritonAttention
 from nanovllm.devices.cuda.shared_prefixes import MIN_ROWS, SharedPrefixes
 from nanovllm.engine.step import IntColumn, StepPlan
-from nanovllm.kernels.cuda.attention_decode import SHORT_CONTEXT
+from nanovllm.kernels.cuda.attention_configs import SHORT_CONTEXT
 from nanovllm.kernels.cuda.step_inputs import gather_decode
 from nanovllm.layers.build import ForwardBatch
 from nanovllm.worker.forward import EagerForward, StepLogits

@@ -27,7 +27,7 @@ from nanovllm.devices.cuda.prefill_graphs import PrefillGraphs
 from nanovllm.devices.cuda.sampler import TritonSampler
 from nanovllm.engine.step import IntColumn, StepPlan
 from nanovllm.kernels.cuda.logprobs import token_logprobs
-from nanovllm.kernels.cuda.masks import keep_allowed, keep_allowed_in_slots
+from nanovllm.kernels.cuda.masks import keep_allowed
 from nanovllm.kernels.ops import Sampling
 from nanovllm.worker.forward import EagerForward, Sampled, StepLogits, is_decode
 
@@ -152,7 +152,7 @@ class CudaSteps:
                 shape = len(logits), -(-logits.shape[1] // 32)
                 masks = self.device.readable(self.device.host_memory(shape))
                 keep_allowed(logits, None, masks)  # as after a step with prompts
-                keep_allowed_in_slots(logits, masks, step.slots, self.decode.padding)
+                keep_allowed(logits, None, masks, step.slots, self.decode.padding)
                 token_logprobs(logits, self._tokens, 1)
             for sampling in CAPTURED_SAMPLING:
                 self.sampler.sample(step, sampling)  # as after a step with prompts
@@ -216,7 +216,7 @@ class CudaSteps:
         host: Tensor,
     ) -> Tensor:
         if masks is not None:
-            keep_allowed_in_slots(step.values, masks, step.slots, self.decode.padding)
+            keep_allowed(step.values, None, masks, step.slots, self.decode.padding)
         return self.sampler.sample(step, sampling, tokens, host)
 
 

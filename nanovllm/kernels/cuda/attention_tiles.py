@@ -1,8 +1,11 @@
-"""What the kernels of paged attention share.
+"""Tiles of keys and values of a paged cache, and the softmax that takes them in.
 
 The query heads that share a kv head are rows of one tile, so each key is read once for them all:
 a row of a tile is one query of one head. Keys outside a sequence's context or window are never
 used: their blocks may hold anything, or be gone.
+
+Where keys are split over programs, each has a part of a row: the sum of its weighted values, the
+largest score, which the weights are relative to, and the sum of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.cuda.attention_splits import store_parts
 from nanovllm.kernels.cuda.fp8_rows import (
     add_values,
     as_multiplied,
@@ -24,14 +26,6 @@ from nanovllm.kernels.cuda.fp8_rows import (
     scale_scores,
     split,
     weigh_codes,
-)
-
-LOG2_E = 1.4426950408889634  # the softmax runs in base 2, which the hardware has an instruction for
-MIN_Q_ROWS = 16  # tl.dot takes no fewer
-# They may begin anywhere in an upload: a kernel for every alignment would be compiled anew.
-COLUMNS = (
-    *("slots", "context_lens", "query_starts", "query_lens", "query_index", "order"),
-    *("members", "shared_lens"),
 )
 
 
@@ -62,30 +56,15 @@ class PagedCache:
         return self.block_table.shape[1] * self.k.shape[1]
 
 
-def kernel_shape(
-    q: Tensor, cache: PagedCache, out: Tensor | None, window: int | None
-) -> dict[str, int | None]:
-    """Collect what a kernel is compiled for, and check the layouts that it takes for granted."""
+Parts = tuple[Tensor, Tensor, Tensor]  # sums of values [parts, head_dim], maxima, sums of weights
+
+
+def allocate_parts(q: Tensor, num_rows: int, num_splits: int) -> Parts:
+    """Return room for the parts of some rows' heads, which are those of q."""
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = cache.k.shape[1:3]
-    assert num_heads % num_kv_heads == 0
-    assert block_size % 16 == 0
-    assert q.stride()[1:] == (head_dim, 1)
-    assert out is None or (out.shape == q.shape and out.is_contiguous())
-    assert cache.k.stride() == cache.v.stride()
-    assert cache.k.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
-    assert cache.block_table.stride(1) == 1
-    for part in cache.exponents:
-        assert part.is_contiguous()
-        assert part.shape == (len(cache.k), num_kv_heads, block_size)
-    group = num_heads // num_kv_heads
-    sizes = {"GROUP": group, "KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
-    return {"WINDOW": window, **sizes, "BLOCK_SIZE": block_size}
-
-
-def strides(q: Tensor, cache: PagedCache) -> tuple[int, int, int]:
-    """Return those of tokens in q, of slots in the block table and of blocks in `cache.parts`."""
-    return q.stride(0), cache.block_table.stride(0), cache.parts[0].stride(0)
+    num_parts = num_rows * num_heads * num_splits
+    values = torch.empty(num_parts, head_dim, device=q.device, dtype=torch.float32)
+    return values, values.new_empty(num_parts), values.new_empty(num_parts)
 
 
 @triton.jit
@@ -95,77 +74,7 @@ def head_dims(HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def find_head(caches, kv_head, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The addresses of a head's keys and values and, if there are any, of their exponents."""
-    if len(caches) == 2:
-        column = kv_head * HEAD_DIM
-        return caches[0] + column, caches[1] + column
-    else:
-        pair, word = kv_head * (HEAD_DIM // 2), kv_head * (BLOCK_SIZE // 4)
-        return caches[0] + pair, caches[1] + pair, caches[2] + word, caches[3] + word
-
-
-@triton.jit
-def load_tile(  # type: ignore[no-untyped-def]
-    heads, offsets, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
-):
-    """Load keys or values [TILE, dims]; what is not a key is zeros, whatever is there."""
-    tile = heads + (offsets[:, None] + dims[None, :])
-    is_dim = (dims < HEAD_DIM)[None, :]
-    if not IS_WHOLE:
-        values = tl.load(tile, mask=is_key[:, None] & is_dim, other=0.0)
-    elif dims.shape[0] != HEAD_DIM:
-        values = tl.load(tile, mask=is_dim, other=0.0)
-    else:
-        values = tl.load(tile)
-    return values
-
-
-@triton.jit
-def begin_softmax(Q_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sums of values, the maxima and the sums of weights of rows without keys yet."""
-    acc = tl.zeros((Q_ROWS, triton.next_power_of_2(HEAD_DIM)), tl.float32)
-    return acc, tl.full((Q_ROWS,), float("-inf"), tl.float32), tl.zeros((Q_ROWS,), tl.float32)
-
-
-@triton.jit
-def begin_tiles(softmax, q_tile, scale, HAS_CODES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prepare queries and sums for pairs of codes: their even columns and their odd ones apart."""
-    if not HAS_CODES:
-        return softmax, q_tile, scale
-    else:
-        acc, row_max, row_sum = softmax
-        q_tile, scale = as_multiplied(q_tile, scale)
-        return (split(acc), row_max, row_sum), q_tile, scale
-
-
-@triton.jit
-def end_tiles(softmax, HAS_CODES: tl.constexpr):  # type: ignore[no-untyped-def]
-    if not HAS_CODES:
-        return softmax
-    else:
-        acc, row_max, row_sum = softmax
-        return join(acc[0], acc[1]), row_max, row_sum
-
-
-@triton.jit
-def store_softmax(  # type: ignore[no-untyped-def]
-    out, parts, out_rows, dims, softmax, is_row, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Store rows of out [tokens * heads, head_dim], or the parts of them that a program has."""
-    if parts is None:
-        acc, _, row_sum = softmax
-        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # padding, or no context: zeros
-        values = (acc / row_sum[:, None]).to(out.dtype.element_ty)
-        is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(out + out_rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_real)
-    else:
-        indices = out_rows * SPLITS + tl.program_id(2)
-        store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM)
-
-
-@triton.jit
-def attend_head(  # type: ignore[no-untyped-def]
+def attend_keys(  # type: ignore[no-untyped-def]
     softmax,
     q_tile,
     caches,
@@ -185,35 +94,49 @@ def attend_head(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     HAS_MANY: tl.constexpr,
 ):
-    """Take a span of one head's keys, which may be many, into the softmax."""
-    caches = find_head(caches, kv_head, HEAD_DIM, BLOCK_SIZE)
-    WIDTH: tl.constexpr = HEAD_DIM if len(caches) == 2 else HEAD_DIM // 2
-    softmax, q_tile, scale = begin_tiles(softmax, q_tile, scale, len(caches) > 2)
-    dims = head_dims(WIDTH)
+    """Take a span of one head's keys, which may be many, into the softmax of some queries.
+
+    The softmax is the sums of values, the maxima and the sums of weights of rows. The span is from
+    where to where, and the first key that is there: the first tile may begin before it. Every row
+    sees the keys of seen_by_all, from the first to before the end, and each one those of seen, from
+    the first to the last: only tiles that reach beyond need a mask.
+    """
+    HAS_CODES: tl.constexpr = len(caches) > 2
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if HAS_CODES else HEAD_DIM  # codes are read as pairs
+    column = kv_head * WIDTH
+    heads = caches[0] + column, caches[1] + column
+    exponents = ()
+    if HAS_CODES:  # the sums of even columns and of odd ones are kept apart
+        word = kv_head * (BLOCK_SIZE // 4)
+        exponents = caches[2] + word, caches[3] + word
+        q_tile, scale = as_multiplied(q_tile, scale)
+        softmax = split(softmax[0]), softmax[1], softmax[2]
     lo, hi, first = span
     whole = lo
     if HAS_MANY and WINDOW is None:  # the tiles whose keys are all there come first
         whole = tl.maximum(tl.minimum(tl.cdiv(hi, TILE), length // TILE) * TILE, lo)
-        softmax, block_ids = attend_tiles(
-            *(softmax, q_tile, caches, blocks, block_ids, length, dims, (lo, whole, first)),
+        softmax, block_ids = _attend_tiles(
+            *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (lo, whole, first)),
             *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, True),
         )
-    softmax, _ = attend_tiles(
-        *(softmax, q_tile, caches, blocks, block_ids, length, dims, (whole, hi, first)),
+    softmax, _ = _attend_tiles(
+        *(softmax, q_tile, heads, exponents, blocks, block_ids, length, (whole, hi, first)),
         *(seen_by_all, seen, block_stride, scale, WIDTH, KV_HEADS, BLOCK_SIZE, TILE, False),
     )
-    return end_tiles(softmax, len(caches) > 2)
+    if HAS_CODES:
+        softmax = join(softmax[0][0], softmax[0][1]), softmax[1], softmax[2]
+    return softmax
 
 
 @triton.jit
-def attend_tiles(  # type: ignore[no-untyped-def]
+def _attend_tiles(  # type: ignore[no-untyped-def]
     softmax,
     q_tile,
-    caches,
+    heads,
+    exponents,
     blocks,
     block_ids,
     length,
-    dims,
     span,
     seen_by_all,
     seen,
@@ -227,84 +150,114 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 ):
     """Take tiles of keys into the softmax; return it, and the blocks of the tile that follows.
 
-    The caches are what `find_head` found, the queries and sums what `begin_tiles` makes of them if
-    there are exponents: HEAD_DIM and dims then count pairs of codes. The span is from where to
-    where, and the first key that is there: the first tile may begin before it. Every row sees the
-    keys of seen_by_all, from the first to before the end, and each one those of seen, from the
-    first to the last: only tiles that reach beyond need a mask.
     Block ids are loaded a step ahead: a load that waits for another would end the pipelining.
     """
     lo, hi, first = span
+    acc, row_max, row_sum = softmax
+    dims = head_dims(HEAD_DIM)
     for tile_start in tl.range(lo, hi, TILE):
         keys = tile_start + tl.arange(0, TILE)
         is_key = (keys >= first) & (keys < hi)
         offsets = block_ids * block_stride + keys % BLOCK_SIZE * (KV_HEADS * HEAD_DIM)
-        exponents = ()
-        if len(caches) > 2:
-            exponents = load_exponents(
-                (caches[2], caches[3]), block_ids * KV_HEADS, tile_start, BLOCK_SIZE, TILE
-            )
+        if len(exponents) > 0:
+            scales = load_exponents(exponents, block_ids * KV_HEADS, tile_start, BLOCK_SIZE, TILE)
         block_ids = find_blocks(blocks, tile_start + TILE, length, BLOCK_SIZE, TILE)
         is_partial = tile_start + TILE > seen_by_all[1]
         if not ARE_WHOLE:
             is_partial = (tile_start < seen_by_all[0]) | is_partial
-        softmax = attend_tile(
-            *(softmax, q_tile, caches, offsets, exponents, dims, keys, is_key, seen, is_partial),
-            *(scale, HEAD_DIM, ARE_WHOLE),
-        )
-    return softmax, block_ids
+        k = _load_tile(heads[0], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)
+        if len(exponents) == 0:
+            scores = tl.dot(q_tile, k.T, input_precision="ieee")
+        else:
+            scores = scale_scores(multiply_keys(q_tile, k), scales, scale)
+        if is_partial:
+            is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+        if len(exponents) == 0:
+            weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+        else:
+            weights, alpha, row_max, row_sum = weigh_codes(scores, scales, row_max, row_sum)
+        v = _load_tile(heads[1], offsets, dims, is_key, HEAD_DIM, ARE_WHOLE)
+        if len(exponents) == 0:
+            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        else:
+            acc = add_values(acc, weights, v, alpha, q_tile[0].dtype)
+    return (acc, row_max, row_sum), block_ids
 
 
 @triton.jit
-def attend_tile(  # type: ignore[no-untyped-def]
+def attend_keys_by_tma(  # type: ignore[no-untyped-def]
     softmax,
     q_tile,
-    caches,
-    offsets,
-    exponents,
-    dims,
-    keys,
-    is_key,
-    seen,
-    is_partial,
+    k_rows,
+    v_rows,
+    blocks,
+    column,
+    positions,
+    lowest,
+    highest,
+    length,
+    block_stride,
     scale,
-    HEAD_DIM: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Take a tile of keys and values into the softmax so far.
+    """Take all keys of the head at a column into the softmax; scores are a tile ahead.
 
-    A row sees the keys from seen's first to its last; is_partial: not all of the tile's.
+    The copy engine computes the addresses, so registers are left to compute the scores of one tile
+    while the softmax of the tile before it runs. The queries' positions are from lowest to highest.
     """
     acc, row_max, row_sum = softmax
-    k = load_tile(caches[0], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
-    if len(exponents) == 0:
-        scores = tl.dot(q_tile, k.T, input_precision="ieee")
-    else:
-        scores = scale_scores(multiply_keys(q_tile, k), exponents, scale)
-    if is_partial:
-        is_seen = (keys[None, :] >= seen[0][:, None]) & (keys[None, :] <= seen[1][:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-    weights, alpha, row_max, row_sum = weigh_tile(scores, exponents, row_max, row_sum, scale)
-    v = load_tile(caches[1], offsets, dims, is_key, HEAD_DIM, IS_WHOLE)
-    if len(exponents) == 0:
-        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    else:
-        acc = add_values(acc, weights, v, alpha, q_tile[0].dtype)
+    offsets = tl.arange(0, TILE)
+    cache_row = tl.load(blocks) * block_stride
+    scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
+    block_id = tl.load(blocks + TILE // BLOCK_SIZE, mask=highest >= TILE, other=0)
+    # All but the last tile of a context are whole; that one's values may be anything.
+    whole = tl.minimum(tl.cdiv(highest + 1, TILE), length // TILE) * TILE
+    for tile_start in tl.range(0, whole, TILE):
+        if tile_start + TILE > lowest + 1:
+            scores = _hide_later(scores, tile_start + offsets, positions)
+        later = tile_start + 2 * TILE  # its block's id: a load that waits for another is slow
+        later_id = tl.load(blocks + later // BLOCK_SIZE, mask=later <= highest, other=0)
+        weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column])
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
+        cache_row = block_id * block_stride + (tile_start + TILE) % BLOCK_SIZE
+        scores = tl.dot(q_tile, k_rows.load([cache_row, column]).T)
+        block_id = later_id
+    if whole <= highest:
+        scores = _hide_later(scores, whole + offsets, positions)
+        weights, alpha, row_max, row_sum = _weigh(scores, row_max, row_sum, scale)
+        v = v_rows.load([cache_row, column])
+        v = tl.where((whole + offsets < length)[:, None], v, 0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None])
     return acc, row_max, row_sum
 
 
 @triton.jit
-def weigh_tile(scores, exponents, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
-    """Weigh products with keys, or what `scale_scores` made of them if there are exponents."""
-    if len(exponents) == 0:
-        weighed = weigh(scores, row_max, row_sum, scale)
-    else:
-        weighed = weigh_codes(scores, exponents, row_max, row_sum)
-    return weighed
+def _hide_later(scores, keys, positions):  # type: ignore[no-untyped-def]
+    """Hide keys from the queries before them."""
+    return tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
 
 
 @triton.jit
-def weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
+def _load_tile(  # type: ignore[no-untyped-def]
+    heads, offsets, dims, is_key, HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr
+):
+    """Load keys or values [TILE, dims]; what is not a key is zeros, whatever is there."""
+    tile = heads + (offsets[:, None] + dims[None, :])
+    is_dim = (dims < HEAD_DIM)[None, :]
+    if not IS_WHOLE:
+        values = tl.load(tile, mask=is_key[:, None] & is_dim, other=0.0)
+    elif dims.shape[0] != HEAD_DIM:
+        values = tl.load(tile, mask=is_dim, other=0.0)
+    else:
+        values = tl.load(tile)
+    return values
+
+
+@triton.jit
+def _weigh(scores, row_max, row_sum, scale):  # type: ignore[no-untyped-def]
     """Return a tile's weights, the factor for what came before, and the new maximum and sum."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     # A row that has seen nothing yet: -inf minus -inf would be NaN.
@@ -336,3 +289,68 @@ def find_blocks(  # type: ignore[no-untyped-def]
         keys = tile_start + tl.arange(0, TILE)
         ids = tl.load(blocks + keys // BLOCK_SIZE, mask=keys < end, other=0)
     return ids.to(tl.int64)
+
+
+@triton.jit
+def find_split(  # type: ignore[no-untyped-def]
+    first, end, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
+):
+    """Return where a program's share of the keys from first to end begins and ends."""
+    lo, hi = first // TILE * TILE, end
+    if SPLITS > 1:
+        size = split_size(hi - lo, SPLITS, TILE, MIN_SPLIT)
+        lo += tl.program_id(2) * size
+        hi = tl.minimum(lo + size, hi)
+    return lo, hi
+
+
+@triton.jit
+def split_size(  # type: ignore[no-untyped-def]
+    num_keys, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr
+):
+    """Keys per split, in whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, SPLITS), TILE) * TILE, MIN_SPLIT)
+
+
+@triton.jit
+def store_parts(parts, indices, dims, softmax, is_row, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    values, maxima, sums = parts
+    acc, row_max, row_sum = softmax
+    is_real = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(values + indices[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_real)
+    tl.store(maxima + indices, row_max, mask=is_row)
+    tl.store(sums + indices, row_sum, mask=is_row)
+
+
+@triton.jit
+def load_parts(parts, indices, dims, is_used, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load some parts; what is not used is a part without keys."""
+    values, maxima, sums = parts
+    is_real = is_used[:, None] & (dims < HEAD_DIM)[None, :]
+    acc = tl.load(values + indices[:, None] * HEAD_DIM + dims[None, :], mask=is_real, other=0.0)
+    row_max = tl.load(maxima + indices, mask=is_used, other=float("-inf"))
+    return acc, row_max, tl.load(sums + indices, mask=is_used, other=0.0)
+
+
+@triton.jit
+def join_splits(  # type: ignore[no-untyped-def]
+    parts,
+    row,
+    dims,
+    first,
+    end,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Return the weighted mean of a row's values over its keys, from first to end; none: zeros."""
+    lo = first // TILE * TILE
+    size = split_size(end - lo, SPLITS, TILE, MIN_SPLIT)
+    splits = tl.arange(0, SPLITS)
+    is_used = lo + splits * size < end  # those that got no keys stored nothing
+    acc, maxima, sums = load_parts(parts, row * SPLITS + splits, dims, is_used, HEAD_DIM)
+    highest = tl.max(maxima, 0)
+    weights = tl.exp2(maxima - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(sums * weights, 0)
+    return tl.sum(acc * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)

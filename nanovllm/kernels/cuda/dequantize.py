@@ -204,18 +204,16 @@ def as_floats(tile, place: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[
 @triton.jit
 def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_INTERPRETED:
-        return (
-            as_floats(tile, 0, 4).to(dtype),
-            as_floats(tile, 1, 4).to(dtype),
-            as_floats(tile, 2, 4).to(dtype),
-            as_floats(tile, 3, 4).to(dtype),
-        )
+        values = ()
+        for place in tl.static_range(4):
+            values += (as_floats(tile, place, 4).to(dtype),)
+        return values
     else:
         return tl.inline_asm_elementwise(
             _FP8_TO_BFLOAT16 if dtype == tl.bfloat16 else _FP8_TO_FLOAT16,
             "=&r,=&r,=&r,=&r,r,r",
             [tile],
-            dtype=(dtype.value, dtype.value, dtype.value, dtype.value),
+            dtype=(dtype.value,) * 4,
             is_pure=True,
             pack=2,
         )
@@ -224,37 +222,18 @@ def _fp8_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _int4_operands(tile, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_INTERPRETED:
-        return (
-            _raised(tile, 0, dtype),
-            _raised(tile, 1, dtype),
-            _raised(tile, 2, dtype),
-            _raised(tile, 3, dtype),
-            _raised(tile, 4, dtype),
-            _raised(tile, 5, dtype),
-            _raised(tile, 6, dtype),
-            _raised(tile, 7, dtype),
-        )
+        BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        values = ()
+        for place in tl.static_range(8):
+            bits = ((tile >> (4 * place)) & 15) | BITS
+            values += (bits.to(tl.int16).to(dtype, bitcast=True),)
+        return values
     else:
         return tl.inline_asm_elementwise(
             _INT4_TO_BFLOAT16 if dtype == tl.bfloat16 else _INT4_TO_FLOAT16,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [tile],
-            dtype=(
-                dtype.value,
-                dtype.value,
-                dtype.value,
-                dtype.value,
-                dtype.value,
-                dtype.value,
-                dtype.value,
-                dtype.value,
-            ),
+            dtype=(dtype.value,) * 8,
             is_pure=True,
             pack=2,
         )
-
-
-@triton.jit
-def _raised(tile, place: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    return (((tile >> (4 * place)) & 15) | BITS).to(tl.int16).to(dtype, bitcast=True)

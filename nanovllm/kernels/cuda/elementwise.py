@@ -265,22 +265,18 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     cached = cache_offset * NUM_KV_HEADS * HEAD_DIM + offsets
     is_used = mask & (cache_offset >= 0)
     v = kv + NUM_KV_HEADS * HEAD_DIM + offsets
+    v_first, v_second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
     if len(caches) > 2:
         row = cache_offset // BLOCK_SIZE * NUM_KV_HEADS + heads
         place = row * BLOCK_SIZE + cache_offset % BLOCK_SIZE  # [heads, 1]
         is_row = (heads < NUM_KV_HEADS) & (cache_offset >= 0)
         first, second = spread(first, second, matrix, SPREAD[2])
         first, second = quantise(first, second, caches[2] + place, is_row)
+        v_first, v_second = quantise(v_first, v_second, caches[3] + place, is_row)
     tl.store(caches[0] + cached, first, mask=is_used)
     tl.store(caches[0] + cached + half, second, mask=is_used)
-    if len(caches) == 2:
-        tl.store(caches[1] + cached, tl.load(v, mask=mask, other=0.0), mask=is_used)
-        tl.store(caches[1] + cached + half, tl.load(v + half, mask=mask, other=0.0), mask=is_used)
-    else:
-        first, second = tl.load(v, mask=mask, other=0.0), tl.load(v + half, mask=mask, other=0.0)
-        first, second = quantise(first, second, caches[3] + place, is_row)
-        tl.store(caches[1] + cached, first, mask=is_used)
-        tl.store(caches[1] + cached + half, second, mask=is_used)
+    tl.store(caches[1] + cached, v_first, mask=is_used)
+    tl.store(caches[1] + cached + half, v_second, mask=is_used)
 
 
 @triton.jit

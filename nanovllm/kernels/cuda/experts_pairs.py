@@ -23,7 +23,7 @@ from nanovllm.kernels.cuda.linear_one_row import (
 )
 from nanovllm.kernels.cuda.linear_tiles import tile_rows
 from nanovllm.kernels.cuda.pdl import launch_options, wait_for_inputs
-from nanovllm.kernels.ops import NormWeights, Routing
+from nanovllm.kernels.ops import Routing
 from nanovllm.kernels.quantized_weight import QuantizedWeight
 
 GATE_UP_BLOCK = 2  # outputs of a program, of dense weights
@@ -34,37 +34,25 @@ TOGETHER = tl.constexpr(4)  # experts of a token whose weights are loaded before
 
 
 def route(
-    logits: Tensor,
-    routing: Routing,
-    counts: Tensor | None = None,
-    x: Tensor | None = None,
-    norm: NormWeights | None = None,
-    normed: Tensor | None = None,
+    logits: Tensor, routing: Routing, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and weights [tokens, top_k] of each token's experts, and the ranks of the pairs.
 
     A rank counts the pairs that have the same expert, in any order; they are added to counts.
-    The norm of x, where it is given, is written to normed.
     """
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, routing.top_k, device=logits.device, dtype=torch.int32)
     ranks = torch.empty_like(ids)  # not behind ids: every alignment would be another kernel
     weights = torch.empty(ids.shape, device=logits.device, dtype=torch.float32)
-    dim = 1 if x is None else x.shape[1]
     if num_tokens == 0:
         return ids, weights, ranks
-    _route[(num_tokens, 1 if norm is None else 2)](
-        *(ids, weights, logits, ranks, counts, normed, x),
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
-        num_experts,
-        DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
+    _route[(num_tokens,)](
+        *(ids, weights, logits, ranks, counts, num_experts),
         TOP_K=routing.top_k,
         TOP_K_BLOCK=triton.next_power_of_2(routing.top_k),
         IS_NORMALIZED=routing.is_normalized,
         BLOCK=triton.next_power_of_2(num_experts),
-        num_warps=1 if norm is None else 4,  # a choice is too little work to share
+        num_warps=1,  # a choice is too little work to share
         **launch_options(logits, num_tokens),
     )
     return ids, weights, ranks
@@ -146,42 +134,26 @@ def _route(  # type: ignore[no-untyped-def]
     logits,
     ranks,
     counts,
-    normed,
-    x,
-    norm_weight,
-    eps,
     num_experts,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The grid's second coordinate: 0 chooses, 1 norms."""
     token = tl.program_id(0).to(tl.int64)
-    if normed is not None:
-        i = tl.arange(0, DIM_BLOCK)
-        factors = tl.load(norm_weight + i, mask=i < DIM, other=0.0)
     wait_for_inputs(OVERLAP)
-    if tl.program_id(1) == 0:
-        choices = tl.arange(0, TOP_K_BLOCK)
-        is_choice = choices < TOP_K
-        pairs = token * TOP_K + choices
-        logits += token * num_experts
-        experts = _choose(logits, num_experts, choices, TOP_K, BLOCK)
-        shares = _weigh(logits, experts, is_choice, num_experts, IS_NORMALIZED, BLOCK)
-        tl.store(ids + pairs, experts, mask=is_choice)
-        tl.store(weights + pairs, shares, mask=is_choice)
-        if counts is not None:
-            rank = tl.atomic_add(counts + experts, 1, mask=is_choice, sem="relaxed")
-            tl.store(ranks + pairs, rank, mask=is_choice)
-    elif normed is not None:
-        dtype: tl.constexpr = normed.dtype.element_ty
-        values = tl.load(x + token * DIM + i, mask=i < DIM, other=0.0).to(tl.float32)
-        values = (values * tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)).to(dtype)
-        tl.store(normed + token * DIM + i, (values * factors).to(dtype), mask=i < DIM)
+    choices = tl.arange(0, TOP_K_BLOCK)
+    is_choice = choices < TOP_K
+    pairs = token * TOP_K + choices
+    logits += token * num_experts
+    experts = _choose(logits, num_experts, choices, TOP_K, BLOCK)
+    shares = _weigh(logits, experts, is_choice, num_experts, IS_NORMALIZED, BLOCK)
+    tl.store(ids + pairs, experts, mask=is_choice)
+    tl.store(weights + pairs, shares, mask=is_choice)
+    if counts is not None:
+        rank = tl.atomic_add(counts + experts, 1, mask=is_choice, sem="relaxed")
+        tl.store(ranks + pairs, rank, mask=is_choice)
 
 
 @triton.jit
@@ -349,18 +321,7 @@ def _quantized_gate_up(  # type: ignore[no-untyped-def]
         inputs, _ = load_inputs((row, row, None), None, word, NUM_IN, LANES)
         inputs, totals = prepare_inputs(inputs, LANES, GROUP)
         sums += add_products(
-            *(
-                tile,
-                inputs,
-                totals,
-                stored,
-                rows,
-                is_row,
-                begin,
-                NUM_WORDS,
-                LANES,
-                GROUP,
-            )
+            tile, inputs, totals, stored, rows, is_row, begin, NUM_WORDS, LANES, GROUP
         )
     sums *= row_scale(stored, rows, is_row, GROUP)
     gate, up = tl.split(sums.reshape(2, BLOCK_OUT).permute(1, 0))
@@ -399,8 +360,9 @@ def _quantized_down(  # type: ignore[no-untyped-def]
     totals_of_experts = tl.zeros((BLOCK_OUT,), tl.float32)
     for begin in tl.range(0, NUM_WORDS, BLOCK_WORDS):
         for first in tl.static_range(0, TOP_K, TOGETHER):
+            few = tiles
             if first > 0:
-                tiles = _load_together(
+                few = _load_together(
                     words, experts, outs, is_out, first, begin + lanes, NUM_WORDS, TOP_K
                 )
             for n in tl.static_range(TOGETHER):
@@ -411,15 +373,7 @@ def _quantized_down(  # type: ignore[no-untyped-def]
                     inputs, _ = load_inputs((row, row, None), None, begin + lanes, NUM_IN, LANES)
                     inputs, totals = prepare_inputs(inputs, LANES, GROUP)
                     sums = add_products(
-                        *(
-                            tiles[n],
-                            inputs,
-                            totals,
-                            stored,
-                            rows,
-                            is_out,
-                            begin,
-                        ),
+                        *(few[n], inputs, totals, stored, rows, is_out, begin),
                         *(NUM_WORDS, LANES, GROUP),
                     )
                     sums *= row_scale(stored, rows, is_out, GROUP)
@@ -443,27 +397,10 @@ def _load_together(  # type: ignore[no-untyped-def]
     TOP_K: tl.constexpr,
 ):
     """Load some words of the weights of a token's experts from the `first` on."""
-    return (
-        _load_of_expert(words, experts, outs, is_out, first, word, NUM_WORDS, TOP_K),
-        _load_of_expert(words, experts, outs, is_out, first + 1, word, NUM_WORDS, TOP_K),
-        _load_of_expert(words, experts, outs, is_out, first + 2, word, NUM_WORDS, TOP_K),
-        _load_of_expert(words, experts, outs, is_out, first + 3, word, NUM_WORDS, TOP_K),
-    )
-
-
-@triton.jit
-def _load_of_expert(  # type: ignore[no-untyped-def]
-    words,
-    experts,
-    outs,
-    is_out,
-    choice: tl.constexpr,
-    word,
-    NUM_WORDS: tl.constexpr,
-    TOP_K: tl.constexpr,
-):
-    if choice < TOP_K:
-        expert = tl.load(experts[0] + experts[1] + choice, cache_modifier=".cg").to(tl.int64)
-        return load_tile(words, outs + expert * experts[2], is_out, word, NUM_WORDS)
-    else:
-        return tl.zeros((outs.shape[0], word.shape[0]), words.dtype.element_ty)
+    ids, first_pair, num_out = experts
+    tiles = ()
+    for choice in tl.static_range(first, first + TOGETHER):
+        if choice < TOP_K:
+            expert = tl.load(ids + first_pair + choice, cache_modifier=".cg").to(tl.int64)
+            tiles += (load_tile(words, outs + expert * num_out, is_out, word, NUM_WORDS),)
+    return tiles

@@ -239,23 +239,15 @@ def load_inputs(source, norms, word, NUM_IN: tl.constexpr, LANES: tl.constexpr):
     if LANES == 0:
         values, squares = _input(source, norms, word, NUM_IN)
         return (values,), squares
-    elif LANES == 32:
-        i = word // LANES * 128 + word % LANES
-        return _four_places(source, norms, i, NUM_IN, LANES)
     else:
         i = word // LANES * 128 + word % LANES
-        first, squares = _four_places(source, norms, i, NUM_IN, LANES)
-        second, others = _four_places(source, norms, i + 64, NUM_IN, LANES)
-        return first + second, squares + others
-
-
-@triton.jit
-def _four_places(source, norms, i, NUM_IN: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    v0, s0 = _input(source, norms, i, NUM_IN)
-    v1, s1 = _input(source, norms, i + LANES, NUM_IN)
-    v2, s2 = _input(source, norms, i + 2 * LANES, NUM_IN)
-    v3, s3 = _input(source, norms, i + 3 * LANES, NUM_IN)
-    return (v0, v1, v2, v3), (s0 + s1) + (s2 + s3)
+        value, squares = _input(source, norms, i, NUM_IN)
+        values = (value,)
+        for place in tl.static_range(1, 128 // LANES):
+            value, square = _input(source, norms, i + place * LANES, NUM_IN)
+            values += (value,)
+            squares += square
+        return values, squares
 
 
 @triton.jit
@@ -279,28 +271,15 @@ def prepare_inputs(v, LANES: tl.constexpr, GROUP: tl.constexpr):  # type: ignore
     if LANES != 16:
         return v, ()
     else:
-        q0, q1 = _add_up(v[0] + v[1]), _add_up(v[2] + v[3])
-        q2, q3 = _add_up(v[4] + v[5]), _add_up(v[6] + v[7])
-        if GROUP == 128:
-            q0 = (q0 + q1) + (q2 + q3)
-        elif GROUP == 64:
-            q0, q1 = q0 + q1, q2 + q3
-        first = v[0] * _factor(0), v[1] * _factor(1), v[2] * _factor(2), v[3] * _factor(3)
-        second = v[4] * _factor(4), v[5] * _factor(5), v[6] * _factor(6), v[7] * _factor(7)
-        return first + second, (q0, q1, q2, q3)
-
-
-@triton.jit
-def _add_up(values):  # type: ignore[no-untyped-def]
-    """Add inputs up by block."""
-    return tl.sum(values.reshape(values.shape[0] // 16, 16), 1)
-
-
-@triton.jit
-def _factor(n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """By what inputs are multiplied for their int4 values."""
-    EXPONENT: tl.constexpr = RAISE - 4 * n if n < 5 else RAISE - 4 * n + 12
-    return 2.0**EXPONENT
+        PARTS: tl.constexpr = 128 // GROUP
+        inputs, totals = (), ()
+        for part in tl.static_range(PARTS):
+            total = tl.zeros((v[0].shape[0],), tl.float32)
+            for n in tl.static_range(part * 8 // PARTS, (part + 1) * 8 // PARTS):
+                inputs += (v[n] * 2.0 ** (RAISE - 4 * n if n < 5 else RAISE - 4 * n + 12),)
+                total += v[n]
+            totals += (tl.sum(total.reshape(total.shape[0] // 16, 16), 1),)
+        return inputs, totals
 
 
 @triton.jit
@@ -371,13 +350,10 @@ def _int4_values(tile, n: tl.constexpr):  # type: ignore[no-untyped-def]
 def _fp8_to_floats(tile):  # type: ignore[no-untyped-def]
     """Return the FP8 values of words by place."""
     if IS_INTERPRETED:
-        w0, w1, w2, w3 = (
-            as_floats(tile, 0, 4),
-            as_floats(tile, 1, 4),
-            as_floats(tile, 2, 4),
-            as_floats(tile, 3, 4),
-        )
-        return w0, w1, w2, w3
+        values = ()
+        for place in tl.static_range(4):
+            values += (as_floats(tile, place, 4),)
+        return values
     else:
         return tl.inline_asm_elementwise(
             """

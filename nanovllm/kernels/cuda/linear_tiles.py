@@ -156,8 +156,11 @@ def _multiply_quantized(  # type: ignore[no-untyped-def]
                 stored, s_start, is_out, after, NUM_GROUPS, PARTS, dtype
             )
         values = as_operands(tile, PLACES, dtype)
-        if PLACES == 8:
-            values = _lower(values, less, PARTS)
+        if PLACES == 8:  # zero points are subtracted from raised int4 values
+            lowered = ()
+            for n in tl.static_range(PLACES):
+                lowered += (values[n] + less[n * PARTS // PLACES],)
+            values = lowered
         for part in tl.static_range(PARTS):
             products = sums if GROUP == 0 else tl.zeros_like(sums)
             for n in tl.static_range(part * PLACES // PARTS, (part + 1) * PLACES // PARTS, JOINED):
@@ -184,44 +187,17 @@ def _load_groups(  # type: ignore[no-untyped-def]
 ):
     """The scales of the groups of a block, and what raised int4 values are lowered by."""
     is_there = is_out & (group < NUM_GROUPS)  # after the last block there is none
-    places = s_start + group
-    s0, l0 = _load_group(stored, places, is_there, dtype)
-    if PARTS == 1:
-        return (s0,), (l0,)
-    elif PARTS == 2:
-        s1, l1 = _load_group(stored, places + 1, is_there, dtype)
-        return (s0, s1), (l0, l1)
-    else:
-        s1, l1 = _load_group(stored, places + 1, is_there, dtype)
-        s2, l2 = _load_group(stored, places + 2, is_there, dtype)
-        s3, l3 = _load_group(stored, places + 3, is_there, dtype)
-        return (s0, s1, s2, s3), (l0, l1, l2, l3)
-
-
-@triton.jit
-def _load_group(stored, places, is_there, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    scale = tl.load(stored[0] + places, mask=is_there, other=0.0).to(tl.float32)[:, None]
-    less = -raised_by(dtype) - 8.0
-    if stored[1] is None:
-        return scale, tl.full((1, 1), less, dtype)
-    else:
-        zero = tl.load(stored[1] + places, mask=is_there, other=0).to(tl.float32)
-        return scale, (less + 8.0 - zero).to(dtype)[:, None]
-
-
-@triton.jit
-def _lower(values, less, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Subtract their zero points from raised int4 values."""
-    return (
-        values[0] + less[0],
-        values[1] + less[PARTS // 8],
-        values[2] + less[2 * PARTS // 8],
-        values[3] + less[3 * PARTS // 8],
-        values[4] + less[4 * PARTS // 8],
-        values[5] + less[5 * PARTS // 8],
-        values[6] + less[6 * PARTS // 8],
-        values[7] + less[7 * PARTS // 8],
-    )
+    scales, less = (), ()
+    for part in tl.static_range(PARTS):
+        places = s_start + group + part
+        scale = tl.load(stored[0] + places, mask=is_there, other=0.0).to(tl.float32)
+        scales += (scale[:, None],)
+        if stored[1] is None:
+            less += (tl.full((1, 1), -raised_by(dtype) - 8.0, dtype),)
+        else:
+            zero = tl.load(stored[1] + places, mask=is_there, other=0).to(tl.float32)
+            less += ((-raised_by(dtype) - zero).to(dtype)[:, None],)
+    return scales, less
 
 
 @triton.jit

@@ -9,26 +9,17 @@ from torch import Tensor
 BLOCK = 4096  # tokens of a program
 
 
-def keep_allowed(logits: Tensor, rows: Tensor | None, words: Tensor) -> None:
-    """Do what torch_sampling.keep_allowed does."""
-    _launch(len(words), logits, rows, words, None, 0)
-
-
-def keep_allowed_in_slots(logits: Tensor, words: Tensor, slots: Tensor, padding: int) -> None:
-    """Likewise, of the first rows: the others, whose slot is `padding`, have no mask in `words`."""
-    _launch(len(logits), logits, None, words, slots, padding)
-
-
-def _launch(
-    num_rows: int,
+def keep_allowed(
     logits: Tensor,
     rows: Tensor | None,
     words: Tensor,
-    slots: Tensor | None,
-    padding: int,
+    slots: Tensor | None = None,
+    padding: int = 0,
 ) -> None:
+    """Do what torch_sampling.keep_allowed does; rows whose slot is `padding` have no mask."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1, "the logits of a row must be neighbours"
+    num_rows = len(words) if slots is None else len(slots)
     _keep_allowed_kernel[num_rows, triton.cdiv(vocab_size, BLOCK)](
         *(logits, logits.stride(0), rows, words, words.stride(0), slots, padding, vocab_size, BLOCK)
     )

@@ -177,10 +177,5 @@ class CudaExperts:
     def after_norm(
         self, hidden: Hidden, norm: NormWeights, router: PackedLinear
     ) -> tuple[Tensor, Tensor]:
-        if len(hidden.residual) == 1 and isinstance(router, CudaLinear):
-            logits, residual = router.after_norm(hidden, norm)
-            normed = torch.empty_like(residual)
-            ids, weights, _ = route(logits, self.routing, x=residual, norm=norm, normed=normed)
-            return run_pairs(normed, ids, weights, self.gate_up, self.down), residual
         normed, residual = self.ops.norm(hidden, norm)
         return self(normed, router(normed)), residual

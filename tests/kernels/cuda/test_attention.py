@@ -12,18 +12,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.cuda.attention_decode import (
-    SingleRows,
+from nanovllm.kernels.cuda.attention_configs import (
+    choose_prefill_splits,
     choose_splits,
     decode_config,
-    paged_decode,
-    suits_large_tiles,
-)
-from nanovllm.kernels.cuda.attention_prefill import (
-    choose_prefill_splits,
     prefill_config,
+    suits_large_tiles,
     with_more_stages,
 )
+from nanovllm.kernels.cuda.paged_attention import QueryRows, paged_attention
 from tests.kernels.cuda.interpreted import paged_attention_cases as cases
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -145,10 +142,12 @@ def test_a_graph_reads_lengths_and_blocks_on_the_device(num_splits: int) -> None
     rows = ((700, 1), (0, 0), (0, 1), (63, 1), (300, 1))
     case = cases.Case(rows, head_dim=128, dtype=torch.bfloat16)
     step = cases.make_step(case, "cuda")
-    singles = SingleRows(step.slots, step.context_lens, step.query_starts)
+    singles = QueryRows(step.slots, step.context_lens, step.query_starts)
+    config = decode_config(128, torch.bfloat16)
 
     def attend() -> None:
-        paged_decode(step.q, step.cache, singles, step.out, step.scale, None, num_splits)
+        tensors = step.q, step.cache, singles, step.out
+        paged_attention(*tensors, step.scale, None, config, num_splits)
 
     lengths = step.context_lens.clone()
     step.context_lens.zero_()

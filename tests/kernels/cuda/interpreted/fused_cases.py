@@ -241,7 +241,7 @@ def check_gather_tokens(device: str) -> None:
         slots, positions = sent[1:].long().view(2, -1)
         tables: Any = SimpleNamespace(tokens=tokens, block_table=block_table, block_size=block_size)
         input_ids, cache_offsets = look_up(tables, slots, positions)
-        cache_offsets[slots == num_slots] = -1
+        input_ids[slots == num_slots], cache_offsets[slots == num_slots] = 0, -1  # padding
         columns = sent.to(device)[1:].view(2, -1)
         got = tuple(torch.zeros_like(x, device=device) for x in (input_ids, positions, positions))
         gather_tokens(*columns, tokens.to(device), block_table.to(device), block_size, got)

@@ -15,20 +15,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cuda.attention_decode import (
-    DecodeConfig,
-    SharedPart,
-    SingleRows,
-    paged_decode,
-)
-from nanovllm.kernels.cuda.attention_prefill import (
-    PrefillConfig,
-    PrefillRows,
-    attend_shared,
-    paged_prefill,
+from nanovllm.kernels.cuda.attention_configs import (
+    TMA_CONFIG,
+    AttentionConfig,
+    decode_config,
+    prefill_config,
 )
 from nanovllm.kernels.cuda.attention_tiles import PagedCache
-from nanovllm.kernels.cuda.attention_tma import CONFIG, tma_prefill
+from nanovllm.kernels.cuda.paged_attention import (
+    QueryRows,
+    SharedPart,
+    attend_shared,
+    paged_attention,
+)
 from nanovllm.kernels.fp8_rows import Fp8Rows, dequantise, quantise
 from tests.kernels.reference_attention import reference_attention
 
@@ -53,7 +52,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     num_splits: int = 1
-    config: DecodeConfig | PrefillConfig | None = None
+    config: AttentionConfig | None = None
     is_nan: bool = True  # what unused cache holds: NaN, or large numbers
     is_ordered: bool = False  # whether decode rows start longest first
     is_fp8: bool = False  # whether the cache holds codes of eight bits
@@ -170,33 +169,39 @@ def share(case: Case, step: Step) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_shared(case: Case, step: Step) -> None:
-    assert case.config is None or isinstance(case.config, PrefillConfig)
     groups, members, lens = share(case, step)
-    parts = attend_shared(step.q, step.cache, groups, members, step.scale, case.config)
-    rows = SingleRows(step.slots, step.context_lens)
+    num_q_rows = len(step.q) * case.group
+    config = case.config or prefill_config(case.head_dim, case.dtype, num_q_rows, case.is_fp8)
+    parts = attend_shared(step.q, step.cache, groups, members, step.scale, config)
+    rows = QueryRows(step.slots, step.context_lens)
+    config = decode_config(case.head_dim, case.dtype, has_codes=case.is_fp8)
     shared = SharedPart(lens, parts)
-    paged_decode(step.q, step.cache, rows, step.out, step.scale, None, case.num_splits, shared)
+    paged_attention(
+        step.q, step.cache, rows, step.out, step.scale, None, config, case.num_splits, shared
+    )
 
 
 def run(case: Case, step: Step, kind: str) -> None:
+    longest = max(count for _, count in case.rows)
     if kind == "shared":
         run_shared(case, step)
-    elif kind == "decode":
-        assert case.config is None or isinstance(case.config, DecodeConfig)
+        return
+    if kind == "decode":
         longest_first = step.context_lens.argsort(descending=True).int()
         order = longest_first if case.is_ordered else None
-        singles = SingleRows(step.slots, step.context_lens, step.query_starts, order)
-        options = case.window, case.num_splits, None, case.config
-        paged_decode(step.q, step.cache, singles, step.out, step.scale, *options)
+        rows = QueryRows(step.slots, step.context_lens, step.query_starts, order=order)
+        config = decode_config(case.head_dim, case.dtype, has_codes=case.is_fp8)
     else:
-        assert case.config is None or isinstance(case.config, PrefillConfig)
-        lens = step.query_starts, step.query_lens, step.context_lens
-        rows = PrefillRows(step.slots, *lens, max(count for _, count in case.rows))
-        tensors = step.q, step.cache, rows, step.out
-        if kind == "tma":
-            tma_prefill(*tensors, step.scale, case.config or CONFIG)
-        else:
-            paged_prefill(*tensors, step.scale, case.window, case.num_splits, case.config)
+        lens = step.context_lens, step.query_starts, step.query_lens
+        rows = QueryRows(step.slots, *lens, longest)
+        num_q_rows = longest * case.group
+        config = prefill_config(case.head_dim, case.dtype, num_q_rows, case.is_fp8)
+    if kind == "tma":
+        config = TMA_CONFIG
+    num_splits = 1 if kind == "tma" else case.num_splits
+    config = case.config or config
+    tensors = step.q, step.cache, rows, step.out
+    paged_attention(*tensors, step.scale, case.window, config, num_splits)
 
 
 def check(case: Case, step: Step, kind: str) -> None:
@@ -268,7 +273,7 @@ def sample(kind: str, num_cases: int, dtypes: list[torch.dtype], limits: Limits)
 
 def as_prefill(case: Case, seed: int) -> Case:
     """Splits of 32 keys."""
-    config = PrefillConfig((16, 32)[seed % 4 // 2], 32, num_warps=4, num_stages=2, min_split=32)
+    config = AttentionConfig((16, 32)[seed % 4 // 2], 32, num_warps=4, num_stages=2, min_split=32)
     if case.num_splits == 1 or seed % 2:
         return replace(case, num_splits=1)
     return replace(case, config=config)
@@ -301,8 +306,8 @@ def edge_cases(kind: str) -> list[Case]:
     """Every border of a tile at once, with other tiles than the defaults."""
     if kind == "decode":
         whole = Case(tuple((length - 1, 1) for length in EDGES[::2]), num_kv_heads=1)
-        tiny = DecodeConfig(tile=16, num_warps=2, num_stages=2, min_split=16)
-        wide = DecodeConfig(tile=64, num_warps=4, num_stages=2)
+        tiny = AttentionConfig(16, tile=16, num_warps=2, num_stages=2, min_split=16)
+        wide = AttentionConfig(16, tile=64, num_warps=4, num_stages=2, min_split=64)
         return [
             replace(whole, block_size=16),
             replace(whole, block_size=48, num_splits=4, config=tiny),
@@ -315,7 +320,7 @@ def edge_cases(kind: str) -> list[Case]:
     if kind == "shared":
         rows = (*((length - 1, 1) for length in EDGES[::2]), (0, 0))
         several = Case(rows, num_kv_heads=1, block_size=16, num_shared=2)
-        small = PrefillConfig(q_rows=16, tile=16, num_warps=4, num_stages=2, pairs=1)
+        small = AttentionConfig(q_rows=16, tile=16, num_warps=4, num_stages=2, pairs=1)
         return [
             several,
             replace(several, block_size=48, num_splits=4),
@@ -325,7 +330,7 @@ def edge_cases(kind: str) -> list[Case]:
     chunks = Case(((0, 33), (31, 1), (17, 30), (0, 0), (64, 2), (0, 16)))
     if kind == "tma":
         half = replace(chunks, dtype=torch.float16, block_size=64)
-        narrow = PrefillConfig(q_rows=16, tile=16, num_warps=4, num_stages=2, pairs=3)
+        narrow = replace(TMA_CONFIG, q_rows=16, tile=16, num_warps=4, pairs=3)
         return [
             half,
             replace(half, config=narrow, block_size=16),
@@ -334,8 +339,8 @@ def edge_cases(kind: str) -> list[Case]:
             Case(((0, 64), (64, 64), (0, 65), (63, 66)), dtype=torch.float16, block_size=64),
             Case(((0, 0),) * 2, dtype=torch.float16, block_size=64),
         ]
-    small = PrefillConfig(q_rows=16, tile=16, num_warps=2, num_stages=2, pairs=3)
-    wide = PrefillConfig(q_rows=64, tile=64, num_warps=4, num_stages=2, pairs=1)
+    small = AttentionConfig(q_rows=16, tile=16, num_warps=2, num_stages=2, pairs=3)
+    wide = AttentionConfig(q_rows=64, tile=64, num_warps=4, num_stages=2, pairs=1)
     return [
         replace(chunks, config=small),
         replace(chunks, config=small, window=5, group=3, block_size=48),

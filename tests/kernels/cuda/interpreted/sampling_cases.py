@@ -355,7 +355,7 @@ def check_masks(vocab_size: int, dtype: torch.dtype, device: str) -> None:
     slots = torch.tensor([2, 0, 1, *[9] * (len(logits) - 3)], device=device, dtype=torch.int32)
     right, got = logits.clone(), logits.clone()
     torch_sampling.keep_allowed(right, torch.arange(3, device=device), words[:3])
-    masks.keep_allowed_in_slots(got, words[:3], slots, 9)
+    masks.keep_allowed(got, None, words[:3], slots, 9)
     assert torch.equal(got, right)
 
 
