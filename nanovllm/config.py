@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.quantisation import check_kv_cache, check_option
-from nanovllm.validation import check_choices, check_types, option, require
+from nanovllm.validation import check_choices, check_types, option, require, suggest_fields
 
 WHOLE_CONTEXT = 2**31 - 1  # as max_model_len: the limit is the model's own
 SERVING_TARGET_MS = 25.0  # target_inter_token_ms of AsyncLLM and of servers
@@ -29,6 +29,7 @@ def tokens(text: str) -> int:
     return round(number)
 
 
+@suggest_fields
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Every option of `LLM(...)`; the first nine are nano-vLLM's."""
@@ -122,11 +123,10 @@ class EngineConfig:
 
 def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     """Check the options of an engine, which may have options of vLLM's among them."""
-    known = EngineConfig.__dataclass_fields__.keys()
-    if not options.keys() <= known:
-        from nanovllm.engine_options import own_options
+    if not options.keys() <= EngineConfig.__dataclass_fields__.keys():
+        from nanovllm.engine_options import without_foreign
 
-        options = own_options(options, known)
+        options = without_foreign(options)
     return EngineConfig(str(model), **options)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.validation import suggestion
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +54,8 @@ NOT_BUILT = {
 FOREIGN = (*NOT_NEEDED, *NOT_NEEDED_WITH_VALUE, *NOT_BUILT)
 
 
-def own_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Leave out what only vLLM needs, with a warning; raise TypeError for unknown options."""
+def without_foreign(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Warn of options that only vLLM needs, and leave them out."""
     for note in foreign_notes(options):
         logger.warning("%s", note)
     own = {name: value for name, value in options.items() if name not in FOREIGN}
@@ -64,9 +63,6 @@ def own_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str,
         if "kvcache_block_size" in own:
             raise TypeError("block_size is another name of kvcache_block_size; give one of them")
         own["kvcache_block_size"] = own.pop("block_size")
-    for name in own:
-        if name not in known:
-            raise TypeError(f"there is no option {name!r}{suggestion(name, known)}")
     return own
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.errors import ConfigError
-from nanovllm.validation import as_python, check_types, option, require
+from nanovllm.validation import as_python, check_types, option, require, suggest_fields
 
 MAX_LOGPROBS = 100  # a position
 MAX_SAMPLES = 10_000  # a prompt
@@ -25,6 +25,7 @@ NO_LIMIT = 2**31 - 1
 NO_TOKEN = -1  # in place of a sampled token: the logits were no numbers to sample from
 
 
+@suggest_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling applies temperature, then top_k, top_p on what is left, then min_p.

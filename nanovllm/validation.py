@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -72,6 +73,25 @@ def check_types(record: Any) -> None:
         if expected and not is_simple:
             message = f"{field.name} must be of type {field.type}, got {value!r}"
             raise ConfigError(message, param=field.name)
+
+
+def suggest_fields(record: type[T]) -> type[T]:
+    """Have a dataclass say which of its fields an unknown keyword was probably meant to be."""
+    made: Any = record
+    init, known = made.__init__, frozenset(made.__dataclass_fields__)
+
+    @functools.wraps(init)
+    def checked(self: T, *values: Any, **named: Any) -> None:
+        unknown = next((name for name in named if name not in known), None)
+        if unknown is not None:
+            raise TypeError(
+                f"{made.__name__} got an unexpected keyword argument {unknown!r}"
+                + suggestion(unknown, known)
+            )
+        init(self, *values, **named)
+
+    made.__init__ = checked
+    return record
 
 
 def option(default: T, help: str, hash: bool | None = None, **details: Any) -> T:

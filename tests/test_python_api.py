@@ -97,9 +97,20 @@ def test_options_that_only_vllm_needs(caplog: pytest.LogCaptureFixture) -> None:
     assert not {field.name for field in fields(EngineConfig)} & set(FOREIGN)
 
 
-def test_unknown_sampling_parameters_are_refused() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"temprature": 1}, "; did you mean temperature?"),
+        ({"max_token": 3}, "; did you mean max_tokens?"),
+        ({"guided_json": {}}, "; did you mean structured_outputs?"),
+        ({"guided_decoding": None}, "; did you mean structured_outputs?"),
+        ({"xyzzy": 3}, "'xyzzy'"),
+    ],
+)
+def test_unknown_sampling_parameters_have_suggestions(options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(TypeError, match=r"SamplingParams got an unexpected") as error:
+        SamplingParams(**options)
+    assert str(error.value).endswith(hint)
 
 
 def test_unknown_engine_options_have_suggestions() -> None:
