@@ -19,7 +19,7 @@ PACKAGE = "nanovllm"
 # Left never imports right; parts between commas do not import each other.
 ORDER = """
     errors, pending, fp8 < validation < quantisation, grammar.json_schema, grammar.limits
-    < grammar.forms < sampling_params, outputs
+    < grammar.forms < grammar.matching, sampling_params, outputs
     < prompts, chat_template, engine_options < config
     < devices.base, devices.cpu.features, distributed < kernels < attention < layers < models
     < worker.tables < worker.forward < logits < worker
@@ -36,6 +36,7 @@ LEAVES = (
     "grammar.json_schema",
     "grammar.limits",
     "grammar.forms",
+    "grammar.matching",
     "sampling_params",
     "outputs",
     "prompts",
@@ -52,7 +53,6 @@ HOST = (
     "engine.detokenizer",
     "engine.front",
     "engine.logprobs",
-    "grammar.matching",
 )
 # What executors and workers know of the engine.
 WIRE = ("engine.step",)

@@ -20,7 +20,8 @@ from nanovllm.checkpoint.find import Checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.devices.base import Device
 from nanovllm.devices.choose import create_device
-from nanovllm.distributed.group import TPGroup, connect
+from nanovllm.distributed.group import TPGroup
+from nanovllm.distributed.store import connect
 from nanovllm.engine import start
 from nanovllm.engine.step import ExecutorInfo, IntColumn, StepPlan, StepResult
 from nanovllm.worker.worker import Worker

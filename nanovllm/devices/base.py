@@ -49,11 +49,11 @@ class Device(Protocol):
     def check_fp8(self, head_dim: int) -> None:
         """Raise ConfigError if no kernel reads an FP8 KV cache."""
 
-    def reads_blocks(self, dtype: torch.dtype) -> bool:
-        """Whether kernels read weights as GGUF stores them, for activations of `dtype`."""
+    def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
+        """Whether kernels read weights quantized to a kind of layout, for activations of `dtype`.
 
-    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
-        """Whether kernels read codes of quantised safetensors, for activations of `dtype`."""
+        "gguf" stands for all types of GGUF.
+        """
 
     def ops(self, dtype: torch.dtype) -> Ops:
         """Make the operations between attention calls."""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from nanovllm.distributed.store import HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +54,3 @@ class TPGroup:
 
 
 ALONE = TPGroup()
-
-
-def connect(
-    rank: int,
-    size: int,
-    store: dist.Store,
-    backend: str,
-    timeout: timedelta,
-    address: str = HOST,  # of this machine, where other ranks reach it
-) -> TPGroup:
-    """Join the group that meets at a store; nothing of it is global to the process."""
-    kinds: Any = dist  # torch's stubs know only some of what follows
-    if backend == "nccl":
-        nccl = kinds.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timeout
-        return TPGroup(rank, size, nccl(store, rank, size, options))
-    gloo = kinds.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]  # by itself it might choose a network
-    return TPGroup(rank, size, gloo(store, rank, size, options))

@@ -1,11 +1,14 @@
-"""Where the ranks of a group meet: a table on a port that the system picks."""
+"""Where the ranks of a group meet, a table on a port that the system picks, and how they do."""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+
+from nanovllm.distributed.group import TPGroup
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(minutes=1)
@@ -26,6 +29,26 @@ def host_store(host: str = HOST) -> dist.TCPStore:
 
 def join_store(host: str, port: int) -> dist.TCPStore:
     return _patient(dist.TCPStore(host, port, None, False, CONNECT_TIMEOUT))
+
+
+def connect(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    backend: str,
+    timeout: timedelta,
+    address: str = HOST,  # of this machine, where other ranks reach it
+) -> TPGroup:
+    """Join the group that meets at a store; nothing of it is global to the process."""
+    kinds: Any = dist  # torch's stubs know only some of what follows
+    if backend == "nccl":
+        kind, options = kinds.ProcessGroupNCCL, kinds.ProcessGroupNCCL.Options()
+    else:
+        kind, options = kinds.ProcessGroupGloo, kinds.ProcessGroupGloo._Options()
+        # By itself it might choose another network.
+        options._devices = [kind.create_device(hostname=address)]
+    options._timeout = timeout
+    return TPGroup(rank, size, kind(store, rank, size, options))
 
 
 def own_address(host: str, port: int) -> str:

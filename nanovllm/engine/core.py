@@ -43,6 +43,7 @@ class EngineCore:
         depth: int,
         max_model_len: int,
         create_grammars: Callable[[], Grammars] | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.grammars: Grammars | None = None  # until a request has one
@@ -56,6 +57,7 @@ class EngineCore:
         self._sequences: dict[int, Sequence] = {}
         # Each plan, its result and the time when it was submitted.
         self._in_flight: deque[tuple[StepPlan, Pending[StepResult], float]] = deque()
+        self._clock = clock
         self._last_result_time = 0.0
         # The newest steps and ended sequences; a snapshot takes them.
         self.timings: deque[StepTiming] = deque(maxlen=MAX_RECORDED)
@@ -89,9 +91,9 @@ class EngineCore:
         """Launch the next step if any, then collect the oldest once the pipeline is full."""
         self.raise_if_failed()
         try:
-            begin = perf_counter()
+            begin = self._clock()
             plan = self.scheduler.schedule()
-            scheduled = perf_counter()
+            scheduled = self._clock()
             if plan is not None:
                 self._in_flight.append((plan, self.executor.submit(plan), scheduled))
                 if len(self._in_flight) == 1:
@@ -99,7 +101,7 @@ class EngineCore:
             if self._in_flight and (plan is None or len(self._in_flight) > self.depth):
                 return self._collect(begin, scheduled)
             if plan is not None:
-                now = perf_counter()
+                now = self._clock()
                 schedule, submit = scheduled - begin, now - scheduled
                 self.timings.append(StepTiming(begin, schedule, submit, 0.0, 0.0, now, 0.0))
         except BaseException as error:
@@ -133,20 +135,21 @@ class EngineCore:
     def _collect(self, begin: float, scheduled: float) -> CoreStep:
         """Wait for the oldest step in flight, commit it and record the timing of this call."""
         plan, pending, submit_time = self._in_flight.popleft()
-        submitted = perf_counter()
+        submitted = self._clock()
         result = pending.result()
-        result_time = perf_counter()
-        step = self._commit(plan, result) if not result.is_lost else self._drop_in_flight()
+        result_time = self._clock()
         device_begin = max(submit_time, self._last_result_time)  # it runs one step at a time
+        device = result_time - device_begin
+        step = self._drop_in_flight() if result.is_lost else self._commit(plan, result, device)
         self.timings.append(
             StepTiming(
                 begin,
                 scheduled - begin,
                 submitted - scheduled,
                 result_time - submitted,
-                perf_counter() - result_time,
+                self._clock() - result_time,
                 device_begin,
-                result_time - device_begin,
+                device,
                 step.num_prefill_tokens,
                 step.num_decode_tokens,
                 len(plan.counts),
@@ -155,8 +158,8 @@ class EngineCore:
         self._last_result_time = result_time
         return step
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> CoreStep:
-        updated = self.scheduler.commit(plan, result)
+    def _commit(self, plan: StepPlan, result: StepResult, seconds: float) -> CoreStep:
+        updated = self.scheduler.commit(plan, result, seconds)
         if self._in_flight:
             self._send_masks()
         streaming = [
@@ -206,7 +209,7 @@ class EngineCore:
     def _leave(self, seq: Sequence) -> Ending:
         assert seq.finish_reason is not None
         del self._sequences[seq.seq_id]
-        token_ids, end_time = seq.output_token_ids, perf_counter()
+        token_ids, end_time = seq.output_token_ids, self._clock()
         self.ended.append(
             SequenceEnd(
                 seq.seq_id,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.front import Live
+from nanovllm.engine.request import CoreStep
 from nanovllm.engine.start import find_model, make_front, start_core
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput, StepOutput, StreamPiece
@@ -154,10 +155,16 @@ class EngineThread:
 
     def abort(self, request_id: int | str) -> RequestOutput | None:
         """End a request now, by seq_id or request_id; returns what it had, if it was running."""
-        aborted = [self._abort(seq_id) for seq_id in self.front.seq_ids_of(request_id)]
-        outputs = [output for output in aborted if output is not None]
-        self._deliver_aborted(outputs)
-        return outputs[0] if outputs else None
+        endings = []
+        for seq_id in self.front.seq_ids_of(request_id):
+            found = (self.core.finish(each, "abort") for each in self.front.unfinished(seq_id))
+            endings += [ending for ending in found if ending is not None]
+        step = self.front.collect(CoreStep([], [], endings), self.core.finish)
+        # Jobs receive the outputs of their requests; for others there is only the return value.
+        finished = [output for output in step.finished if output.seq_id in self._owners]
+        pieces = [piece for piece in step.pieces if piece.seq_id in self._owners]
+        self._deliver(replace(step, finished=finished, pieces=pieces))
+        return step.finished[0] if step.finished else None
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; returns what each had."""
@@ -229,16 +236,6 @@ class EngineThread:
             if not job.indices:
                 self._jobs.pop(job, None)
 
-    def _deliver_aborted(self, outputs: list[RequestOutput]) -> None:
-        """Hand jobs their aborted requests; of other requests nothing more is due."""
-        owned = [output for output in outputs if output.seq_id in self._owners]
-        pieces = [
-            StreamPiece(output.seq_id, "", [], output, request_id=output.request_id)
-            for output in owned
-            if self._owners[output.seq_id].is_streaming
-        ]
-        self._deliver(StepOutput(owned, pieces, 0, 0))
-
     def _fail(self, error: BaseException) -> None:
         """Raise in every waiting caller: the error itself in one, since it has one traceback."""
         message = f"the engine failed: {error!r}"
@@ -266,14 +263,6 @@ class EngineThread:
             del self._owners[seq_id]
         job.indices.clear()
         self._jobs.pop(job, None)
-
-    def _abort(self, seq_id: int) -> RequestOutput | None:
-        for each in self.front.unfinished(seq_id):
-            ending = self.core.finish(each, "abort")
-            output = None if ending is None else self.front.end(ending)
-            if output is not None:
-                return output
-        return None
 
 
 def _wake() -> None:

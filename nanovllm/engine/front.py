@@ -58,8 +58,7 @@ class Sample:
     detokenizer: Detokenizer | None
     new_token_ids: list[int] = field(default_factory=list)  # not streamed yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all tokens that came
-    num_tokens: int = 0  # that came for it, where they are detokenised or streamed
-    num_wanted: int | None = None  # of them, once a stop string was found
+    num_wanted: int | None = None  # tokens, once a stop string was found
     ending: Ending | None = None
 
 
@@ -205,8 +204,10 @@ class Front:
             _, sample = known[seq_id]
             if logprobs is not None:
                 sample.logprobs.append(logprobs)
-            if self.push(sample, token_id):
-                sample.num_wanted = sample.num_tokens
+            sample.new_token_ids.append(token_id)
+            detokenizer = sample.detokenizer
+            if detokenizer is not None and detokenizer.push(token_id):
+                sample.num_wanted = detokenizer.num_tokens
                 ending = endings.get(seq_id) or finish(seq_id, "stop")
                 if ending is not None:
                     endings[seq_id] = ending
@@ -226,12 +227,6 @@ class Front:
         return StepOutput(
             list(outputs.values()), pieces, step.num_prefill_tokens, step.num_decode_tokens
         )
-
-    def push(self, sample: Sample, token_id: int) -> bool:
-        """Add a token to a sample's text; True when it completes a stop string."""
-        sample.new_token_ids.append(token_id)
-        sample.num_tokens += 1
-        return sample.detokenizer is not None and sample.detokenizer.push(token_id)
 
     def end(self, ending: Ending) -> RequestOutput | None:
         """Note the end of a sample; return the answers when it was the last one of its prompt."""

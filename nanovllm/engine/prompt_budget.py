@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
-from collections.abc import Callable
-
 MIN_PROMPT_TOKENS = 64  # in every step: prompts make progress, whatever the target
 FIRST_SECONDS_PER_TOKEN = 80e-6  # before any step was measured
 MARGIN = 0.8  # of the target: steps of one size do not all take the same time
@@ -16,34 +11,18 @@ MAX_RATIO, WEIGHT = 2.0, 0.25  # of a measured step, after the first: outliers c
 class PromptBudget:
     """Estimates the seconds per token from measured steps, as an exponential moving average."""
 
-    def __init__(
-        self, target_seconds: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, target_seconds: float) -> None:
         self._seconds = MARGIN * target_seconds
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
         self._is_measured = False
-        self._clock = clock
-        self._submitted: deque[float] = deque()  # when, for each step in flight
-        self._last_end = -math.inf
 
     def num_prompt_tokens(self, num_decode_rows: int) -> int:
         """Prompt tokens that may run beside that many decode rows."""
         num_tokens = int(self._seconds / self._seconds_per_token)
         return max(MIN_PROMPT_TOKENS, _round_down(num_tokens) - num_decode_rows)
 
-    def begin(self) -> None:
-        """A step is submitted; it runs behind those in flight."""
-        self._submitted.append(self._clock())
-
-    def drop(self) -> None:
-        """The steps in flight are not counted."""
-        self._submitted.clear()
-
-    def end(self, num_prompt_tokens: int, num_decode_rows: int) -> None:
-        """The oldest step in flight is done."""
-        now = self._clock()
-        seconds = now - max(self._submitted.popleft(), self._last_end)
-        self._last_end = now
+    def measured(self, num_prompt_tokens: int, num_decode_rows: int, seconds: float) -> None:
+        """Learn how long the device took for a step."""
         num_tokens = _round_up(num_prompt_tokens + num_decode_rows)
         expected = num_tokens * self._seconds_per_token
         # Small steps take longer per token, and say nothing of larger ones unless they are slow.

@@ -72,14 +72,15 @@ class Scheduler:
         plan = draft.to_plan(self._released)
         self._released = []
         self._in_flight.append(draft.rows)
-        if self.prompt_budget is not None:
-            self.prompt_budget.begin()
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """Append the sampled tokens; return the sequences that finished or that stream."""
+    def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[Sequence]:
+        """Append the tokens that a step sampled in some seconds.
+
+        Returns the sequences that finished or that stream.
+        """
         if self.prompt_budget is not None:
-            self.prompt_budget.end(plan.num_prefill_tokens, plan.num_decode_tokens)
+            self.prompt_budget.measured(plan.num_prefill_tokens, plan.num_decode_tokens, seconds)
         rows, num_logits = self._in_flight.popleft(), plan.num_logits.tolist()
         sampled = [seq for seq, count in zip(rows, num_logits, strict=True) if count]
         if result.prompt_logprobs is not None:
@@ -140,8 +141,6 @@ class Scheduler:
         for seq in rows.values():
             if seq.finish_reason is None:
                 seq.num_tokens, seq.is_dropped = len(seq.token_ids), False
-        if self.prompt_budget is not None:
-            self.prompt_budget.drop()
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence from outside (abort, stop string); a no-op when it has ended already."""

@@ -97,8 +97,7 @@ def join_group(task: WorkerTask, rank: int) -> TPGroup:
     import torch
 
     from nanovllm.devices.choose import claim_device
-    from nanovllm.distributed.group import connect
-    from nanovllm.distributed.store import TIMEOUT, join_store, own_address
+    from nanovllm.distributed.store import TIMEOUT, connect, join_store, own_address
 
     site, size = task.site, task.config.tensor_parallel_size
     torch.set_num_threads(site.num_threads)

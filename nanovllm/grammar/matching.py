@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from nanovllm.engine.step import IntColumn
 from nanovllm.errors import GrammarError
 from nanovllm.grammar.forms import grammar_text
 from nanovllm.grammar.limits import is_risky, run_bounded, try_compiling
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.front import Vocabulary
 
 logger = logging.getLogger(__name__)
+
+Bitmasks = npt.NDArray[np.int32]
 
 NUM_CACHED = 32  # compiled grammars kept for later requests
 NUM_TRIED = 4  # tokens that a new grammar must be able to follow
@@ -60,7 +62,7 @@ class Compiled:
     """A compiled grammar: a matcher in its initial state, to be copied, and its first bitmask."""
 
     start: LLMatcher
-    first_mask: IntColumn
+    first_mask: Bitmasks
     is_slow: bool = False
 
 
@@ -72,7 +74,7 @@ class Matcher:
 
     def __init__(self, stop_token_ids: frozenset[int]) -> None:
         self.stop_token_ids = stop_token_ids
-        self.mask: IntColumn | None = None  # computed ahead
+        self.mask: Bitmasks | None = None  # computed ahead
         self.job: Future[None] | None = None  # computes it
 
     def begin(self, compiled: Compiled) -> None:
@@ -90,7 +92,7 @@ class Matcher:
         return self.inner.is_stopped() and not self.inner.is_error()
 
 
-Allocate = Callable[[int, int], IntColumn]  # of rows and words
+Allocate = Callable[[int, int], Bitmasks]  # of rows and words
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Grammars:
         self._cache: OrderedDict[str, Grammar] = OrderedDict()  # by request as JSON, and by text
         self._threads = ThreadPoolExecutor(2, "nanovllm-grammars")  # for what may take long
         self._tools: Tools | None = None
-        self._memory: IntColumn | None = None  # of bitmasks; graphs read it where it is
+        self._memory: Bitmasks | None = None  # of bitmasks; graphs read it where it is
 
     def compile(self, asked: Mapping[str, Any]) -> Grammar:
         """Compile what a request asks for; raises GrammarError if it cannot be enforced whole."""
@@ -140,7 +142,7 @@ class Grammars:
 
     def masks(
         self, matchers: Sequence[Matcher | None], allocate: Allocate
-    ) -> tuple[IntColumn, list[int]]:
+    ) -> tuple[Bitmasks, list[int]]:
         """Return the next bitmask of each matcher, and which rows are late and mean nothing yet.
 
         A matcher that is None belongs to a sequence that ended, and allows every token. The next
@@ -205,7 +207,7 @@ class Grammars:
                 self._cache.popitem(last=False)
         return grammar
 
-    def _memory_for(self, num_rows: int, allocate: Allocate) -> IntColumn:
+    def _memory_for(self, num_rows: int, allocate: Allocate) -> Bitmasks:
         if self._memory is None or len(self._memory) < num_rows:
             self._memory = allocate(1 << (num_rows - 1).bit_length(), self._num_words)
         return self._memory[:num_rows]
@@ -222,7 +224,7 @@ class Grammars:
         first_mask, *_ = self._first_masks(matcher.deep_copy())
         return Compiled(matcher, first_mask)
 
-    def _first_masks(self, matcher: LLMatcher) -> Iterator[IntColumn]:
+    def _first_masks(self, matcher: LLMatcher) -> Iterator[Bitmasks]:
         """Follow an answer for some tokens, whichever they are: some grammars fail only there."""
         for _ in range(NUM_TRIED):
             mask = np.zeros(self._num_words, np.int32)
@@ -269,7 +271,7 @@ def _key(asked: Mapping[str, Any]) -> str:
         return ""
 
 
-def compute_mask(matcher: Matcher, mask: IntColumn, address: int) -> None:
+def compute_mask(matcher: Matcher, mask: Bitmasks, address: int) -> None:
     """Write the next bitmask to its address (numpy takes microseconds to tell it).
 
     A bitmask without any token ends the sequence with an error.
@@ -283,7 +285,7 @@ def compute_mask(matcher: Matcher, mask: IntColumn, address: int) -> None:
         mask[:] = 0
 
 
-def allow_stops(matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
+def allow_stops(matcher: Matcher, mask: Bitmasks, eos: frozenset[int]) -> None:
     """Allow the sequence's own stop tokens where the output may end; the model's, if ignored,
     only where it must."""
     stops = matcher.stop_token_ids
@@ -300,7 +302,7 @@ def allow_stops(matcher: Matcher, mask: IntColumn, eos: frozenset[int]) -> None:
         mask[:] = given
 
 
-def allow(mask: IntColumn, token_id: int, is_allowed: bool) -> None:
+def allow(mask: Bitmasks, token_id: int, is_allowed: bool) -> None:
     bit = np.uint32(1 << token_id % 32)
     words = mask.view(np.uint32)
     words[token_id // 32] &= ~bit

@@ -276,12 +276,12 @@ def choose_layouts(
     checkpoint_config = checkpoint.config if isinstance(checkpoint, Checkpoint) else checkpoint
     is_dummy = config.load_format == "dummy"
     types = checkpoint_config.get(BLOCK_TYPES_KEY)
-    if types and not is_dummy and device.reads_blocks(dtype):
+    if types and not is_dummy and device.reads_quantized("gguf", dtype):
         return _gguf_layouts(types)
     stored = checkpoint_config.get("quantization_config")
     quantisation = choose_quantisation(config.quantization, stored)
     layout = None if quantisation is None else quantisation.layout
-    if quantisation is None or layout is None or not device.reads_codes(layout.kind, dtype):
+    if quantisation is None or layout is None or not device.reads_quantized(layout.kind, dtype):
         return None
     if isinstance(checkpoint, Checkpoint) and not is_dummy:
         tensors = join_parts(list_tensors(checkpoint), quantisation, ())

@@ -223,14 +223,14 @@ def test_an_error_of_the_tokenizer_fails_the_calls_and_not_the_engine(
 ) -> None:
     with make_llm(path) as llm:
         want = generate(llm)
-        real, calls = llm.engine.front.push, itertools.count()
+        real, calls = llm.engine.front.collect, itertools.count()
 
-        def push(live: Any, token_id: int) -> bool:
+        def collect(*step: Any) -> Any:
             if next(calls) == 3:
                 raise IndexError("no such piece")
-            return real(live, token_id)
+            return real(*step)
 
-        monkeypatch.setattr(llm.engine.front, "push", push)
+        monkeypatch.setattr(llm.engine.front, "collect", collect)
         with pytest.raises(IndexError, match="no such piece"):
             list(llm.stream(PROMPTS, GREEDY))
         assert generate(llm) == want

@@ -81,9 +81,9 @@ class Engine:
     ) -> None:
         self.clock = Clock()
         self.device = Device(self.clock, cost)
-        self.prompt_budget = None if target is None else PromptBudget(target, self.clock)
+        self.prompt_budget = None if target is None else PromptBudget(target)
         scheduler = Scheduler(BlockManager(4096, 64, True), 256, 16384, self.prompt_budget)
-        self.core = EngineCore(scheduler, self.device, depth, max_model_len=65536)
+        self.core = EngineCore(scheduler, self.device, depth, 65536, clock=self.clock)
         self.token_times: dict[int, list[float]] = {}
 
     def add(self, seq_id: int, prompt_len: int, max_tokens: int) -> None:

@@ -97,7 +97,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         loaded(self, name)
 
     monkeypatch.setattr(UnpackedLayers, "loaded", note)
-    monkeypatch.setattr(CpuDevice, "reads_codes", lambda *_: True)
+    monkeypatch.setattr(CpuDevice, "reads_quantized", lambda *_: True)
     return names
 
 
@@ -185,7 +185,7 @@ def test_rounding_while_loading_keeps_the_codes(checkpoint_root: Path, kept: lis
     assert len(kept) == 2 * 7 - 1
     assert "model.layers.1.mlp.down_proj.weight" not in kept  # the last one stays
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDevice, "reads_codes", lambda *_: False)
+        patch.setattr(CpuDevice, "reads_quantized", lambda *_: False)
         assert_equal(got, run(path, quantization="fp8"))
 
 

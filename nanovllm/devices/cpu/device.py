@@ -68,11 +68,8 @@ class CpuDevice:
 
     def check_fp8(self, head_dim: int) -> None: ...
 
-    def reads_blocks(self, dtype: torch.dtype) -> bool:
-        return self.features.runs_kernels(dtype)
-
-    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
-        return False
+    def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
+        return kind == "gguf" and self.features.runs_kernels(dtype)
 
     def ops(self, dtype: torch.dtype) -> Ops:
         if not self.features.runs_kernels(dtype):

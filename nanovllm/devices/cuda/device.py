@@ -106,10 +106,9 @@ class CudaDevice:
                 f"{self.device_name} has {major}.{minor}; leave it out"
             )
 
-    def reads_blocks(self, dtype: torch.dtype) -> bool:
-        return False
-
-    def reads_codes(self, kind: str, dtype: torch.dtype) -> bool:
+    def reads_quantized(self, kind: str, dtype: torch.dtype) -> bool:
+        if kind == "gguf":
+            return False
         capability = torch.cuda.get_device_capability(self.torch_device)
         has_kernel = capability >= ((8, 9) if kind == "fp8" else (8, 0))
         return has_kernel and dtype in (torch.bfloat16, torch.float16)

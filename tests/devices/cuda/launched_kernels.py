@@ -125,7 +125,7 @@ def main() -> None:
         ignored = {"ignore": [r"re:model\.layers\.1\..*", "lm_head"]}  # one layer stays plain
         kind = float_kind("channel", "channel")
         path = write_twins(Path(folder) / "codes", plain, kind, ignored).quantised
-        with mock.patch.object(CpuDevice, "reads_codes", return_value=True):
+        with mock.patch.object(CpuDevice, "reads_quantized", return_value=True):
             check(path, max_num_seqs=20, num_kvcache_blocks=99)
 
 
