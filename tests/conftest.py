@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.kept_kernels import keep_kernels, restore_kernels
+
 if TYPE_CHECKING:
     from tests.checkpoints import TinyCheckpoint
 
@@ -60,7 +62,9 @@ def count(request: pytest.FixtureRequest) -> Callable[..., int]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let several processes share the cores; tests of threads ask for as many as they want."""
     worker = getattr(config, "workerinput", None)
-    if worker is not None:  # the process that only hands out tests needs no torch
+    if worker is None:  # the process that only hands out tests needs no torch
+        restore_kernels()
+    else:
         import torch
 
         torch.set_num_threads(max((os.cpu_count() or 1) // worker["workercount"], 1))
@@ -115,8 +119,10 @@ def frozen_imports() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
+    if not hasattr(session.config, "workerinput"):
+        keep_kernels()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -86,6 +86,11 @@ class TerminalProcess:
         """How many times prompt_toolkit has begun to read a line."""
         return self.output.count("\x1b[?2004h")
 
+    def cpu_seconds(self) -> float:
+        """Time that the running program has spent on a processor."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def send(self, text: str) -> None:
         os.write(self._master, text.encode())
 

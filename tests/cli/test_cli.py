@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -229,11 +230,15 @@ def test_ctrl_c_in_a_long_prompt_ends_generate_at_once(tmp_path: Path) -> None:
     process = TerminalProcess("-m", "nanovllm", "generate", *options)
     try:
         process.wait_for(lambda text: "KV cache" in text)
-        time.sleep(3.0)
-        start = time.monotonic()
+        before = process.cpu_seconds()
+        while process.cpu_seconds() < before + 0.5:  # it reads the prompt
+            time.sleep(0.01)
+        before, ended = process.cpu_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
         process.send("\x03")
         assert process.wait() == 130
-        assert time.monotonic() - start < 3.0
+        now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent = now.ru_utime + now.ru_stime - ended.ru_utime - ended.ru_stime
+        assert spent - before < 4.0, "the rest of the prompt takes several times that"
         assert "Traceback" not in process.text
         assert "terminate" not in process.text
     finally:

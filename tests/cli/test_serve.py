@@ -24,7 +24,7 @@ from nanovllm.cli.serve import engine_config, server_options
 from nanovllm.config import WHOLE_CONTEXT
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import read_sampling_defaults
-from tests.server.byte_model import make_byte_file, make_byte_model
+from tests.server.byte_model import make_byte_file
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINE = ["--device", "cpu", "--dtype", "float", "--max-model-len", "1k", "--block-size", "16"]
@@ -271,8 +271,12 @@ class ServeProcess:
     """The command in a process of its own."""
 
     def __init__(
-        self, *arguments: str, program: Sequence[str] = ("-m", "nanovllm", "serve")
+        self,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "nanovllm", "serve"),
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
+        self.verify = verify  # of the certificate
         command = [sys.executable, *program, *arguments, "--port", "0"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -293,6 +297,7 @@ class ServeProcess:
 
         def read() -> None:
             options: dict[str, Any] = {"json": {**body, "stream": True}, "timeout": 240}
+            options["verify"] = self.verify
             try:
                 with httpx.stream("POST", f"{self.url}/v1/completions", **options) as response:
                     for line in response.iter_lines():
@@ -354,14 +359,23 @@ def test_a_breakpoint_under_in_process_reads_the_terminal(tmp_path: Path) -> Non
 def test_a_signal_lets_answers_end_and_another_does_not(
     tmp_path: Path, num_signals: int, num_engines: int
 ) -> None:
+    """The second server speaks HTTPS, too."""
+    verify: ssl.SSLContext | bool = True
+    tls: list[str] = []
+    if num_engines == 2 and shutil.which("openssl") is not None:
+        key, certificate = make_certificate(tmp_path)
+        verify = ssl.create_default_context(cafile=str(certificate))
+        tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
     server = ServeProcess(
         *(str(make_byte_file(tmp_path)), *ENGINE, "--trust-remote-code"),
         *("--served-model-name", "tiny", "--shutdown-timeout", "30"),
-        *("--data-parallel-size", str(num_engines)),
+        *("--data-parallel-size", str(num_engines), *tls),
+        verify=verify,
     )
     try:
+        assert server.url.startswith("https://127.0.0.1:" if tls else "http://127.0.0.1:")
         assert any("--trust-remote-code changes nothing" in line for line in server.lines)
-        models = httpx.get(f"{server.url}/v1/models").json()
+        models = httpx.get(f"{server.url}/v1/models", verify=verify, timeout=240).json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
         num_tokens = 900 if num_signals == 2 else 200
         streams: dict[threading.Thread, list[str]] = {}
@@ -374,7 +388,7 @@ def test_a_signal_lets_answers_end_and_another_does_not(
             assert all(thread.is_alive() for thread in streams), streams
         for _ in range(num_signals):
             os.kill(server.process.pid, signal.SIGTERM)
-            httpx_refused(server.url)
+            wait_until_refused(server)
         for thread in streams:
             thread.join(240)
         assert server.process.wait(240) == 0
@@ -388,33 +402,21 @@ def test_a_signal_lets_answers_end_and_another_does_not(
         server.process.kill()
 
 
-def httpx_refused(url: str) -> None:
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A key and a certificate for 127.0.0.1."""
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate
+
+
+def wait_until_refused(server: ServeProcess) -> None:
     """Wait until no new connection is taken."""
     while True:
         try:
-            httpx.get(f"{url}/health", timeout=1)
+            httpx.get(f"{server.url}/health", timeout=1, verify=server.verify)
         except httpx.ConnectError:
             return
         except httpx.TransportError:  # it was late, or ended meanwhile
             continue
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_with_a_certificate_the_server_speaks_https(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run(command, check=True, capture_output=True)
-    tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
-    server = ServeProcess(str(make_byte_model(tmp_path)), *ENGINE, *tls, "--api-key", "secret")
-    try:
-        assert server.url.startswith("https://127.0.0.1:")
-        trust = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(base_url=server.url, verify=trust) as client:
-            assert client.get("/v1/models").status_code == 401
-            known = {"Authorization": "Bearer secret"}
-            body = {"prompt": "x", "max_tokens": 3}
-            assert client.post("/v1/completions", json=body, headers=known).status_code == 200
-    finally:
-        server.process.kill()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.kept_kernels import CACHE
+
 HERE = Path(__file__).parent
-# Outside the clone, so that a new one need not install them again.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-ROOT = CACHE / "nanovllm-tests" / "clients"
+ROOT = CACHE / "clients"
 REQUIREMENTS = HERE / "requirements"
 NPM_PACKAGES = ("openai@7.53.0", "zod@4.6.7")
 NOT_REACHED = (

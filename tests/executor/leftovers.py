@@ -17,7 +17,7 @@ class Leftovers:
         self._folder = folder
         self._before = snapshot(folder)
 
-    def check(self, *, but_fds: bool = False, seconds: float = 5.0) -> None:
+    def check(self, *, but_fds: bool = False, seconds: float = 60.0) -> None:
         """Fail unless all that came since is gone soon; descriptors may be left until a close."""
         kinds = [kind for kind in self._before if not (but_fds and kind in ("fds", "threads"))]
         wait_until(lambda: not self._new(kinds), seconds, lambda: f"left: {self._new(kinds)}")

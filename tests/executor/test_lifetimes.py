@@ -21,7 +21,7 @@ from tests.executor.leftovers import descendants, is_alive, wait_until
 from tests.executor.programs import program
 from tests.executor.workers import process_ids
 
-SECONDS = 5.0  # within which all is over
+SECONDS = 60.0  # within which all is over, on a busy machine too
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 OPTIONS = {

@@ -28,7 +28,7 @@ from tests.executor.workers import (
 )
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 5.0 + 10.0  # within which a fault is reported, and what a busy machine adds
+SECONDS = 60.0  # within which a fault is reported, on a busy machine too
 
 
 class Unspeakable(Exception):

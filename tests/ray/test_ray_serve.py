@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,7 @@ def url(model: Path) -> Iterator[str]:
     args = yaml.safe_load(EXAMPLE.read_text())["applications"][0]["args"]
     other = {"model": str(model), "max_model_len": "4096", "block_size": str(BLOCK_SIZE)}
     args |= {**ENGINE, **SCALING, **other, "served_model_name": ["tiny", "org/tiny"]}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ray_cluster(num_nodes=2, num_cpus=3):
         try:
             serve.start(proxy_location="HeadOnly", http_options={"port": port})
@@ -69,6 +68,15 @@ def url(model: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}/models"
         finally:
             serve.shutdown()
+
+
+def free_port() -> int:
+    """Of those that no outgoing connection takes before Serve listens there."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,6 @@ def running(llm: Any, **options: Any) -> Iterator[Running]:
             yield Running(llm, url, http, openai, server)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(240)
         listener.close()
     assert not thread.is_alive()

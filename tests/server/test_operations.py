@@ -614,7 +614,7 @@ def test_a_server_that_ends_tells_those_who_still_wait(
         thread = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body)))
         thread.start()
         wait_until(lambda: bool(llm.asked))
-    thread.join(20)
+    thread.join(120)
     assert answers[0].status_code == (200 if stream else 503)
     assert answers[0].text.count("the server is shutting down") == 1
     assert ('"type":"error"' in answers[0].text) == (key == "messages")
@@ -642,7 +642,7 @@ def test_a_server_that_ends_waits_for_nobody_who_stops_halfway(
             wait_until(lambda: bool(llm.asked))
             time.sleep(0.5)
             start = time.monotonic()
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 50
     assert not caplog.records
 
 

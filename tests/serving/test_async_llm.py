@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "skip_tokenizer_init": True,
 }
-SECONDS = 20.0  # 5, and what a busy machine adds: everybody knows of a core that died or hangs
+SECONDS = 60.0  # within which a core that died or hangs is reported, on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,11 @@ async def collect(llm: AsyncLLM, prompt: Any, params: Any = GREEDY, **options: A
 
 def tokens_of(pieces: list[StreamPiece], sample: int = 0) -> list[int]:
     return [token for piece in pieces if piece.sample == sample for token in piece.token_ids]
+
+
+async def until_running(llm: AsyncLLM, num_requests: int) -> None:
+    while llm.stats.num_running < num_requests:
+        await asyncio.sleep(0.01)
 
 
 async def until_idle(llm: AsyncLLM, seconds: float = 240.0) -> None:
@@ -257,14 +262,14 @@ def test_a_model_that_cannot_run_is_refused_as_by_llm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "message", "delay"),
+    ("number", "message"),
     [
-        (signal.SIGKILL, "killed by signal 9", 0.2),
-        (signal.SIGSTOP, "sent no heartbeat", 0.3),
+        (signal.SIGKILL, "killed by signal 9"),
+        (signal.SIGSTOP, "sent no heartbeat"),
     ],
 )
 def test_everybody_is_told_of_a_core_that_is_gone(
-    path: Path, number: signal.Signals, message: str, delay: float
+    path: Path, number: signal.Signals, message: str
 ) -> None:
     async def main() -> None:
         llm = AsyncLLM(path, **{**OPTIONS, "max_num_seqs": 2})
@@ -272,11 +277,10 @@ def test_everybody_is_told_of_a_core_that_is_gone(
         await collect(llm, [1, 2, 3])  # the first step of all may take longer
         calls = [collect(llm, [1, 2, 3], LONG, is_streaming=each) for each in streaming]
         tasks = [asyncio.create_task(call) for call in calls]
-        await asyncio.sleep(delay)
+        await until_running(llm, 2)
         os.kill(llm.replicas[0].pid, number)
-        start = time.monotonic()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - start < SECONDS
+        gathered = asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.wait_for(gathered, SECONDS)
         for error in results:
             assert isinstance(error, NanovllmError)
             assert message in str(error)
@@ -295,7 +299,7 @@ def test_a_fault_of_the_front_fails_whoever_waits(
     async def main() -> None:
         llm = AsyncLLM(path, **OPTIONS)
         tasks = [asyncio.create_task(collect(llm, [1, 2, 3], LONG)) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        await until_running(llm, 2)
         monkeypatch.setattr(llm.front, "collect", None)
         for task in tasks:
             with pytest.raises(EngineError, match="cannot be read"):
@@ -310,7 +314,7 @@ def test_closing_fails_whoever_waits(path: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(path, **OPTIONS)
         task = asyncio.create_task(collect(llm, [1, 2, 3], LONG))
-        await asyncio.sleep(0.2)
+        await until_running(llm, 1)
         pid = llm.replicas[0].pid
         await asyncio.to_thread(llm.close)
         with pytest.raises(EngineError, match="closed"):
